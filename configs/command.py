@@ -1,0 +1,75 @@
+"""Command lines: one parser for every command, from the dataclasses of `configs.schema`.
+
+A command is a function whose first parameter is the whole `Config`; its other, keyword-only parameters become flags of that command alone.
+What a user can cause is a `ValueError` or a `FileNotFoundError` anywhere below: it ends here as one line on stderr and exit code 2.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
+
+Command = Callable[..., Any]
+_SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
+
+
+def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentParser:
+    """The parser of one command: `--config FILE`, dotted overrides of every section, `--print_config`, and the command's own flags.
+
+    Args:
+        command: its docstring becomes the help, its keyword-only parameters become flags.
+        trainer: the class whose arguments the `trainer` section must fit; None takes the section unchecked (commands that train nothing).
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(description=(command.__doc__ or "").strip().split("\n")[0])
+    parser.add_argument("--config", action="config", help="YAML of the experiment")
+    for name, section in _SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    if trainer is None:
+        parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments")
+    else:
+        parser.add_class_arguments(trainer, "trainer", instantiate=False)
+    parser.add_function_arguments(command, skip={"config"})
+    return parser
+
+
+def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
+    """The experiment that `parser` read into `parsed`."""
+    built = parser.instantiate_classes(parsed)
+    trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
+    return Config(trainer=trainer, **{name: built[name] for name in _SECTIONS})
+
+
+def run(commands: dict[str, Command], *, default: str | None = None, argv: list[str] | None = None, trainer: type | None = None) -> Any:
+    """Call the command that `argv` names, or `default` when it names none; exits with 2 and one line on a user's error."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in commands:
+        name, argv = argv[0], argv[1:]
+    elif default is None or (argv and not argv[0].startswith("-")):
+        _list_commands(commands, argv)
+    else:
+        name = default
+    parser = parser_for(commands[name], trainer=trainer)
+    parsed = parser.parse_args(argv)
+    own = {key: parsed[key] for key in parsed.keys() if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
+    try:
+        return commands[name](config_of(parser, parsed), **own)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _list_commands(commands: dict[str, Command], argv: list[str]) -> None:
+    """Print what there is; exit 0 when that was asked for, else 2."""
+    asked = bool(argv) and argv[0] in {"-h", "--help"}
+    lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
+    problem = [] if asked else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
+    print("\n".join([*problem, *lines, "  each takes --config FILE and --help"]), file=sys.stdout if asked else sys.stderr)
+    raise SystemExit(0 if asked else 2)

@@ -1,0 +1,34 @@
+"""The ground floor: a pair of models that fit, one sampling transform, verification, and a KV cache that rolls back.
+
+Symbols, used in every docstring of the project (design: Leviathan's orientation, arXiv 2211.17192):
+
+    p                the target's next-token distribution
+    q                the draft's next-token distribution
+    acceptance_prob  of a drafted token x: min(1, p(x) / q(x))
+    acceptance_rate  at a position: sum over v of min(p(v), q(v)) = 1 - TV(p, q), the mean of acceptance_prob under q
+"""
+
+from lm.cached_model import CachedModel
+from lm.draws import Draws, RandomDraws
+from lm.entropy import cross_entropy, entropy
+from lm.pair import Pair, load_model, load_pair, load_tokenizer
+from lm.sampling import Sampling
+from lm.verification import Verdict, acceptance_prob, acceptance_rate, residual_probs, verify
+
+__all__ = [
+    "CachedModel",
+    "Draws",
+    "Pair",
+    "RandomDraws",
+    "Sampling",
+    "Verdict",
+    "acceptance_prob",
+    "acceptance_rate",
+    "cross_entropy",
+    "entropy",
+    "load_model",
+    "load_pair",
+    "load_tokenizer",
+    "residual_probs",
+    "verify",
+]

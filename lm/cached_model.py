@@ -1,0 +1,80 @@
+"""Law 4.5: a causal model whose KV cache can append and roll back.
+
+The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after full
+acceptance, more after rounds without a draft. Rolling back is `DynamicCache.crop`, which is exact: positions are dropped, none is recomputed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+
+class CachedModel:
+    """One sequence through one causal model.
+
+    Attributes:
+        hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows that the last
+            `forward` returned; None unless `with_hidden`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+        """Args:
+        model: any transformers causal language model with a `DynamicCache`.
+        vocab_size: width that logits are cut to (a padded vocabulary's extra ids get probability zero); None keeps all.
+        with_hidden: also keep the final hidden states, at the price of a hook.
+        """
+        self.model = model
+        self.vocab_size = vocab_size
+        self.hidden: Float[Tensor, "rows hidden"] | None = None
+        self._hook = _head_of(model).register_forward_pre_hook(self._keep_hidden) if with_hidden else None
+        self._device = model.get_input_embeddings().weight.device
+        self.reset()
+
+    def __len__(self) -> int:
+        """Tokens in the cache."""
+        return self._length
+
+    def reset(self) -> None:
+        """Empty the cache, for a new sequence."""
+        self._cache = DynamicCache(config=self.model.config)
+        self._length = 0
+
+    def close(self) -> None:
+        """Take the hook off the model."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def roll_back(self, length: int) -> None:
+        """Keep the first `length` tokens; no effect if the cache is shorter."""
+        if length < self._length:
+            self._cache.crop(length - self._length)
+            self._length = length
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        """Logits that follow each of the last `num_rows` tokens of `token_ids`, as the model gives them (no upcast).
+
+        Args:
+            token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
+            num_rows: at most the number of tokens fed.
+        """
+        fed = token_ids[self._length :]
+        assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
+        ids = torch.tensor([fed], device=self._device)
+        output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows)
+        self._length = len(token_ids)
+        return output.logits[0, :, : self.vocab_size]
+
+    def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.hidden = inputs[0][0]
+
+
+def _head_of(model: PreTrainedModel) -> nn.Module:
+    """The module that maps the final hidden state to logits."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with AutoModelForCausalLM")
+    return head

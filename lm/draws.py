@@ -1,0 +1,66 @@
+"""Where chance enters: every random draw of the project's loops goes through a `Draws`.
+
+A loop asks for two things only: a token from a distribution, and how many of a row of drafted tokens are accepted. `RandomDraws` answers
+from random numbers. A test answers by walking every branch with its probability, and so computes the exact law of the loop's output.
+"""
+
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_BLOCK = 256
+_BELOW_ONE = 1.0 - 2.0**-40
+"""Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
+
+
+class Draws(Protocol):
+    """The source of chance of one generation."""
+
+    def token(self, probs: Float[Tensor, " vocab"]) -> int:
+        """A token id drawn from `probs`."""
+        ...
+
+    def num_accepted(self, acceptance_probs: Float[Tensor, " draft"]) -> int:
+        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the first that fails."""
+        ...
+
+
+class RandomDraws:
+    """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
+
+    The streams are seeded once from `generator` (or from torch's global one) and never reseeded, so the acceptance uniforms are independent
+    of the drafted tokens, which verification (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        seeds = torch.randint(2**62, (2,), generator=generator)
+        self._tokens, self._accepts = (_Uniforms(int(seed)) for seed in seeds)
+
+    def token(self, probs: Float[Tensor, " vocab"]) -> int:
+        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never drawn."""
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        return int(torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * _BELOW_ONE), right=True))
+
+    def num_accepted(self, acceptance_probs: Float[Tensor, " draft"]) -> int:
+        """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never passes)."""
+        count = 0
+        for acceptance_prob in acceptance_probs.tolist():
+            if not self._accepts.next() < acceptance_prob:
+                break
+            count += 1
+        return count
+
+
+class _Uniforms:
+    """Uniform float64 numbers in [0, 1), made in blocks because one at a time costs a tensor each."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._block: list[float] = []
+
+    def next(self) -> float:
+        if not self._block:
+            self._block = torch.rand(_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+        return self._block.pop()

@@ -1,0 +1,117 @@
+"""Load a target, a draft and perhaps a micro model, and check that they fit.
+
+They fit when their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded vocabularies, as Qwen's):
+the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import ModelSource, PairConfig
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Models that fit, and their tokenizer."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    micro: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows: the width that every distribution has."""
+        return len(self.tokenizer)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The target's end-of-sequence ids (a generation config may name several), or the tokenizer's."""
+        ids = self.target.generation_config.eos_token_id if self.target.generation_config else None
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def load_pair(config: PairConfig) -> Pair:
+    """Load every model of `config`, in evaluation mode, and check that they fit.
+
+    Raises:
+        FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
+        ValueError: tokenizers that differ, logits narrower than the tokenizer, an unknown dtype, CUDA asked for and absent.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    others = {"draft": config.draft} | ({"micro": config.micro} if config.micro else {})
+    for name, source in others.items():
+        _check_same_ids(
+            tokenizer, load_tokenizer(source, trust_remote_code=config.trust_remote_code), (config.target.path, source.path), name
+        )
+    models = {
+        name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in {"target": config.target, **others}.items()
+    }
+    for name, model in models.items():
+        _check_width(model, len(tokenizer), name)
+    return Pair(models["target"], models["draft"], models.get("micro"), tokenizer)
+
+
+def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model."""
+    try:
+        return AutoTokenizer.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(_not_found(source)) from error
+
+
+def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """One causal language model in evaluation mode; only safetensors are read, a pickled checkpoint is refused."""
+    if source.dtype not in _DTYPES:
+        raise ValueError(f"dtype {source.dtype!r} of {source.path} is unknown; one of {', '.join(_DTYPES)}")
+    device_map = source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
+    if "cuda" in str(device_map) and not torch.cuda.is_available():
+        raise ValueError(f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            revision=source.revision or "main",
+            dtype=_DTYPES[source.dtype],
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+    except OSError as error:
+        raise FileNotFoundError(_not_found(source)) from error
+    return model.eval()
+
+
+def _not_found(source: ModelSource) -> str:
+    return (
+        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a local model directory nor a hub "
+        "id that can be reached; check the path, or `hf download` it first"
+    )
+
+
+def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str) -> None:
+    """Raise unless both map the same tokens to the same ids."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    token = differing[0]
+    raise ValueError(
+        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first {token!r}: id {ours.get(token)} against "
+        f"{theirs.get(token)}; speculative decoding needs the same token -> id map, choose models of one family"
+    )
+
+
+def _check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
+    """Raise if the model cannot name every token."""
+    width = model.config.get_text_config().vocab_size
+    if width < vocab_size:
+        raise ValueError(
+            f"{name} has logits for {width} ids and its tokenizer {vocab_size}; resize its embeddings or use its own tokenizer"
+        )

@@ -1,0 +1,70 @@
+"""Law 4.1: one transform from logits to probabilities, for data, traces and decoding alike.
+
+    probs = softmax(top_p(top_k(logits / temperature)))        temperature > 0
+    probs = one-hot(argmax logits)                             temperature = 0, the limit of the same path
+
+The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in which `generate`
+applies them, so that a pair sampled here has the law that its users know. Departures: temperature 0 is allowed (transformers raises), and
+softmax runs in float32 whatever the dtype of the logits (float64 on request).
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become the probabilities that tokens are drawn from."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy)")
+        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+            raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every distribution is one-hot."""
+        return self.temperature == 0
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """The three settings, for manifests and head configs."""
+        return asdict(self)
+
+    def probs(self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "*position vocab"]:
+        """The distribution that tokens are drawn from, one row per position.
+
+        Args:
+            logits: as the model gives them, any float dtype; -inf marks impossible tokens.
+            dtype: of the result and of the arithmetic, torch.float32 or torch.float64.
+        """
+        logits = logits.to(dtype)
+        if self.is_greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if self._warpers:
+            rows = logits.reshape(-1, logits.shape[-1])
+            logits = self._warpers(None, rows).reshape(logits.shape)  # type: ignore[arg-type]  # no warper reads the ids
+        return logits.softmax(-1)
+
+    @cached_property
+    def _warpers(self) -> LogitsProcessorList:
+        """transformers' warpers in transformers' order."""
+        warpers = LogitsProcessorList()
+        if self.temperature != 1.0:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k is not None:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1.0:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        return warpers
