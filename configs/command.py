@@ -55,7 +55,7 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
         name = default
     parser = parser_for(commands[name], trainer=trainer)
     parsed = parser.parse_args(argv)
-    own = {key: parsed[key] for key in parsed.keys() if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
+    own = {key: parsed[key] for key in vars(parsed) if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
     try:
         return commands[name](config_of(parser, parsed), **own)
     except (ValueError, FileNotFoundError) as error:

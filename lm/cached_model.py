@@ -1,7 +1,8 @@
 """Law 4.5: a causal model whose KV cache can append and roll back.
 
-The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after full
-acceptance, more after rounds without a draft. Rolling back is `DynamicCache.crop`, which is exact: positions are dropped, none is recomputed.
+The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after
+full acceptance, more after rounds without a draft. Rolling back is `DynamicCache.crop`, which is exact: positions are dropped, none is
+recomputed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class CachedModel:
         self.vocab_size = vocab_size
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self._hook = _head_of(model).register_forward_pre_hook(self._keep_hidden) if with_hidden else None
-        self._device = model.get_input_embeddings().weight.device
+        self._device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.reset()
 
     def __len__(self) -> int:

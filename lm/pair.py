@@ -90,8 +90,8 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTr
 
 def _not_found(source: ModelSource) -> str:
     return (
-        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a local model directory nor a hub "
-        "id that can be reached; check the path, or `hf download` it first"
+        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a local model directory "
+        "nor a hub id that can be reached; check the path, or `hf download` it first"
     )
 
 
@@ -103,8 +103,8 @@ def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     token = differing[0]
     raise ValueError(
-        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first {token!r}: id {ours.get(token)} against "
-        f"{theirs.get(token)}; speculative decoding needs the same token -> id map, choose models of one family"
+        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first {token!r}: "
+        f"id {ours.get(token)} against {theirs.get(token)}; speculative decoding needs one token -> id map, choose models of one family"
     )
 
 

@@ -42,14 +42,14 @@ class Sampling:
         """The three settings, for manifests and head configs."""
         return asdict(self)
 
-    def probs(self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "*position vocab"]:
+    def probs(self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None) -> Float[Tensor, "*position vocab"]:
         """The distribution that tokens are drawn from, one row per position.
 
         Args:
             logits: as the model gives them, any float dtype; -inf marks impossible tokens.
-            dtype: of the result and of the arithmetic, torch.float32 or torch.float64.
+            dtype: of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64 logits, else float32.
         """
-        logits = logits.to(dtype)
+        logits = logits.to(dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32))
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self._warpers:

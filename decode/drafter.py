@@ -1,0 +1,139 @@
+"""Drafters (design 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification needs.
+
+`ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
+from lm import CachedModel, Draws, Sampling, entropy
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one generation shares with its drafters."""
+
+    sampling: Sampling
+    eos_ids: frozenset[int]
+    draws: Draws
+
+
+@dataclass
+class Proposal:
+    """A draft: tokens, the distributions they were drawn from, and what it cost."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Float[Tensor, " vocab"]] = field(default_factory=list)
+    """q of each token: the very distribution that it was drawn from."""
+    entropies: list[float] = field(default_factory=list)
+    """H(q) in nats of each token, where the policy asked for it."""
+    stop_reason: str = "limit"
+    """limit, policy, eos."""
+    num_allowed: int = 0
+    """The most tokens that this round might have drafted."""
+    num_draft_forwards: int = 0
+    num_micro: int = 0
+    num_micro_forwards: int = 0
+
+
+class Drafter(Protocol):
+    """Anything that drafts. One object serves one sequence at a time."""
+
+    def start(self, session: Session) -> None:
+        """A new generation: empty caches, fresh policy state."""
+        ...
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        """Draft at most `max_tokens` tokens after `committed`; none is drafted after EOS."""
+        ...
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        """The round is over, `committed` now ends with its tokens: roll caches back (law 4.5) and tell the policies."""
+        ...
+
+
+class ModelDrafter:
+    """One model drafts token by token until its policy says stop."""
+
+    def __init__(self, model: PreTrainedModel | CachedModel, policy: Policy, *, vocab_size: int | None = None) -> None:
+        """Args:
+        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`.
+        policy: when to stop (design 4.3).
+        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        """
+        needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
+        self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
+        self.policy = policy
+
+    def start(self, session: Session) -> None:
+        self.model.reset()
+        self._session = session
+        self._state = self.policy.start()
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        policy, session = self.policy, self._session
+        state = policy.begin(self._state)
+        proposal = Proposal(num_allowed=max_tokens)
+        num_tokens = min(max_tokens, int(min(policy.limit(state), max_tokens)))
+        ids = list(committed)
+        while len(proposal.tokens) < num_tokens:
+            logits = self.model.forward(ids)[-1]
+            proposal.num_draft_forwards += 1
+            seen = self._seen(len(proposal.tokens), logits, ids)
+            if policy.stop_before(state, seen):
+                proposal.stop_reason = "policy"
+                break
+            q = session.sampling.probs(logits)
+            token = session.draws.token(q)
+            ids.append(token)
+            proposal.tokens.append(token)
+            proposal.probs.append(q)
+            proposal.entropies.append(seen.entropy)
+            state, stop = policy.after(state, self._drawn(seen, logits, token))
+            if token in session.eos_ids or stop:
+                proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
+                break
+        self._state, self._proposal = state, proposal
+        return proposal
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self.model.roll_back(len(committed) - 1)
+        proposal = self._proposal
+        is_rejected = num_accepted < len(proposal.tokens)
+        outcome = Outcome(
+            num_drafted=len(proposal.tokens),
+            num_accepted=num_accepted,
+            num_allowed=proposal.num_allowed,
+            rejected_entropy=proposal.entropies[num_accepted] if is_rejected else 0.0,
+        )
+        self._state = self.policy.end(self._state, outcome)
+
+    def _seen(self, position: int, logits: Float[Tensor, " vocab"], ids: list[int]) -> BeforeDraw:
+        """The signals that exist before the draw; those that the policy does not ask for are 0."""
+        asked = self.policy.signals
+        return BeforeDraw(
+            position=position,
+            entropy=float(entropy(logits)) if "entropy" in asked else 0.0,
+            max_prob=float(logits.float().softmax(-1).max()) if "max_prob" in asked else 0.0,
+            fed_logit=float("inf"),
+        )
+
+    def _drawn(self, seen: BeforeDraw, logits: Float[Tensor, " vocab"], token: int) -> AfterDraw:
+        """The same, and the drawn token's own."""
+        asked = self.policy.signals
+        return AfterDraw(
+            *seen,
+            token_prob=float(logits.float().softmax(-1)[token]) if "token_prob" in asked else 0.0,
+            drawn_logit=0.0,
+        )
+
+
+def stacked(probs: list[Float[Tensor, " vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:
+    """Rows of a proposal as one tensor, on the device and in the dtype of `like` (the target's distributions)."""
+    return torch.stack(probs).to(like) if probs else like[:0]

@@ -1,0 +1,150 @@
+"""The lossless speculative loop (laws 4.2, 4.4, 4.5): draft, verify, emit, until EOS or the length limit.
+
+A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that the token that every verification adds still fits; the output
+has the law of the target alone under the same `Sampling`, whatever drafter and policy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.counts import Counts
+from decode.drafter import Drafter, Proposal, Session, stacked
+from lm import CachedModel, Draws, RandomDraws, Sampling, verify
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft and one verification."""
+
+    drafted: tuple[int, ...]
+    num_accepted: int
+    emitted: tuple[int, ...]
+    """The accepted tokens and, unless the generation ended inside the draft, the residual or bonus token."""
+    stop_reason: str
+    """Why drafting stopped: limit, policy, eos."""
+    counts: Counts
+    draft_s: float
+    target_s: float
+
+    @property
+    def next_kind(self) -> str | None:
+        """residual, bonus, or None where the draft's EOS ended the generation."""
+        if len(self.emitted) == self.num_accepted:
+            return None
+        return "bonus" if self.num_accepted == len(self.drafted) else "residual"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated (without the prompt), how, and at what cost."""
+
+    token_ids: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    counts: Counts
+
+
+class SpeculativeDecoder:
+    """A target and a drafter."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel | CachedModel,
+        drafter: Drafter,
+        *,
+        sampling: Sampling | None = None,
+        max_draft_length: int = 20,
+        eos_ids: frozenset[int] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Args:
+        target: a `PreTrainedModel` is wrapped in a `CachedModel`.
+        drafter: proposes; its policy decides the draft length.
+        sampling: the one transform of draft and target (law 4.1).
+        max_draft_length: upper bound of every round.
+        eos_ids: tokens that end a generation; None: the target's generation config.
+        vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
+        """
+        if max_draft_length < 0:
+            raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
+        if eos_ids is None:
+            eos_ids = eos_ids_of(target) if isinstance(target, PreTrainedModel) else frozenset()
+        self.target = CachedModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
+        self.drafter = drafter
+        self.sampling = sampling or Sampling()
+        self.max_draft_length = max_draft_length
+        self.eos_ids = eos_ids
+
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:
+        """All rounds of one generation."""
+        rounds = tuple(self.stream(prompt_ids, max_new_tokens, generator=generator))
+        token_ids = tuple(token for played in rounds for token in played.emitted)
+        return Generation(token_ids, rounds, reduce(add, (played.counts for played in rounds), Counts()))
+
+    def stream(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
+    ) -> Iterator[Round]:
+        """Rounds, each as soon as it is verified."""
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
+        draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
+        self.target.reset()
+        self.drafter.start(Session(self.sampling, self.eos_ids, draws))
+        committed = list(prompt_ids)
+        end = len(committed) + max_new_tokens
+        while len(committed) < end:
+            played = self._round(committed, end - len(committed), draws)
+            yield played
+            if played.emitted[-1] in self.eos_ids:
+                return
+
+    def _round(self, committed: list[int], num_left: int, draws: Draws) -> Round:
+        """Play one round; extends `committed` by what it emits."""
+        started_s = perf_counter()
+        proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
+        drafted_s = perf_counter()
+        num_drafted = len(proposal.tokens)
+        logits = self.target.forward(committed + proposal.tokens, num_drafted + 1)
+        p = self.sampling.probs(logits)
+        tokens = torch.tensor(proposal.tokens, dtype=torch.long, device=p.device)
+        verdict = verify(tokens, stacked(proposal.probs, p), p, draws)
+        emitted = proposal.tokens[: verdict.num_accepted]
+        if not (emitted and emitted[-1] in self.eos_ids):
+            emitted = [*emitted, verdict.next_token]
+        committed += emitted
+        self.target.roll_back(len(committed) - 1)
+        self.drafter.conclude(committed, verdict.num_accepted)
+        counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
+        ended_s = perf_counter()
+        return Round(
+            tuple(proposal.tokens),
+            verdict.num_accepted,
+            tuple(emitted),
+            proposal.stop_reason,
+            counts,
+            drafted_s - started_s,
+            ended_s - drafted_s,
+        )
+
+
+def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """The end-of-sequence ids of a model's generation config; there may be several, or none."""
+    ids = model.generation_config.eos_token_id if model.generation_config else None
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:
+    return Counts(
+        num_emitted=num_emitted,
+        num_drafted=len(proposal.tokens),
+        num_target=1,
+        num_accepted=num_accepted,
+        num_draft_forwards=proposal.num_draft_forwards,
+        num_micro=proposal.num_micro,
+        num_micro_forwards=proposal.num_micro_forwards,
+    )

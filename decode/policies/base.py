@@ -1,0 +1,104 @@
+"""Law 4.3: what a stopping policy may look at, and when.
+
+A policy ends a draft in one of three ways, none of which lets the value of a drawn token decide whether that token is verified:
+
+    limit        before the round: a number of tokens, from the past alone                 (no forward is paid for what is not drafted)
+    stop_before  after the draft's forward, before the draw: distributions and earlier tokens   (B in law 4.3; the forward is paid)
+    after        after the draw: the drawn token is kept whatever the answer, and is the last    (A in law 4.3)
+
+There is no way to say "drop the token just drawn", which would change the output distribution. Every method is *elementwise*: it works
+on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per setting and prompt), so branch with
+`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers that each method returns anew; parameters may be arrays.
+
+A policy of your own, in full:
+
+    @dataclass(frozen=True)
+    class Unsure(Policy):
+        \"""Keep the token, stop after it, when it or its whole distribution looks unsure.\"""
+
+        min_token_prob: float = 0.3
+        max_entropy: float = 2.0
+        signals = frozenset({"token_prob", "entropy"})
+
+        def after(self, state, drawn):
+            return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from heads.head import AcceptanceHead
+
+Number = Any
+"""A float, or an array of one number per lane."""
+State = tuple[Number, ...]
+
+
+class BeforeDraw(NamedTuple):
+    """What is known once the draft's forward has run and no token is drawn yet. Signals are those of the untruncated temperature-1 q."""
+
+    position: Number
+    """Tokens drafted so far in this round."""
+    entropy: Number
+    """H(q) in nats."""
+    max_prob: Number
+    """max_v q(v)."""
+    fed_logit: Number
+    """The fed-time head's logit for the token drafted before; +inf (probability 1) for the first, which has no drafted predecessor."""
+
+
+class AfterDraw(NamedTuple):
+    """What is known once the token is drawn, and kept."""
+
+    position: Number
+    entropy: Number
+    max_prob: Number
+    fed_logit: Number
+    token_prob: Number
+    """q(y) of the drawn token y."""
+    drawn_logit: Number
+    """The drawn-time head's logit for y."""
+
+
+class Outcome(NamedTuple):
+    """What a round came to."""
+
+    num_drafted: Number
+    num_accepted: Number
+    num_allowed: Number
+    """The most tokens that the loop would have let this round draft."""
+    rejected_entropy: Number
+    """H(q) where the first rejected token was drawn; 0 where none was rejected."""
+
+
+class Policy:
+    """When to stop drafting. Subclasses are frozen dataclasses that override what they need."""
+
+    signals: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
+    fed_head: "AcceptanceHead | None" = None
+    drawn_head: "AcceptanceHead | None" = None
+
+    def start(self) -> State:
+        """State at the start of a generation."""
+        return ()
+
+    def begin(self, state: State) -> State:
+        """State at the start of a round."""
+        return state
+
+    def limit(self, state: State) -> Number:
+        """The most tokens to draft in this round; 0 skips the draft."""
+        return float("inf")
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        """True: draw nothing more."""
+        return False
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        """The state with the drawn token in it, and True to stop after it."""
+        return state, False
+
+    def end(self, state: State, outcome: Outcome) -> State:
+        """State after verification."""
+        return state

@@ -1,0 +1,66 @@
+"""Stop on the draft's own probabilities: of the drawn token, their product, the largest. Each keeps the token it stops at."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.policies.base import AfterDraw, Number, Policy, State
+
+
+def check_unit(name: str, value: Number) -> None:
+    """Raise unless every value lies in [0, 1]."""
+    if not np.all((np.asarray(value) >= 0) & (np.asarray(value) <= 1)):
+        raise ValueError(f"{name} is {value}; a probability lies in [0, 1]")
+
+
+@dataclass(frozen=True)
+class TokenProb(Policy):
+    """Stop after a token with q(y) < min_token_prob.
+
+    transformers' `assistant_confidence_threshold` (0.4, the token is kept); SWIFT uses 0.8. Departure: q is untruncated at temperature 1,
+    so that the signal means the same under every `Sampling` (greedy included).
+    """
+
+    min_token_prob: Number = 0.4
+    signals = frozenset({"token_prob"})
+
+    def __post_init__(self) -> None:
+        check_unit("min_token_prob", self.min_token_prob)
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return state, drawn.token_prob < self.min_token_prob
+
+
+@dataclass(frozen=True)
+class CumulativeTokenProb(Policy):
+    """Stop after the token at which the product of q(y) over the draft falls below min_token_prob."""
+
+    min_token_prob: Number = 0.2
+    signals = frozenset({"token_prob"})
+
+    def __post_init__(self) -> None:
+        check_unit("min_token_prob", self.min_token_prob)
+
+    def start(self) -> State:
+        return (1.0,)
+
+    def begin(self, state: State) -> State:
+        return (1.0,)
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        product = state[0] * drawn.token_prob
+        return (product,), product < self.min_token_prob
+
+
+@dataclass(frozen=True)
+class MaxProb(Policy):
+    """Stop after the token where max_v q(v) < min_max_prob (Kangaroo, arXiv 2404.18911: 0.6)."""
+
+    min_max_prob: Number = 0.6
+    signals = frozenset({"max_prob"})
+
+    def __post_init__(self) -> None:
+        check_unit("min_max_prob", self.min_max_prob)
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return state, drawn.max_prob < self.min_max_prob
