@@ -1,0 +1,40 @@
+# One command each on a machine that has only Python >= 3.11, pip and make. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/pip --disable-pip-version-check
+RUN = $(VENV)/bin/python
+CONFIG ?= configs/tiny.yaml
+INSTALLED = $(VENV)/.installed
+
+.PHONY: help install demo test check bench clean
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+install: $(INSTALLED) ## create .venv and install everything into it, versions as in constraints.txt
+
+# torch first and by exact version: a looser requirement can pull in gigabytes of CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): a minute or two"
+	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED) ## the main job on the embedded trio: data, 20-head sweep, export, evaluation (resumes what is there)
+	$(RUN) -m data_gen --config $(CONFIG)
+	$(RUN) train.py --config $(CONFIG)
+	$(RUN) -m heads export --config $(CONFIG)
+	$(RUN) -m decode evaluate --config $(CONFIG)
+
+test: $(INSTALLED) ## the tests
+	$(RUN) -m pytest -n 2
+
+check: $(INSTALLED) ## ruff, formatting, types, tests
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(RUN) -m pytest -n 2
+
+clean: ## remove what was installed and made (runs, data), keep the embedded trio
+	rm -rf $(VENV) data checkpoints/runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
