@@ -39,7 +39,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
 
 def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
     """The experiment that `parser` read into `parsed`."""
-    built = parser.instantiate_classes(parsed)
+    built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
     return Config(trainer=trainer, **{name: built[name] for name in _SECTIONS})
 

@@ -1,0 +1,74 @@
+"""The command line: what a YAML and its overrides parse to, and how a user's mistake ends."""
+
+from pathlib import Path
+
+import pytest
+from pytorch_lightning import Trainer
+
+from configs import Config
+from configs.command import config_of, parser_for, run
+
+YAMLS = sorted(Path(__file__, "../../../configs").resolve().glob("*.yaml"))
+
+
+def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
+    """Return what was parsed."""
+    return config, flag
+
+
+def refuse(config: Config) -> None:
+    """Fail as a user's mistake does."""
+    raise ValueError("temperature is -1; it must be at least 0")
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> str:
+    path = tmp_path / "experiment.yaml"
+    path.write_text("pair:\n  target: {path: big}\n  draft: {path: small}\n  sampling: {temperature: 0.5}\ntrainer: {max_epochs: 2}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_every_yaml_parses_for_every_command_and_for_the_trainer(path: Path):
+    for trainer in (None, Trainer):
+        parser = parser_for(show, trainer=trainer)
+        assert config_of(parser, parser.parse_args(["--config", str(path)])).pair.target.path
+
+
+def test_dotted_overrides_and_own_flags_win_over_the_file(yaml: str):
+    argv = ["show", "--config", yaml, "--pair.sampling.temperature", "0.7", "--trainer.max_epochs", "5", "--flag", "3"]
+    config, flag = run({"show": show}, argv=argv)
+    assert (config.pair.sampling.temperature, config.trainer["max_epochs"], flag) == (0.7, 5, 3)
+
+
+def test_the_default_command_runs_without_a_name(yaml: str):
+    config, flag = run({"show": show}, default="show", argv=["--config", yaml])
+    assert (config.pair.draft.path, flag) == ("small", 1)
+
+
+@pytest.mark.parametrize("argument", [["--pair.tarqet.path", "x"], ["--heads.depths", "deep"], ["--pair.sampling.temperature", "warm"]])
+def test_an_unknown_key_or_a_wrong_type_exits_with_2(yaml: str, argument: list[str], capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        run({"show": show}, argv=["show", "--config", yaml, *argument])
+    assert argument[0].split(".")[-1] in capsys.readouterr().err
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        run({"refuse": refuse}, argv=["refuse", "--config", yaml])
+    assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
+
+
+def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        run({"show": show}, argv=["shw"])
+    assert "show" in capsys.readouterr().err
+
+
+def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="0"):
+        run({"show": show}, argv=["show", "--config", yaml, "--print_config"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    parser = parser_for(show)
+    assert config_of(parser, parser.parse_args(["--config", str(printed)])) == config_of(parser, parser.parse_args(["--config", yaml]))
