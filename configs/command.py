@@ -1,15 +1,17 @@
 """Command lines: one parser for every command, from the dataclasses of `configs.schema`.
 
-A command is a function whose first parameter is the whole `Config`; its other, keyword-only parameters become flags of that command alone.
+A command is a function whose first parameter is the whole `config: Config` (or that has none); its other, keyword-only parameters become
+flags of that command alone.
 What a user can cause is a `ValueError` or a `FileNotFoundError` anywhere below: it ends here as one line on stderr and exit code 2.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from inspect import signature
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 
@@ -25,16 +27,27 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
         trainer: the class whose arguments the `trainer` section must fit; None takes the section unchecked (commands that train nothing).
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(description=(command.__doc__ or "").strip().split("\n")[0])
-    parser.add_argument("--config", action="config", help="YAML of the experiment")
+    parser = ArgumentParser(
+        description=(command.__doc__ or "").strip().split("\n")[0],
+        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]" if takes_config(command) else None,
+        exit_on_error=False,
+    )
+    parser.add_function_arguments(command, skip={"config"})
+    if not takes_config(command):
+        return parser
+    parser.add_argument("--config", action="config", help="YAML of the experiment, such as configs/tiny.yaml")
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
     if trainer is None:
         parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments")
     else:
         parser.add_class_arguments(trainer, "trainer", instantiate=False)
-    parser.add_function_arguments(command, skip={"config"})
     return parser
+
+
+def takes_config(command: Command) -> bool:
+    """False for a command that needs no experiment (closed forms, the recipe of the embedded trio): it has no `config` parameter."""
+    return "config" in signature(command).parameters
 
 
 def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
@@ -54,22 +67,34 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
     else:
         name = default
     parser = parser_for(commands[name], trainer=trainer)
-    parsed = parser.parse_args(argv)
+    try:
+        parsed = parser.parse_args(argv)
+    except ArgumentError as error:
+        hint = (
+            "--help lists every key" if "--config" in argv or not takes_config(commands[name]) else "start from --config configs/tiny.yaml"
+        )
+        _fail(f"{' '.join(str(error).split())} ({hint})")
     own = {key: parsed[key] for key in vars(parsed) if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
     try:
-        return commands[name](config_of(parser, parsed), **own)
+        configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
+        return commands[name](*configs, **own)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def _list_commands(commands: dict[str, Command], argv: list[str]) -> None:
+def _fail(problem: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _list_commands(commands: dict[str, Command], argv: list[str]) -> NoReturn:
     """Print what there is; exit 0 when that was asked for, else 2."""
     asked = bool(argv) and argv[0] in {"-h", "--help"}
     lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
     problem = [] if asked else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
-    print("\n".join([*problem, *lines, "  each takes --config FILE and --help"]), file=sys.stdout if asked else sys.stderr)
+    print("\n".join([*problem, *lines, "  --help after a command lists its options"]), file=sys.stdout if asked else sys.stderr)
     raise SystemExit(0 if asked else 2)

@@ -50,6 +50,36 @@ class PairConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """An OpenAI-compatible completions server: vLLM, SGLang, TGI, `transformers serve`."""
+
+    url: str = "http://localhost:8000/v1"
+    model: str | None = None
+    """The name under which the server knows the target; null: pair.target.path."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; servers of one's own mostly need none."""
+    concurrency: int = 32
+    """Requests in flight at once."""
+    max_retries: int = 5
+    """Per request, with exponential back-off, on time-outs, refused connections, 429 and 5xx."""
+    timeout_s: float = 600.0
+    """Per request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Resources of `engine: ray`: each worker is an actor that holds the models."""
+
+    num_workers: int = 2
+    num_cpus: float = 1.0
+    """Per worker."""
+    num_gpus: float = 0.0
+    """Per worker."""
+    address: str | None = None
+    """A running cluster (auto, or ray://host:port); null: this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """From prompts to rows and features."""
 
@@ -58,21 +88,39 @@ class DataConfig:
     prompts: str = "stories"
     """stories (made here), alpaca, gsm8k, humaneval, mt_bench, spec_bench (hub), or the path of a JSONL file."""
     template: str = "chat"
-    """chat (the tokenizer's own), or a named wrapper of data_gen.templates."""
+    """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
     num_train: int = 1000
     num_dev: int = 100
     num_test: int = 100
+    split_weights: tuple[int, int, int] = (40, 10, 2)
+    """Shares of train, dev and test in a set that has no splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are drawn from them."""
+    split_ids: str | None = None
+    """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
     seed: int = 0
     max_prompt_tokens: int = 512
     max_new_tokens: int = 128
+    source: Literal["transformers", "server", "file"] = "transformers"
+    """Who writes the responses: the target in process, a completions server, or a file that is already there."""
+    responses: str | None = None
+    """For source: file. JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
+    server: ServerConfig = field(default_factory=ServerConfig)
     mixing_ratio: float = 0.15
     """r: the probability that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1
     """Independent token mixings per response."""
+    mode: Literal["together", "sequential"] = "together"
+    """sequential loads one model at a time; acceptance_rate and cross_entropy, which need both, are then null."""
     rows_per_shard: int = 256
     batch_size: int = 64
     """Sequences per forward."""
+    chunk_mb: int = 64
+    """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at once."""
+    features: tuple[Literal["fed", "drawn"], ...] = ("fed", "drawn")
+    """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from (law 4.8b)."""
     feature_dtype: str = "bfloat16"
+    engine: Literal["local", "ray"] = "local"
+    """Both write the same bytes."""
+    ray: RayConfig = field(default_factory=RayConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,3 +72,17 @@ def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.Capt
     printed.write_text(capsys.readouterr().out)
     parser = parser_for(show)
     assert config_of(parser, parser.parse_args(["--config", str(printed)])) == config_of(parser, parser.parse_args(["--config", yaml]))
+
+
+def test_a_command_without_a_config_parameter_takes_its_own_flags_only():
+    def double(*, number: int = 1) -> int:
+        """Double it."""
+        return 2 * number
+
+    assert run({"double": double}, argv=["double", "--number", "4"]) == 8
+
+
+def test_without_a_config_the_message_says_where_to_start(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        run({"show": show}, argv=["show"])
+    assert "configs/tiny.yaml" in capsys.readouterr().err
