@@ -1,0 +1,83 @@
+"""The README.md beside an exported head: what it is, what it was trained on, how it fared, how to use it."""
+
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+
+def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
+    """The card of one head, from its config.json alone."""
+    sections = [
+        _front_matter(),
+        _summary(config, num_parameters),
+        _usage(config),
+        _trained_on(config),
+        _measured(config),
+        _threshold(config),
+    ]
+    return ModelCard("\n\n".join(section for section in sections if section) + "\n", ignore_metadata_errors=False)
+
+
+def _front_matter() -> str:
+    return "---\nlibrary_name: acceptance-heads\ntags:\n- speculative-decoding\n- acceptance-prediction\n- pytorch_model_hub_mixin\n---"
+
+
+def _summary(config: dict[str, Any], num_parameters: int) -> str:
+    inputs = ["the draft's final hidden state"]
+    inputs += ["log q(y) and H(q)"] if config["scalars"] else []
+    inputs += ["the token's embedding"] if config.get("embedding") else []
+    when = "the token has been fed to the draft" if config["timing"] == "fed" else "the token is drawn"
+    return (
+        "# Acceptance-prediction head\n\n"
+        f"Predicts, once {when}, the probability that the target will accept a drafted token, from {', '.join(inputs)}. "
+        f"{config['num_layers']} residual blocks of width {config['hidden_size']}, {num_parameters:,} parameters, "
+        f"accept weight {config['accept_weight']:g}, reject weight {config['reject_weight']:g}.\n\n"
+        "Method: SpecDec++ (arXiv 2405.19715)."
+    )
+
+
+def _usage(config: dict[str, Any]) -> str:
+    inputs = "".join([", scalars" if config["scalars"] else "", ", embedding=embedding" if config.get("embedding") else ""])
+    return (
+        '```python\nfrom heads import AcceptanceHead\n\nhead = AcceptanceHead.from_pretrained("this-directory")\n'
+        f"logit = head(hidden{inputs})  # hidden: [tokens, {config['hidden_size']}]\n"
+        "head.raw(logit), head.calibrated(logit)\n```"
+    )
+
+
+def _trained_on(config: dict[str, Any]) -> str:
+    facts = {
+        "draft": _model(config.get("draft")),
+        "target": _model(config.get("target")),
+        "sampling": _pairs(config.get("sampling")),
+        "token mixing ratio": config.get("mixing_ratio"),
+        **config.get("training", {}),
+    }
+    return "## Trained on\n\n" + "\n".join(f"- {name}: {value if value not in (None, '') else 'unknown'}" for name, value in facts.items())
+
+
+def _measured(config: dict[str, Any]) -> str:
+    numbers = {name: value for name, value in config.get("metrics", {}).items() if isinstance(value, int | float)}
+    if not numbers:
+        return ""
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in numbers.items())
+    return (
+        "## Measured on the dev split\n\n| metric | value |\n|---|---|\n"
+        f"{rows}\n\nKL is the binary divergence from the true acceptance probability, in nats per drafted token. "
+        f"Calibrated: shifted by ln(w_rej/w_acc), temperature {config['calibration_temperature']:.4f}, fitted on the same split."
+    )
+
+
+def _threshold(config: dict[str, Any]) -> str:
+    recommended = config.get("recommended")
+    return f"## Recommended threshold\n\n{_pairs(recommended)}" if recommended else ""
+
+
+def _model(source: dict[str, Any] | None) -> str:
+    if not source:
+        return "unknown"
+    return f"`{source.get('path')}`" + (f" at revision {source['revision']}" if source.get("revision") else "")
+
+
+def _pairs(values: dict[str, Any] | None) -> str:
+    return ", ".join(f"{name} {value}" for name, value in (values or {}).items())
