@@ -1,0 +1,35 @@
+"""Where chance enters the data: one stream of uniforms per (run seed, stage, shard), used by inversion.
+
+A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws do not depend on the device,
+on the engine, on the order of shards, nor on how its rows are batched, and an interrupted run resumes to the same bytes.
+"""
+
+import hashlib
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_BELOW_ONE = 1.0 - 2.0**-40
+"""Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits of sha256 over the parts: the seed of one stage of one shard, e.g. seed_of(run_seed, "response", "train", 7)."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
+    """Independent uniforms in [0, 1), float64, on the CPU."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:
+    """One token per row: the id at which the distribution function first exceeds the row's uniform; probability 0 is never drawn.
+
+    Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
+    """
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * _BELOW_ONE)
+    return torch.searchsorted(cumulative, level, right=True).squeeze(-1)

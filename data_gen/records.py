@@ -1,0 +1,126 @@
+"""`Prompt`, one record of a prompt set -> one `Prompt`, and the JSONL files that hold such records.
+
+Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value, ShareGPT), `turns`
+(MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt` (HumanEval). Replies that a conversation brings
+along are dropped: the target writes its own.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ID_FIELDS = ("id", "idx", "task_id", "question_id")
+_EXPECTED = "one of the fields messages, conversations, turns, instruction, question, prompt"
+_USER = {"user", "human"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be held with the target."""
+
+    id: str
+    """Stable: decides the split, names the row."""
+    turns: tuple[str, ...]
+    """What the user says, turn by turn; the target's own replies stand between them."""
+    context: str = ""
+    """Material that belongs to the first turn (Alpaca's `input`); the template decides how it is joined."""
+    system: str = ""
+    category: str = ""
+
+    @property
+    def text(self) -> str:
+        """The first turn with its context."""
+        return f"{self.turns[0]}\n{self.context}" if self.context else self.turns[0]
+
+
+def read_jsonl(path: str | Path) -> list[Prompt]:
+    """Every prompt of a JSONL file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: names file, line, what was expected and what stands there.
+    """
+    prompts: dict[str, Prompt] = {}
+    for number, record in json_lines(path):
+        try:
+            prompt = prompt_of(record, default_id=str(number - 1))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if prompt.id in prompts:
+            raise ValueError(f"{path}:{number}: id {prompt.id!r} stands on an earlier line too; ids decide the split and must differ")
+        prompts[prompt.id] = prompt
+    return list(prompts.values())
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompts at {path}: neither a known set nor a file; see data.prompts in --help")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: expected one JSON object on the line; {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
+            yield number, record
+
+
+def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
+    """The prompt of one record; `default_id` where it has none of its own.
+
+    Raises:
+        ValueError: no known field, or one of the wrong type.
+    """
+    prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
+    category = str(record.get("category") or "")
+    if "messages" in record:
+        return _conversation(prompt_id, _messages(record["messages"], ("role", "content")), category)
+    if "conversations" in record:
+        return _conversation(prompt_id, _messages(record["conversations"], ("from", "value")), category)
+    if "turns" in record:
+        turns = record["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"expected turns to be a list of strings, got {_shown(turns)}")
+        return Prompt(prompt_id, tuple(turns), category=category)
+    for name in ("instruction", "question", "prompt"):
+        if name in record:
+            return Prompt(prompt_id, (_text(record, name),), context=_text(record, "input"), category=category)
+    raise ValueError(f"expected {_EXPECTED}; got {sorted(record)}")
+
+
+def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str) -> Prompt:
+    """User turns in order, and the system message."""
+    turns = tuple(text for role, text in messages if role in _USER)
+    if not turns:
+        raise ValueError("expected at least one message of the user")
+    system = next((text for role, text in messages if role == "system"), "")
+    return Prompt(prompt_id, turns, system=system, category=category)
+
+
+def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
+    role, text = names
+    if isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str) for message in value
+    ):
+        return [(message[role], message[text]) for message in value]
+    raise ValueError(f"expected a list of messages with the strings {role!r} and {text!r}, got {_shown(value)}")
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    value = record.get(name)
+    if value is None and name == "input":
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"expected {name} to be a string, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,120 @@
+"""Responses X ~ target (law 4.6): what a source is asked, what it answers, and the source that runs the target in this process.
+
+Generation is batched: requests of similar length share a batch, prompts are padded on the left, every step feeds one token per sequence
+through a KV cache, and sequences that have ended leave the batch. Token i of request j is drawn by inversion from uniform [j, i] of the
+shard, so a response depends on how requests were batched only through the rounding of the forwards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_gen.draws import draw, uniforms
+from data_gen.forwards import device_of
+from data_gen.kv_buffer import keep, make_cache
+from data_gen.numbers import refuse_non_finite
+from lm import Sampling
+
+FinishReason = Literal["stop", "length"]
+Progress = Callable[[int], None]
+
+
+class Request(NamedTuple):
+    """One turn to be answered."""
+
+    id: str
+    """The row's id: the prompt's, with #turn from the second turn on."""
+    text: str
+    """The rendered prompt."""
+    prompt_ids: list[int]
+
+
+class Response(NamedTuple):
+    """X of one request."""
+
+    response_ids: list[int]
+    """With the end-of-sequence token last if finish_reason is stop."""
+    finish_reason: FinishReason
+
+
+class Problem(NamedTuple):
+    """Why a request has no row."""
+
+    id: str
+    outcome: Literal["error", "skipped"]
+    reason: str
+
+
+class ResponseSource(Protocol):
+    """Where responses come from."""
+
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+        """One answer per request, in order; `progress` is told how many more are done."""
+        ...
+
+
+@dataclass(frozen=True)
+class TargetInProcess:
+    """The target through transformers, in this process."""
+
+    model: PreTrainedModel
+    sampling: Sampling
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+    batch_size: int
+
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+        """Batched sampling of every request; deterministic in (requests, seed)."""
+        chance = uniforms(seed, len(requests), self.max_new_tokens)
+        order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), index))
+        answers: dict[int, Response | Problem] = {}
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            token_rows = self._generate([requests[index].prompt_ids for index in batch], chance[batch], requests[batch[0]].id)
+            for index, ids in zip(batch, token_rows, strict=True):
+                answers[index] = Response(ids, "stop" if ids[-1] in self.eos_ids else "length")
+            progress(len(batch))
+        return [answers[index] for index in range(len(requests))]
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]], chance: Tensor, first_id: str) -> list[list[int]]:
+        """Responses to one batch; `chance` is [batch, max_new_tokens]."""
+        device = device_of(self.model)
+        ids, mask = left_padded(prompts, device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = make_cache(self.model, ids.shape[1] + self.max_new_tokens)
+        alive = torch.arange(len(prompts))
+        responses: list[list[int]] = [[] for _ in prompts]
+        for step in range(self.max_new_tokens):
+            logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits
+            logits = logits[:, -1, : self.vocab_size]
+            refuse_non_finite(logits, "the target", f"while it answered the batch of {first_id}")
+            tokens = draw(self.sampling.probs(logits), chance[alive, step])
+            drawn = tokens.tolist()
+            for row, token in zip(alive.tolist(), drawn, strict=True):
+                responses[row].append(token)
+            going = torch.tensor([token not in self.eos_ids for token in drawn])
+            if not going.any():
+                break
+            ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+            if not going.all():
+                kept = going.nonzero().squeeze(-1)
+                alive = alive[kept]
+                kept = kept.to(device)
+                keep(cache, kept)
+                ids, positions, mask = ids[kept], positions[kept], mask[kept]
+        return responses
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ids, attention mask), both [batch, longest]; the padding id is arbitrary, the mask hides it."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask

@@ -1,0 +1,121 @@
+"""Shards on disk: written to a temporary name, fsynced, renamed, then vouched for by a sidecar. Present, with its sidecar, means whole.
+
+`DIR/rows/{split}-{index:05d}.parquet`, `DIR/features/{timing}/{split}-{index:05d}.safetensors`; beside each, `<same name>.json` with at
+least rows, tokens, bytes, sha256. A process that dies at any moment leaves either a whole shard or one that the next run makes again.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def rows_path(directory: str | Path, split: str, index: int) -> Path:
+    """Where a shard's rows are."""
+    return Path(directory) / "rows" / f"{split}-{index:05d}.parquet"
+
+
+def features_path(directory: str | Path, timing: str, split: str, index: int) -> Path:
+    """Where a shard's hidden states of one timing (fed, drawn) are."""
+    return Path(directory) / "features" / timing / f"{split}-{index:05d}.safetensors"
+
+
+def sidecar_path(path: Path) -> Path:
+    """The file that vouches for `path`."""
+    return path.with_name(path.name + ".json")
+
+
+def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
+    """Write `content` and then its sidecar {sha256, bytes, **facts}, each atomically.
+
+    Raises:
+        ValueError: the disk is full; nothing half-written is left.
+    """
+    write_atomic(path, content)
+    facts = {**facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_atomic(sidecar_path(path), json.dumps(facts, indent=1).encode())
+
+
+def write_atomic(path: Path, content: bytes | memoryview) -> None:
+    """Write a whole file or none: temporary name beside it, fsync, rename, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in _FULL:
+            free = shutil.disk_usage(path.parent).free
+            raise ValueError(
+                f"no space for {path}: {len(content):,} bytes to write, {free:,} free on the disk (or a file-size limit is set); free some "
+                "space and run the same command again, whole shards are kept"
+            ) from error
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The facts about a shard."""
+    return dict(json.loads(sidecar_path(path).read_text()))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard is there, vouched for, and of the size that its sidecar says."""
+    return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
+
+
+def verify(path: Path) -> None:
+    """Raise ValueError unless the shard's content is what was written: every reader's first call."""
+    if not sidecar_path(path).is_file():
+        raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; run `python -m data_gen` again")
+    facts = read_sidecar(path)
+    if path.stat().st_size != facts["bytes"]:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; run `python -m data_gen` again"
+        )
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != facts["sha256"]:
+        raise ValueError(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and run `python -m data_gen` again")
+
+
+def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:
+    """Whole shards of one split in order: rows, or features of one timing.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: one is missing in the middle, or not whole.
+    """
+    folder = Path(directory) / "rows" if timing is None else Path(directory) / "features" / timing
+    suffix = "parquet" if timing is None else "safetensors"
+    found = sorted(folder.glob(f"{split}-*.{suffix}"))
+    if not found:
+        raise FileNotFoundError(f"no {split} shards in {folder}; run `python -m data_gen` with this config first")
+    for index, path in enumerate(found):
+        if path.stem != f"{split}-{index:05d}" or not is_whole(path):
+            raise ValueError(f"{folder} is not finished: {split} shard {index} is missing or not whole; run `python -m data_gen` to go on")
+    return found
+
+
+def clean_partial(directory: str | Path) -> None:
+    """Remove what killed writers left behind."""
+    for path in _partial(Path(directory)):
+        path.unlink(missing_ok=True)
+
+
+def _partial(directory: Path) -> Iterator[Path]:
+    return directory.rglob(".*.partial")
