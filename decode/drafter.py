@@ -4,15 +4,16 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
-from lm import CachedModel, Draws, Sampling, entropy
+from decode.policies.base import BeforeDraw, Outcome, Policy
+from decode.signals import SignalReader
+from lm import CachedModel, Draws, Sampling
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Proposal:
     num_micro_forwards: int = 0
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Anything that drafts. One object serves one sequence at a time."""
 
@@ -57,6 +59,10 @@ class Drafter(Protocol):
         """The round is over, `committed` now ends with its tokens: roll caches back (law 4.5) and tell the policies."""
         ...
 
+    def roll_back(self, length: int) -> None:
+        """Forget cached tokens beyond the first `length`, without a word to the policies: an outer level rejected what `conclude` kept."""
+        ...
+
 
 class ModelDrafter:
     """One model drafts token by token until its policy says stop."""
@@ -70,6 +76,7 @@ class ModelDrafter:
         needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
         self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
         self.policy = policy
+        self._signals = SignalReader(policy, self.model)
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -80,27 +87,31 @@ class ModelDrafter:
         policy, session = self.policy, self._session
         state = policy.begin(self._state)
         proposal = Proposal(num_allowed=max_tokens)
-        num_tokens = min(max_tokens, int(min(policy.limit(state), max_tokens)))
+        num_tokens = int(min(policy.limit(state), max_tokens))
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
             logits = self.model.forward(ids)[-1]
             proposal.num_draft_forwards += 1
-            seen = self._seen(len(proposal.tokens), logits, ids)
-            if policy.stop_before(state, seen):
+            q = session.sampling.probs(logits)
+            token, drawn = self._signals.read(len(proposal.tokens), logits, session.draws.draw(q))
+            if policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
                 break
-            q = session.sampling.probs(logits)
-            token = session.draws.token(q)
+            if token == len(q):
+                raise ValueError(f"the draft's logits after {len(ids)} tokens are not finite; load it in float32 or check its weights")
             ids.append(token)
             proposal.tokens.append(token)
             proposal.probs.append(q)
-            proposal.entropies.append(seen.entropy)
-            state, stop = policy.after(state, self._drawn(seen, logits, token))
+            proposal.entropies.append(drawn.entropy)
+            state, stop = policy.after(state, drawn)
             if token in session.eos_ids or stop:
                 proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
                 break
         self._state, self._proposal = state, proposal
         return proposal
+
+    def roll_back(self, length: int) -> None:
+        self.model.roll_back(length)
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
@@ -113,25 +124,6 @@ class ModelDrafter:
             rejected_entropy=proposal.entropies[num_accepted] if is_rejected else 0.0,
         )
         self._state = self.policy.end(self._state, outcome)
-
-    def _seen(self, position: int, logits: Float[Tensor, " vocab"], ids: list[int]) -> BeforeDraw:
-        """The signals that exist before the draw; those that the policy does not ask for are 0."""
-        asked = self.policy.signals
-        return BeforeDraw(
-            position=position,
-            entropy=float(entropy(logits)) if "entropy" in asked else 0.0,
-            max_prob=float(logits.float().softmax(-1).max()) if "max_prob" in asked else 0.0,
-            fed_logit=float("inf"),
-        )
-
-    def _drawn(self, seen: BeforeDraw, logits: Float[Tensor, " vocab"], token: int) -> AfterDraw:
-        """The same, and the drawn token's own."""
-        asked = self.policy.signals
-        return AfterDraw(
-            *seen,
-            token_prob=float(logits.float().softmax(-1)[token]) if "token_prob" in asked else 0.0,
-            drawn_logit=0.0,
-        )
 
 
 def stacked(probs: list[Float[Tensor, " vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:

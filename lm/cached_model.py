@@ -8,7 +8,7 @@ recomputed.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -38,6 +38,20 @@ class CachedModel:
         """Tokens in the cache."""
         return self._length
 
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are fed."""
+        return self._device
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden state."""
+        return self.model.config.get_text_config().hidden_size
+
+    def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
+        """Rows of the input embeddings."""
+        return self.model.get_input_embeddings()(tokens)
+
     def reset(self) -> None:
         """Empty the cache, for a new sequence."""
         self._cache = DynamicCache(config=self.model.config)
@@ -64,7 +78,7 @@ class CachedModel:
         """
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
-        ids = torch.tensor([fed], device=self._device)
+        ids = torch.tensor([fed], device=self.device)
         output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows)
         self._length = len(token_ids)
         return output.logits[0, :, : self.vocab_size]

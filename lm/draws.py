@@ -4,10 +4,10 @@ A loop asks for two things only: a token from a distribution, and how many of a 
 from random numbers. A test answers by walking every branch with its probability, and so computes the exact law of the loop's output.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 _BLOCK = 256
@@ -15,6 +15,7 @@ _BELOW_ONE = 1.0 - 2.0**-40
 """Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
 
 
+@runtime_checkable
 class Draws(Protocol):
     """The source of chance of one generation."""
 
@@ -22,12 +23,16 @@ class Draws(Protocol):
         """A token id drawn from `probs`."""
         ...
 
+    def draw(self, probs: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The same as a tensor on the device of `probs`, for a loop that reads it together with other numbers."""
+        return torch.tensor([self.token(probs)], device=probs.device)
+
     def num_accepted(self, acceptance_probs: Float[Tensor, " draft"]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the first that fails."""
         ...
 
 
-class RandomDraws:
+class RandomDraws(Draws):
     """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
 
     The streams are seeded once from `generator` (or from torch's global one) and never reseeded, so the acceptance uniforms are independent
@@ -39,9 +44,20 @@ class RandomDraws:
         self._tokens, self._accepts = (_Uniforms(int(seed)) for seed in seeds)
 
     def token(self, probs: Float[Tensor, " vocab"]) -> int:
-        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never drawn."""
+        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never drawn.
+
+        Raises:
+            ValueError: a distribution with NaN in it.
+        """
+        token = int(self.draw(probs))
+        if token == len(probs):
+            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+        return token
+
+    def draw(self, probs: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The same without a transfer to the host; len(probs), which is no token, where `probs` has NaN."""
         cumulative = probs.cumsum(-1, dtype=torch.float64)
-        return int(torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * _BELOW_ONE), right=True))
+        return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * _BELOW_ONE), right=True)
 
     def num_accepted(self, acceptance_probs: Float[Tensor, " draft"]) -> int:
         """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never passes)."""

@@ -1,0 +1,85 @@
+"""Policies by name, as a YAML's grid and the command line write them.
+
+entropy                                     the policy with its official default
+entropy:max_sqrt_entropy=0.4,scale=0.15     the same with parameters
+0.4 is a float, 5 an int, true a bool, anything else a string
+head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported head, a directory or a hub id
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from decode.policies.base import Policy
+from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
+from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
+from decode.policies.head import HeadPolicy
+from decode.policies.length import FixedLength, Heuristic
+from heads.head import AcceptanceHead
+
+POLICIES: dict[str, type[Policy]] = {
+    "fixed_length": FixedLength,
+    "heuristic": Heuristic,
+    "token_prob": TokenProb,
+    "cumulative_token_prob": CumulativeTokenProb,
+    "max_prob": MaxProb,
+    "entropy": Entropy,
+    "self_verify": SelfVerify,
+    "ada_edl": AdaEDL,
+    "head": HeadPolicy,
+}
+_HEADS = ("head", "also")
+"""Parameters that name an exported head."""
+
+
+def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any) -> Policy:
+    """The policy of that name with those parameters; a head may be given as itself or by its path.
+
+    Raises:
+        ValueError: an unknown name, a parameter that the policy lacks or that is out of range, the head policy without a head.
+        FileNotFoundError: no exported head at that path.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"there is no policy {name!r}; one of {', '.join(POLICIES)}")
+    kind = POLICIES[name]
+    assert is_dataclass(kind), "policies are dataclasses: their fields are their parameters"
+    known = [f.name for f in fields(kind)]
+    for parameter in parameters:
+        if parameter not in known:
+            raise ValueError(f"policy {name} has no parameter {parameter!r}; it has {', '.join(known) or 'none'}")
+    if name == "head" and "head" not in parameters:
+        raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
+    loaded = {key: load_head(value) if key in _HEADS and isinstance(value, str) else value for key, value in parameters.items()}
+    try:
+        return kind(**loaded)
+    except TypeError as error:
+        raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
+
+
+def parse_policy(spec: str, **how: Any) -> Policy:
+    """The policy that `spec` writes down: `name`, or `name:parameter=value,parameter=value`.
+
+    Args:
+        spec: as in this module's first lines.
+        how: passed on to `make_policy`.
+    """
+    name, _, rest = spec.partition(":")
+    parameters: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals and name == "head" and not parameters:
+            key, value = "head", part
+        elif not equals:
+            raise ValueError(f"policy {spec!r}: {part!r} is no parameter=value")
+        parameters[key.strip()] = _value(value.strip())
+    return make_policy(name.strip(), **parameters, **how)
+
+
+def _value(text: str) -> float | int | bool | str:
+    """A number or a truth value if it reads as one, else the text."""
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", text) else text

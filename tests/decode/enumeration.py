@@ -1,0 +1,142 @@
+"""The exact law of a loop's output: walk every branch of its random choices with its probability, and toy models to walk on.
+
+A `Branches` answers a loop's draws from a script and records what else it might have answered; `law_of` reruns the loop, depth first, until
+every branch was taken. The toys are context-dependent, and they really cache: logits depend on what was fed, not on what was asked, so that
+a cache that is off by one position changes the law.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lm import CachedModel, Draws, Sampling
+
+Output = TypeVar("Output", bound=Hashable)
+
+
+class Branches(Draws):
+    """The draws of one run: scripted as far as the script goes, then the first possible answer each time."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self.weights: list[list[float]] = []
+        self.answers: list[int] = []
+        self._script = script
+
+    @property
+    def probability(self) -> float:
+        """Of the branch that this run took."""
+        return math.prod(weights[answer] for weights, answer in zip(self.weights, self.answers, strict=True))
+
+    def next_script(self) -> list[int] | None:
+        """The branch after this one, depth first; None after the last."""
+        for depth in reversed(range(len(self.answers))):
+            weights = self.weights[depth]
+            for answer in range(self.answers[depth] + 1, len(weights)):
+                if weights[answer] > 0:
+                    return [*self.answers[:depth], answer]
+        return None
+
+    def token(self, probs: Tensor) -> int:
+        return self._answer(probs.tolist())
+
+    def num_accepted(self, acceptance_probs: Tensor) -> int:
+        weights, survival = [], 1.0
+        for acceptance_prob in acceptance_probs.tolist():
+            weights.append(survival * (1 - acceptance_prob))
+            survival *= acceptance_prob
+        return self._answer([*weights, survival])
+
+    def _answer(self, weights: list[float]) -> int:
+        depth = len(self.answers)
+        answer = self._script[depth] if depth < len(self._script) else next(i for i, weight in enumerate(weights) if weight > 0)
+        self.weights.append(weights)
+        self.answers.append(answer)
+        return answer
+
+
+def law_of(play: Callable[[Draws], Output]) -> dict[Output, float]:
+    """Probability of each output of `play`, exactly: the sum over all branches of its draws."""
+    law: dict[Output, float] = defaultdict(float)
+    script: list[int] | None = []
+    while script is not None:
+        branches = Branches(script)
+        law[play(branches)] += branches.probability
+        script = branches.next_script()
+    return dict(law)
+
+
+@cache
+def _logits(seed: int, prefix: tuple[int, ...], vocab_size: int, sharpness: float) -> Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, prefix)) % 2**31)
+    return sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+
+
+class ToyModel(CachedModel):
+    """Random logits for every prefix, drawn anew for each seed; hidden states of width 4."""
+
+    def __init__(self, seed: int, vocab_size: int = 3, *, width: int | None = None, sharpness: float = 1.5) -> None:
+        """Args:
+        seed: two toys of different seeds disagree everywhere.
+        vocab_size: number of tokens.
+        width: of the raw logits, where they are padded beyond vocab_size.
+        sharpness: standard deviation of the logits.
+        """
+        self.vocab_size, self.width, self.seed, self.sharpness = vocab_size, width or vocab_size, seed, sharpness
+        self.forwards: list[int] = []
+        self.reset()
+
+    def __len__(self) -> int:
+        return len(self.fed)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def hidden_size(self) -> int:
+        return 4
+
+    def embedding(self, tokens: Tensor) -> Tensor:
+        return torch.eye(max(self.width, 4), dtype=torch.float64)[tokens][:, :4]
+
+    def reset(self) -> None:
+        self.fed: list[int] = []
+
+    def roll_back(self, length: int) -> None:
+        del self.fed[length:]
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor:
+        new = token_ids[len(self.fed) :]
+        assert 1 <= num_rows <= len(new), f"{num_rows} rows asked of {len(new)} fed tokens"
+        self.forwards.append(len(new))
+        self.fed += new
+        prefixes = [tuple(self.fed[: len(self.fed) - num_rows + 1 + row]) for row in range(num_rows)]
+        self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
+        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[:, : self.vocab_size]
+
+    def law(self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]) -> dict[tuple[int, ...], float]:
+        """The law of what this model alone generates: products of its probabilities over every sequence."""
+        law: dict[tuple[int, ...], float] = {}
+        open_ = {(): 1.0}
+        for _ in range(length):
+            grown = {}
+            for tokens, probability in open_.items():
+                probs = sampling.probs(_logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size])
+                for token, prob in enumerate(probs.tolist()):
+                    if prob > 0:
+                        (law if token in eos_ids else grown)[(*tokens, token)] = probability * prob
+            open_ = grown
+        return law | open_
+
+
+def assert_same_law(law: dict[Output, float], expected: dict[Output, float], tolerance: float = 1e-12) -> None:
+    """Every output has the same probability in both, and nothing else is possible."""
+    assert math.isclose(sum(law.values()), 1.0, abs_tol=tolerance)
+    for output in law.keys() | expected.keys():
+        ours, theirs = law.get(output, 0.0), expected.get(output, 0.0)
+        assert abs(ours - theirs) <= tolerance, f"{output}: {ours} against {theirs}"
