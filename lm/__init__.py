@@ -11,7 +11,7 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 from lm.cached_model import CachedModel
 from lm.draws import Draws, RandomDraws
 from lm.entropy import cross_entropy, entropy
-from lm.pair import Pair, load_model, load_pair, load_tokenizer
+from lm.pair import Pair, check_width, load_model, load_pair, load_pair_tokenizer, load_tokenizer
 from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, residual_probs, verify
 
@@ -24,10 +24,12 @@ __all__ = [
     "Verdict",
     "acceptance_prob",
     "acceptance_rate",
+    "check_width",
     "cross_entropy",
     "entropy",
     "load_model",
     "load_pair",
+    "load_pair_tokenizer",
     "load_tokenizer",
     "residual_probs",
     "verify",

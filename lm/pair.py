@@ -45,18 +45,28 @@ def load_pair(config: PairConfig) -> Pair:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    others = {"draft": config.draft} | ({"micro": config.micro} if config.micro else {})
-    for name, source in others.items():
-        _check_same_ids(
-            tokenizer, load_tokenizer(source, trust_remote_code=config.trust_remote_code), (config.target.path, source.path), name
-        )
-    models = {
-        name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in {"target": config.target, **others}.items()
-    }
+    tokenizer = load_pair_tokenizer(config)
+    models = {name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in _sources(config).items()}
     for name, model in models.items():
-        _check_width(model, len(tokenizer), name)
+        check_width(model, len(tokenizer), name)
     return Pair(models["target"], models["draft"], models.get("micro"), tokenizer)
+
+
+def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, checked against those of the other models; no model is loaded.
+
+    Raises:
+        ValueError: tokenizers that differ.
+    """
+    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    for name, source in _sources(config).items():
+        other = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        _check_same_ids(tokenizer, other, (config.target.path, source.path), name)
+    return tokenizer
+
+
+def _sources(config: PairConfig) -> dict[str, ModelSource]:
+    return {"target": config.target, "draft": config.draft} | ({"micro": config.micro} if config.micro else {})
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -108,7 +118,7 @@ def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
     )
 
 
-def _check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
+def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise if the model cannot name every token."""
     width = model.config.get_text_config().vocab_size
     if width < vocab_size:
