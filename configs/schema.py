@@ -56,6 +56,12 @@ class ServerConfig:
     url: str = "http://localhost:8000/v1"
     model: str | None = None
     """The name under which the server knows the target; null: pair.target.path."""
+    kind: Literal["openai", "vllm", "transformers"] = "openai"
+    """How it is told the sampling. vllm also for SGLang; transformers for `transformers serve`; openai knows no top_k."""
+    prompt_as: Literal["text", "token_ids"] = "text"
+    """token_ids is exact, where the server takes lists."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the request body, such as add_special_tokens or return_token_ids."""
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; servers of one's own mostly need none."""
     concurrency: int = 32
@@ -130,14 +136,29 @@ class HeadsConfig:
     dir: str = "checkpoints/runs/run"
     """Where checkpoints, metrics and exported heads go."""
     depths: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Residual blocks; 0 is a linear head."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
+    accept_weight: float = 1.0
     timings: tuple[Literal["fed", "drawn"], ...] = ("fed",)
+    """fed: scored after a draft forward (the paper's); drawn: scored the moment the token is drawn."""
     scalars: tuple[bool, ...] = (False,)
     """With or without log q(y) and H(q) as inputs beside the hidden state."""
+    embeddings: tuple[bool, ...] = (False,)
+    """With or without the draft's embedding of the token as input."""
+    label: Literal["acceptance_prob", "acceptance_rate"] = "acceptance_prob"
+    """What is learnt; metrics are always against acceptance_prob."""
+    features: Literal["cached", "online"] = "cached"
+    """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
+    num_train: int | None = None
+    """Use only the first so many training responses; null: all."""
     learning_rate: float = 5e-5
     warmup_ratio: float = 0.03
     batch_size: int = 32
     """Sequences per optimiser step and device."""
+    select: Literal["best", "last"] = "best"
+    """Which weights of each head count: those of its best calibrated KL on dev, or the last."""
+    checkpoint_every_n_steps: int = 200
+    """A killed run goes on from there."""
     seed: int = 0
 
 

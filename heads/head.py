@@ -1,6 +1,6 @@
 """Law 4.7: the acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2) and its calibration.
 
-    h_0 = hidden [+ U x]                    x: the optional inputs, scalars (log q(y), H(q)) and the token's embedding
+    h_0 = hidden [+ U x + c]                x: the optional inputs, scalars (log q(y), H(q)) and the token's embedding
     h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
     f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
 
@@ -67,12 +67,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.hidden_size, self.depth, self.timing, self.scalars, self.embedding = hidden_size, depth, timing, bool(scalars), bool(embedding)
         self.provenance = provenance or Provenance()
         num_inputs = NUM_SCALARS * self.scalars + hidden_size * self.embedding
-        self.mix = nn.Linear(num_inputs, hidden_size, bias=False) if num_inputs and depth else None
+        self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
         self.blocks = nn.ModuleList([nn.Linear(hidden_size, hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
         self.out = nn.Linear(hidden_size, 1)
         for linear in self._zero_at_start():
             nn.init.zeros_(linear.weight)
+        if self.mix is not None:
+            nn.init.zeros_(self.mix.bias)
 
     def forward(
         self,
@@ -93,12 +95,12 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         stream = hidden.to(self.out.weight.dtype)
         inputs = self._inputs(scalars, embedding)
         if self.mix is not None and inputs is not None:
-            stream = stream + F.linear(inputs, self.mix.weight)
+            stream = stream + self.mix(inputs)
         for block in self.blocks:
             stream = stream + F.silu(block(stream))
         logit = F.linear(stream, self.out.weight, self.out.bias)
         if self.skip is not None and inputs is not None:
-            logit = logit + F.linear(inputs, self.skip.weight)
+            logit = logit + self.skip(inputs)
         return logit.squeeze(-1)
 
     @property

@@ -1,0 +1,137 @@
+"""Everything that is measured of a finished sweep on one split, as JSON values.
+
+Beside the heads stand what they must beat: log q(y) alone and H(q) alone, each made as good as one signal can be by a logistic regression
+fitted on the very split, and a constant. A head that does not beat them has not converged, or has nothing to say.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.calibration import fit_logistic
+from heads.features import Batch
+from heads.histogram import Histogram
+from heads.measures import Measures, auroc, measures, reliability
+from heads.metric import NUM_POSITIONS, THRESHOLDS, DraftMetric, LogitHistogram
+
+if TYPE_CHECKING:
+    from heads.sweep import Sweep
+
+Result = dict[str, Any]
+SIGNALS = ("log_token_prob", "negative_entropy")
+
+
+class Evaluation(nn.Module):
+    """Metrics of every head of a sweep over one split."""
+
+    def __init__(self, sweep: "Sweep") -> None:
+        super().__init__()
+        self._stacks = dict(sweep.items())
+        counts = [len(stack.specs) for stack in self._stacks.values()]
+        self._temperatures = dict(zip(self._stacks, sweep.temperature.split(counts), strict=True))
+        self._shifts = dict(
+            zip(self._stacks, (sweep.reject_weights / sweep.config.accept_weight).log().double().split(counts), strict=True)
+        )
+        self.tokens = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self._stacks.items()})
+        self.raw, self.calibrated = (
+            nn.ModuleDict({k: DraftMetric(len(s.specs), is_lagging=s.shape.timing == "fed") for k, s in self._stacks.items()})
+            for _ in range(2)
+        )
+        self.signals = nn.ModuleDict({s.shape.timing: LogitHistogram(len(SIGNALS)) for s in self._stacks.values()})
+
+    @torch.no_grad()
+    def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
+        """One batch: the logits of each stack, and the features they were computed from."""
+        for key, logit in logits.items():
+            features = batch[self._stacks[key].shape.timing]
+            label, lengths = features.acceptance_prob, features.row_lengths
+            self.tokens[key].update(logit, label)  # type: ignore[operator]
+            self.raw[key].update(logit, label, lengths)  # type: ignore[operator]
+            self.calibrated[key].update(self._calibrate(key, logit), label, lengths)  # type: ignore[operator]
+        for timing, metric in self.signals.items():
+            log_token_prob, entropy = batch[timing].scalars.float().unbind(-1)
+            metric.update(torch.stack([log_token_prob, -entropy]), batch[timing].acceptance_prob)  # type: ignore[operator]
+
+    def compute(self) -> Result:
+        """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
+        heads: dict[str, Any] = {}
+        for key, stack in self._stacks.items():
+            heads |= dict(zip(map(str, stack.specs), self._head_results(key), strict=True))
+        signals, labels = {}, {}
+        for timing, metric in self.signals.items():
+            seen = metric.compute()  # type: ignore[operator]
+            signals[timing] = _signal_results(seen)
+            labels[timing] = _label_results(seen)
+        return {"heads": heads, "signals": signals, "labels": labels}
+
+    def _calibrate(self, key: str, logit: Tensor) -> Tensor:
+        return (logit + self._shifts[key][:, None].to(logit)) / self._temperatures[key][:, None].to(logit)
+
+    def _head_results(self, key: str) -> list[dict[str, Any]]:
+        seen = self.tokens[key].compute()  # type: ignore[operator]
+        shift, temperature = self._shifts[key].to(seen.weight), self._temperatures[key].to(seen.weight)
+        ways = {"raw": (1.0, 0.0, self.raw[key]), "calibrated": (1 / temperature, shift / temperature, self.calibrated[key])}
+        results: list[dict[str, Any]] = [
+            {"auroc": value, "temperature": t, "shift": s}
+            for value, t, s in zip(auroc(seen).tolist(), temperature.tolist(), shift.tolist(), strict=True)
+        ]
+        for way, (slope, offset, metric) in ways.items():
+            found = _unstack(measures(seen, slope, offset))
+            bins = reliability(seen, slope, offset)
+            drafts = _draft_results(metric, len(results))
+            for index, result in enumerate(results):
+                result |= {f"{way}_{name}": value for name, value in found[index].items()}
+                result[way] = drafts[index] | {
+                    "reliability": {name: value[index].tolist() for name, value in bins._asdict().items()},
+                }
+        return results
+
+
+def _draft_results(metric: Any, num_heads: int) -> list[dict[str, Any]]:
+    """Per head: metrics by draft position, of the survival product, and expected rates."""
+    token, survival, counts = metric.compute()
+    by_position, of_survival = (_unstack(measures(seen)) for seen in (token, survival))
+    scores = auroc(token).tolist()
+    results = []
+    for head in range(num_heads):
+        rows = range(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS)
+        results.append(
+            {
+                "by_position": [by_position[row] | {"auroc": scores[row]} for row in rows],
+                "survival": [of_survival[row] for row in rows],
+                "rates": [
+                    {"max_rejection_prob": threshold, "discard_rate": discard, "verification_rate": verification}
+                    for threshold, discard, verification in zip(
+                        THRESHOLDS, counts.discard_rate[head].tolist(), counts.verification_rate[head].tolist(), strict=True
+                    )
+                ],
+            }
+        )
+    return results
+
+
+def _signal_results(seen: Histogram) -> dict[str, Any]:
+    slope, offset = fit_logistic(seen)
+    found = _unstack(measures(seen, slope, offset))
+    scores = auroc(seen).tolist()
+    return {
+        name: {"auroc": scores[index], **{f"calibrated_{key}": value for key, value in found[index].items()}}
+        for index, name in enumerate(SIGNALS)
+    }
+
+
+def _label_results(seen: Histogram) -> dict[str, float]:
+    """What is true of the split, whatever is predicted."""
+    total, mean = float(seen.total[0]), float(seen.accepted[0].sum() / seen.total[0])
+    own = float(seen.entropy[0]) / total
+    of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)
+    return {"num_tokens": total, "mean_acceptance_prob": mean, "mean_entropy": own, "constant_kl": of_mean - own}
+
+
+def _unstack(found: Measures) -> list[dict[str, float]]:
+    """One dict per leading index."""
+    columns = {name: value.tolist() for name, value in found._asdict().items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -1,0 +1,66 @@
+"""A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant memory.
+
+Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P^2 and of w H(P), which no
+prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a smooth function g is
+about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes are sums of histograms, which makes the metrics right under DDP.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+NUM_BINS = 2048
+LIMIT = 16.0
+
+
+class Histogram(NamedTuple):
+    """Any leading axes (heads, draft positions); float64."""
+
+    weight: Float[Tensor, "*lead bin"]
+    accepted: Float[Tensor, "*lead bin"]
+    """sum of w P."""
+    logit: Float[Tensor, "*lead bin"]
+    """sum of w z."""
+    squares: Float[Tensor, "*lead"]
+    """sum of w P^2."""
+    entropy: Float[Tensor, "*lead"]
+    """sum of w H(P), nats."""
+
+    @property
+    def total(self) -> Float[Tensor, "*lead"]:
+        """sum of w."""
+        return self.weight.sum(-1)
+
+    @property
+    def mean_logit(self) -> Float[Tensor, "*lead bin"]:
+        """The logit that stands for each bin; 0 for an empty one."""
+        return torch.where(self.weight > 0, self.logit / self.weight.clamp_min(1e-300), torch.zeros_like(self.logit))
+
+
+def empty(*lead: int) -> Histogram:
+    """No observation yet."""
+    return Histogram(
+        *(torch.zeros(*lead, NUM_BINS, dtype=torch.float64) for _ in range(3)), *(torch.zeros(*lead, dtype=torch.float64) for _ in range(2))
+    )
+
+
+def observe(
+    logit: Float[Tensor, "lead tokens"], acceptance_prob: Float[Tensor, "lead tokens"], weight: Float[Tensor, "lead tokens"] | None = None
+) -> Histogram:
+    """The histogram of some observations.
+
+    Args:
+        logit: z, one row per head (or per head and position).
+        acceptance_prob: soft labels P in [0, 1], by row (an expanded view will do).
+        weight: w, by row.
+    """
+    z, p = logit.double(), acceptance_prob.double().expand_as(logit)
+    w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)
+    bins = ((z.clamp(-LIMIT, LIMIT) + LIMIT) * (NUM_BINS / (2 * LIMIT))).long().clamp(max=NUM_BINS - 1)
+    weight, accepted, logits = (
+        torch.zeros(len(z), NUM_BINS, dtype=torch.float64, device=z.device).scatter_add_(1, bins, x) for x in (w, w * p, w * z)
+    )
+    entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
+    return Histogram(weight, accepted, logits, squares=(w * p * p).sum(-1), entropy=(w * entropy).sum(-1))
