@@ -99,7 +99,7 @@ class DataConfig:
     num_dev: int = 100
     num_test: int = 100
     split_weights: tuple[int, int, int] = (40, 10, 2)
-    """Shares of train, dev and test in a set that has no splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are drawn from them."""
+    """Shares of train, dev and test in a set without splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are drawn from them."""
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
     seed: int = 0

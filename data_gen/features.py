@@ -30,7 +30,7 @@ def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Te
         layout: of the rows, once.
         mixes: rows per response.
     """
-    order = layout.positions([row for row in range(len(layout.lengths)) for _ in range(mixes)]) if layout.lengths else torch.empty(0).long()
+    order = layout.order(mixes)
     tensors = {name: columns[name].float()[order] for name in _FLOATS if name in columns}
     tensors |= {
         "hidden": hidden.contiguous(),

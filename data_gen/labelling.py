@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen import forwards
-from data_gen.labels import acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.labels import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_joint, label_target
 from data_gen.layout import Layout
 from data_gen.numbers import refuse_non_finite
 from data_gen.responses import Progress
@@ -41,7 +41,7 @@ class Labeller:
     def label(
         self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
     ) -> dict[str, Tensor]:
-        """The columns that the loaded models decide, each [token], and with the draft `hidden` [token, hidden] (drawn-time) if wanted.
+        """The columns that the loaded models decide, each [token], and with the draft `drawn` [token, hidden] if wanted.
 
         Args:
             exchanges: the rows of the shard.
@@ -49,7 +49,7 @@ class Labeller:
         """
         layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns: dict[str, Tensor] = {}
+        columns = {} if exchanges else self._no_columns(with_hidden)
         for rows in layout.batches(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
@@ -59,6 +59,23 @@ class Labeller:
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
             progress(len(rows))
         return columns
+
+    def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
+        """The columns of a shard without rows: every prompt was skipped."""
+        names: list[str] = []
+        names += DraftLabels._fields[1:] if self.draft is not None else ()
+        names += ("log_p", "acceptance_prob") if self.target is not None else ()
+        names += JointLabels._fields if self.draft is not None and self.target is not None else ()
+        columns = {name: torch.empty(0) for name in names}
+        if self.draft is not None:
+            columns["draft_ids"] = torch.empty(0, dtype=torch.int64)
+            if with_hidden:
+                columns["drawn"] = self._no_hidden()
+        return columns
+
+    def _no_hidden(self) -> Tensor:
+        assert self.draft is not None
+        return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype)
 
     def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, mixes: int) -> Tensor:
         """Draft states after feeding each token of each mixed sequence, [token of every mix, hidden]; order: row by row, in it mix by
@@ -74,7 +91,7 @@ class Labeller:
             part = part.to("cpu", self.feature_dtype)
             hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
             hidden[layout.positions(rows)] = part
-        return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype) if hidden is None else hidden
+        return self._no_hidden() if hidden is None else hidden
 
     @torch.inference_mode()
     def _label_batch(self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
@@ -96,7 +113,7 @@ class Labeller:
         ]
         columns = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         if with_hidden and "draft" in states:
-            columns["hidden"] = states["draft"].to("cpu", self.feature_dtype)
+            columns["drawn"] = states["draft"].to("cpu", self.feature_dtype)
         return columns
 
     def _label_chunk(self, states: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -39,6 +39,11 @@ class Layout:
         order = sorted(range(len(self.lengths)), key=lambda row: (-costs[row], row))
         return (order[start : start + size] for start in range(0, len(order), size))
 
+    def order(self, times: int) -> Int[Tensor, " token"]:
+        """Flat positions such that values[order] repeats each row `times` times in a row."""
+        rows = [row for row in range(len(self.lengths)) for _ in range(times)]
+        return self.positions(rows) if rows else torch.empty(0, dtype=torch.int64)
+
     def repeated(self, times: int) -> "Layout":
         """Each row `times` times in a row: the layout of `mixes`."""
         return Layout(tuple(length for length in self.lengths for _ in range(times)))
