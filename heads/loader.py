@@ -76,7 +76,7 @@ class BatchLoader:
         self.rank, self.world_size = share
         self.blocks = blocks(shard_sizes, BLOCK_SIZE)
         self.num_items = sum(shard_sizes)
-        self.sampler = self
+        self.sampler, self.batch_sampler = self, None  # where Lightning looks for set_epoch
         self.epoch, self._taken = 0, 0
         self._resume: dict[str, int] | None = None
 

@@ -50,7 +50,7 @@ def _trained_on(config: dict[str, Any]) -> str:
         "draft": _model(config.get("draft")),
         "target": _model(config.get("target")),
         "sampling": _pairs(config.get("sampling")),
-        "token mixing ratio": config.get("mixing_ratio"),
+        **({"token mixing ratio": config.get("mixing_ratio")} if config["timing"] == "fed" else {}),
         **config.get("training", {}),
     }
     return "## Trained on\n\n" + "\n".join(f"- {name}: {value if value not in (None, '') else 'unknown'}" for name, value in facts.items())
