@@ -5,5 +5,11 @@ from data_gen.run import make
 
 COMMANDS = {"make": make}
 
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    run(COMMANDS, default="make", argv=argv)
+
+
 if __name__ == "__main__":
-    run(COMMANDS, default="make")
+    main()

@@ -7,7 +7,7 @@ shard, so a response depends on how requests were batched only through the round
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Problem(NamedTuple):
     reason: str
 
 
+@runtime_checkable
 class ResponseSource(Protocol):
     """Where responses come from."""
 
