@@ -3,6 +3,21 @@
 from decode import policies
 from decode.counts import Counts
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.interleaved import InterleavedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
+from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 
-__all__ = ["Counts", "Drafter", "Generation", "ModelDrafter", "Proposal", "Round", "Session", "SpeculativeDecoder", "policies"]
+__all__ = [
+    "Counts",
+    "Drafter",
+    "Generation",
+    "InnerRounds",
+    "InterleavedDrafter",
+    "ModelDrafter",
+    "PreVerifiedDrafter",
+    "Proposal",
+    "Round",
+    "Session",
+    "SpeculativeDecoder",
+    "policies",
+]
