@@ -1,9 +1,25 @@
 """`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, stats, tiny."""
 
-from configs.command import run
+from configs.command import Command, run
+from data_gen.official import import_
+from data_gen.plan import plan
 from data_gen.run import make
+from data_gen.stats import stats
 
-COMMANDS = {"make": make}
+
+def tiny(*, dir: str = "checkpoints/tiny", seed: int = 0) -> None:
+    """Train the embedded trio anew.
+
+    Args:
+        dir: where target, draft and micro go.
+        seed: of the weights and of the stories.
+    """
+    from data_gen.tiny import make_trio
+
+    make_trio(dir, seed=seed)
+
+
+COMMANDS: dict[str, Command] = {"make": make, "plan": plan, "import": import_, "stats": stats, "tiny": tiny}
 
 
 def main(argv: list[str] | None = None) -> None:

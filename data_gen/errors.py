@@ -7,24 +7,25 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_gen.shards import read_sidecar, rows_path, write_atomic
+from data_gen.shards import read_sidecar, write_atomic
+
+_COUNTED = ("input", "ok", "tokens")
 
 
-def write_errors(directory: str | Path, shards: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Write DIR/errors.jsonl, one {id, split, shard, outcome, reason} per line; totals of input, ok, error, skipped and tokens."""
-    totals = dict.fromkeys(("input", "ok", "error", "skipped", "tokens"), 0)
-    lines = []
-    for split, index in shards:
-        facts = read_sidecar(rows_path(directory, split, index))
-        for name in ("input", "ok", "tokens"):
+def account(paths: Iterable[Path]) -> dict[str, int]:
+    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
+    totals = dict.fromkeys((*_COUNTED, "error", "skipped"), 0)
+    for path in paths:
+        facts = read_sidecar(path)
+        for name in _COUNTED:
             totals[name] += facts[name]
         for problem in facts["problems"]:
             totals[problem["outcome"]] += 1
-            lines.append(
-                json.dumps(
-                    {"id": problem["id"], "split": split, "shard": index, "outcome": problem["outcome"], "reason": problem["reason"]}
-                )
-            )
     assert totals["ok"] + totals["error"] + totals["skipped"] == totals["input"], f"prompts unaccounted for: {totals}"
-    write_atomic(Path(directory) / "errors.jsonl", "".join(line + "\n" for line in lines).encode())
     return totals
+
+
+def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:
+    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards."""
+    lines = [json.dumps({**problem, "shard": path.stem}) + "\n" for path in paths for problem in read_sidecar(path)["problems"]]
+    write_atomic(Path(directory) / "errors.jsonl", "".join(lines).encode())

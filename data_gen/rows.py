@@ -1,6 +1,6 @@
 """Rows on disk: one Parquet row per response, columns of design section 6, per-position columns as lists.
 
-    id, prompt, finish_reason                                            strings; finish_reason is stop or length
+    id, prompt, finish_reason                                            strings; finish_reason is stop, length or null
     prompt_ids, response_ids, draft_ids                                  lists of int32
     acceptance_prob, log_p, log_q, acceptance_rate, entropy, cross_entropy   lists of float32, one number per response token
     from_target                                                          list of bool; with mixes > 1 a list of such lists, one per mix
@@ -29,7 +29,8 @@ class Exchange(NamedTuple):
     prompt: str
     prompt_ids: list[int]
     response_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None where it is not known: imported data."""
 
 
 def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], from_target: Tensor | None, mixes: int = 1) -> bytes:

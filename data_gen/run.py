@@ -7,12 +7,12 @@ from pathlib import Path
 from configs.schema import Config, DataConfig
 from data_gen.conversations import ShardSpec
 from data_gen.engine import run_engine
-from data_gen.errors import write_errors
+from data_gen.errors import account, write_errors
 from data_gen.manifest import make_manifest, settle
 from data_gen.prompts import SPLITS, load_prompts
 from data_gen.records import Prompt
 from data_gen.shard_maker import is_done, stages_of
-from data_gen.shards import clean_partial
+from data_gen.shards import clean_partial, rows_path
 from data_gen.worker import FEATURE_DTYPES
 from lm import Sampling, load_pair_tokenizer
 
@@ -31,7 +31,9 @@ def make(config: Config) -> None:
         if missing:
             run_engine(config, stage, missing)
     shutil.rmtree(Path(config.data.dir) / "stages", ignore_errors=True)
-    totals = write_errors(config.data.dir, [(spec.split, spec.index) for spec in specs])
+    paths = [rows_path(config.data.dir, spec.split, spec.index) for spec in specs]
+    write_errors(config.data.dir, paths)
+    totals = account(paths)
     print(
         f"{config.data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(specs)} shards ({num_missing} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
