@@ -65,7 +65,7 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """One model drafts token by token until its policy says stop."""
+    """One model drafts token by token until its policy says stop, or its context is full (then nothing is drafted any more)."""
 
     def __init__(self, model: PreTrainedModel | CachedModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
@@ -87,7 +87,7 @@ class ModelDrafter:
         policy, session = self.policy, self._session
         state = policy.begin(self._state)
         proposal = Proposal(num_allowed=max_tokens)
-        num_tokens = int(min(policy.limit(state), max_tokens))
+        num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
             logits = self.model.forward(ids)[-1]
@@ -127,5 +127,5 @@ class ModelDrafter:
 
 
 def stacked(probs: list[Float[Tensor, " vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:
-    """Rows of a proposal as one tensor, on the device and in the dtype of `like` (the target's distributions)."""
-    return torch.stack(probs).to(like) if probs else like[:0]
+    """Rows of a proposal as one tensor on the device of `like` (the target's distributions); q is never narrowed."""
+    return torch.stack(probs).to(like.device) if probs else like[:0]

@@ -90,8 +90,7 @@ class SpeculativeDecoder:
         self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
     ) -> Iterator[Round]:
         """Rounds, each as soon as it is verified."""
-        if not prompt_ids:
-            raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
+        self._check(len(prompt_ids), max_new_tokens)
         draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         self.target.reset()
         self.drafter.start(Session(self.sampling, self.eos_ids, draws))
@@ -103,6 +102,18 @@ class SpeculativeDecoder:
             if played.emitted[-1] in self.eos_ids:
                 return
 
+    def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raise ValueError unless the target has room for prompt and answer; the last token is never fed."""
+        if num_prompt_tokens < 1:
+            raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+        if num_prompt_tokens + max_new_tokens - 1 > self.target.max_length:
+            raise ValueError(
+                f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of {self.target.max_length}; "
+                f"shorten the prompt, or set max_new_tokens to at most {self.target.max_length + 1 - num_prompt_tokens}"
+            )
+
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> Round:
         """Play one round; extends `committed` by what it emits."""
         started_s = perf_counter()
@@ -110,6 +121,8 @@ class SpeculativeDecoder:
         drafted_s = perf_counter()
         num_drafted = len(proposal.tokens)
         logits = self.target.forward(committed + proposal.tokens, num_drafted + 1)
+        if logits.isnan().any():
+            raise ValueError(f"the target's logits after {len(committed)} tokens have NaN in them; load it in float32 or check its weights")
         p = self.sampling.probs(logits)
         tokens = torch.tensor(proposal.tokens, dtype=torch.long, device=p.device)
         verdict = verify(tokens, stacked(proposal.probs, p), p, draws)

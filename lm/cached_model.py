@@ -48,6 +48,11 @@ class CachedModel:
         """Width of the final hidden state."""
         return self.model.config.get_text_config().hidden_size
 
+    @property
+    def max_length(self) -> float:
+        """The most tokens that may be fed; infinite where the config names no limit."""
+        return float(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or "inf")
+
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         """Rows of the input embeddings."""
         return self.model.get_input_embeddings()(tokens)

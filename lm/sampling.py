@@ -21,9 +21,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 class Sampling:
     """How logits become the probabilities that tokens are drawn from."""
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float | int | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+from scipy.special import expit
 
 from decode.policies.base import AfterDraw, Number, Policy, State
 from decode.policies.confidence import check_unit
@@ -26,7 +26,8 @@ class HeadPolicy(Policy):
             that the newest token is scored by the drawn-time head and all earlier ones by the fed-time head.
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones.
-        min_draft_length: no stop before this many tokens (2 in the paper; the upper bound is the loop's max_draft_length).
+        min_draft_length: no stop before this many tokens. The paper's bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and
+            the upper bound is the loop's max_draft_length.
     """
 
     head: AcceptanceHead
@@ -75,4 +76,4 @@ class HeadPolicy(Policy):
     def _prob(self, head: AcceptanceHead, logit: Number) -> Number:
         """sigmoid of the raw or of the calibrated logit."""
         logit = head.calibrated_logit(logit) if self.is_calibrated else logit
-        return 1.0 / (1.0 + np.exp(-logit))
+        return expit(logit)

@@ -101,6 +101,10 @@ class ToyModel(CachedModel):
     def hidden_size(self) -> int:
         return 4
 
+    @property
+    def max_length(self) -> float:
+        return float("inf")
+
     def embedding(self, tokens: Tensor) -> Tensor:
         return torch.eye(max(self.width, 4), dtype=torch.float64)[tokens][:, :4]
 

@@ -1,0 +1,173 @@
+"""The loop, broken on purpose: each entry replaces one attribute of the real code, as `monkeypatch.setattr(*MUTANTS[name])` takes it.
+
+test_mutants.py says which named test each of them fails.
+"""
+
+from dataclasses import replace
+
+import torch
+from enumeration import ToyModel
+
+import decode.drafter
+import decode.loop
+import lm.draws
+import lm.verification
+from decode import ModelDrafter, SpeculativeDecoder
+from lm import RandomDraws, Sampling, Verdict, acceptance_prob, residual_probs, verify
+
+_propose, _probs, _round = ModelDrafter.propose, Sampling.probs, SpeculativeDecoder._round
+
+
+def _residual_sign(q, p):
+    return residual_probs(p, q)
+
+
+def _no_residual(q, p):
+    return p
+
+
+def _accept_by_target_prob(tokens, q, p):
+    return p.gather(-1, tokens[:, None])[:, 0]
+
+
+def _accept_swapped(tokens, q, p):
+    return acceptance_prob(tokens, p, q)
+
+
+def _last_row_residual(tokens, q, p, draws):
+    count = draws.num_accepted(acceptance_prob(tokens, q, p[:-1]))
+    return Verdict(count, draws.token(p[-1] if count == len(tokens) else residual_probs(q[-1], p[-2])))
+
+
+def _bonus_from_previous_row(tokens, q, p, draws):
+    return verify(tokens, q, torch.cat([p[:-1], p[-2:-1] if len(tokens) else p[-1:]]), draws)
+
+
+def _q_before_warping(self, committed, max_tokens):
+    """Tokens are drawn from the warped q; verification is told the plain softmax."""
+    proposal = _propose(self, committed, max_tokens)
+    kept = []
+    for i in range(len(proposal.tokens)):
+        self.model.roll_back(0)
+        kept.append(self.model.forward(committed + proposal.tokens[:i])[-1].softmax(-1))
+    proposal.probs = kept
+    return proposal
+
+
+def _q_shifted(self, committed, max_tokens):
+    """Each token comes with the distribution of the one before it."""
+    proposal = _propose(self, committed, max_tokens)
+    proposal.probs = [*proposal.probs[:1], *proposal.probs[:-1]]
+    return proposal
+
+
+def _drop_by_value(self, committed, max_tokens):
+    """Draw, look, drop: the illegal shape of law 4.3."""
+    proposal = _propose(self, committed, max_tokens)
+    if proposal.tokens and proposal.probs[-1][proposal.tokens[-1]] < 0.4:
+        for column in (proposal.tokens, proposal.probs, proposal.entropies):
+            column.pop()
+    return proposal
+
+
+def _draft_past_eos(self, committed, max_tokens):
+    self._session = replace(self._session, eos_ids=frozenset())
+    return _propose(self, committed, max_tokens)
+
+
+def _soft_greedy(self, logits, dtype=None):
+    return logits.softmax(-1) if self.is_greedy else _probs(self, logits, dtype)
+
+
+def _emit_past_eos(self, committed, num_left, draws):
+    eos_ids, self.eos_ids = self.eos_ids, frozenset()
+    played = _round(self, committed, num_left, draws)
+    self.eos_ids = eos_ids
+    return played
+
+
+def _overrun(self, committed, num_left, draws):
+    return _round(self, committed, num_left + 1, draws)
+
+
+def _no_bonus_token(self, committed, num_left, draws):
+    """After full acceptance only the draft is emitted: lossless still, and one token a round poorer."""
+    length = len(committed)
+    played = _round(self, committed, num_left, draws)
+    if not played.drafted or played.next_kind != "bonus":
+        return played
+    committed.pop()
+    self.target.roll_back(len(committed) - 1)
+    self.drafter.model.roll_back(len(committed) - 1)
+    return replace(played, emitted=tuple(committed[length:]))
+
+
+def _stale_cache(self, length):
+    """Positions are counted right, but the last one still holds the rejected token."""
+    if length < len(self.fed):
+        self.fed = [*self.fed[: length - 1], *self.fed[-1:]]
+
+
+def _forgetful_cache(self, length):
+    """Rolls back one token too far: right, and slower."""
+    if length < len(self.fed):
+        del self.fed[length - 1 :]
+
+
+class _SharedUniforms(RandomDraws):
+    """One uniform serves a token's draw and its acceptance."""
+
+    def __init__(self, generator=None):
+        super().__init__(generator)
+        seed = int(torch.randint(2**62, (1,), generator=generator))
+        self._tokens, self._accepts = (lm.draws._Uniforms(seed) for _ in range(2))
+
+
+class _Reseeded(RandomDraws):
+    """Every verification starts its acceptance uniforms anew from one seed."""
+
+    def num_accepted(self, acceptance_probs):
+        self._accepts = lm.draws._Uniforms(1)
+        return super().num_accepted(acceptance_probs)
+
+
+class _CountAll(RandomDraws):
+    """Counts every token that passes, and not only those before the first that fails."""
+
+    def num_accepted(self, acceptance_probs):
+        return sum(self._accepts.next() < acceptance_prob for acceptance_prob in acceptance_probs.tolist())
+
+
+def _uncut_forward(self, token_ids, num_rows=1):
+    """Logits of a padded vocabulary, uncut."""
+    vocab_size, self.vocab_size = self.vocab_size, self.width
+    try:
+        return _forward(self, token_ids, num_rows)
+    finally:
+        self.vocab_size = vocab_size
+
+
+_forward = ToyModel.forward
+
+MUTANTS = {
+    "residual_sign": (lm.verification, "residual_probs", _residual_sign),
+    "no_residual": (lm.verification, "residual_probs", _no_residual),
+    "accept_by_target_prob": (lm.verification, "acceptance_prob", _accept_by_target_prob),
+    "accept_swapped": (lm.verification, "acceptance_prob", _accept_swapped),
+    "last_row_residual": (decode.loop, "verify", _last_row_residual),
+    "bonus_from_previous_row": (decode.loop, "verify", _bonus_from_previous_row),
+    "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
+    "q_shifted": (ModelDrafter, "propose", _q_shifted),
+    "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
+    "draft_past_eos": (ModelDrafter, "propose", _draft_past_eos),
+    "soft_greedy": (Sampling, "probs", _soft_greedy),
+    "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
+    "overrun": (SpeculativeDecoder, "_round", _overrun),
+    "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),
+    "stale_cache": (ToyModel, "roll_back", _stale_cache),
+    "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
+    "uncut_padding": (ToyModel, "forward", _uncut_forward),
+    "shared_uniforms": (decode.loop, "RandomDraws", _SharedUniforms),
+    "reseeded": (decode.loop, "RandomDraws", _Reseeded),
+    "count_all": (decode.loop, "RandomDraws", _CountAll),
+}
