@@ -174,7 +174,15 @@ class DecodeConfig:
     """Prompts on which each policy's setting is chosen."""
     num_test: int = 50
     """Prompts on which it is reported."""
+    datasets: tuple[str, ...] = ()
+    """Prompt sets, as data.prompts takes them; empty: data.prompts alone."""
     seed: int = 0
+    prompts_per_shard: int = 16
+    """A trace is recorded, and resumed, in shards of so many prompts."""
+    trace_hidden: bool = True
+    """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
+    perfect_head: bool = True
+    """Also run the target along the branches of the trace, for the bound of the perfect head."""
     heads: tuple[str, ...] = ()
     """Exported heads: directories or hub ids. Empty: every head under heads.dir/exported."""
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
@@ -183,6 +191,8 @@ class DecodeConfig:
     """Seconds per draft forward; null: measured here."""
     t_target_s: float | None = None
     """Seconds per target forward; null: measured here."""
+    ratios: tuple[float, ...] = ()
+    """Further values of t_target / t_draft to evaluate at, as on other hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,10 @@ from decode.counts import Counts
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.interleaved import InterleavedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
+from decode.record import record_trace
+from decode.recorder import Recorder
+from decode.replay import replay
+from decode.trace import Trace
 from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 
 __all__ = [

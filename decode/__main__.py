@@ -1,10 +1,14 @@
 """python -m decode COMMAND: generate from one prompt, record and replay traces, tune, measure."""
 
 from configs.command import Command, run
+from decode.evaluate import evaluate
 from decode.generate import generate
+from decode.record import trace
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
+    "trace": trace,
+    "evaluate": evaluate,
 }
 
 if __name__ == "__main__":

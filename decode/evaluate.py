@@ -1,0 +1,137 @@
+"""python -m decode evaluate: every policy and every threshold from one trace, chosen on dev, reported on test."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from configs.schema import Config
+from decode.cost import CostModel
+from decode.costs import costs_for
+from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
+from decode.grids import both_grid, bounds, grids_of, load_heads
+from decode.record import datasets_of, load_trace, record
+
+_NAMES = {
+    "target_alone": "target alone",
+    "fixed_length": "best fixed length",
+    "heuristic": "heuristic",
+    "token_prob": "token probability",
+    "cumulative_token_prob": "product of token prob.",
+    "max_prob": "largest probability",
+    "entropy": "entropy (SVIP)",
+    "self_verify": "self-verify (HSDDW)",
+    "ada_edl": "AdaEDL",
+    "head_fed": "best head, fed-time",
+    "head_drawn": "best head, drawn-time",
+    "head_both": "both heads",
+    "perfect_fed": "perfect head, fed-time",
+    "perfect_drawn": "perfect head",
+    "oracle": "oracle",
+}
+
+
+def evaluate(config: Config) -> None:
+    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet."""
+    directory = Path(config.decode.dir)
+    record(config)
+    cost = costs_for(config)
+    costs = [cost, *(cost.with_ratio(ratio) for ratio in config.decode.ratios)]
+    frames = []
+    for dataset in datasets_of(config):
+        arms = replay_dataset(config, dataset, cost)
+        for each in costs:
+            results = results_of(arms, each)
+            Console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
+            frames.append(frame_of(results, each, dataset))
+        write_counts(directory / f"counts-{dataset}.parquet", arms)
+    whole = pd.concat(frames)
+    whole.to_csv(directory / "results.csv", index=False)
+    written = [str(directory / "results.csv"), *(str(directory / f"counts-{dataset}.parquet") for dataset in datasets_of(config))]
+    print("\n".join(["wrote", *(f"  {path}" for path in written)]))
+    print(json.dumps({"costs": asdict(cost), "results": json.loads(whole.to_json(orient="records")), "written": written}))
+
+
+def replay_dataset(config: Config, dataset: str, cost: CostModel) -> list[Arm]:
+    """All arms of one dataset, bounds last; the two-head grid is built from the best head of each timing."""
+    heads = load_heads(config)
+    dev, test = load_trace(config, dataset, "dev"), load_trace(config, dataset, "test")
+    grids, ends = grids_of(config, heads), list(bounds())
+    if not config.decode.perfect_head:
+        ends = ends[-1:]
+    with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {dataset}", unit="setting") as bar:
+        arms = replay_arms(grids, dev, test, bar.update)
+        best = {}
+        for timing in ("fed", "drawn"):
+            members = [arm for arm in arms if arm.grid.family == f"head_{timing}"]
+            if members:
+                best[timing] = max(members, key=lambda arm: throughput(arm.dev, cost).max()).grid.name.removeprefix("head:")
+        if len(best) == 2:
+            arms += replay_arms(
+                [both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])], dev, test, lambda count: None
+            )
+        return arms + replay_arms(ends, dev, test, bar.update)
+
+
+def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_prompts: int) -> Table:
+    """The table of one dataset at one cost."""
+    table = Table(
+        title=f"{dataset}: {num_prompts} test prompts, settings chosen on dev; t_target/t_draft = {cost.ratio:.2f} ({cost.origin})",
+        caption="gain: throughput over the best fixed length's, with 95 % paired bootstrap interval over prompts",
+    )
+    columns = ("policy", "setting", "discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up", "gain", "% of oracle")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("policy", "setting") else "right", overflow="fold")
+    alone = 1 / cost.t_target_s[0]
+    table.add_row("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / _oracle(results):.1f}")
+    for result in results:
+        table.add_row(
+            _NAMES.get(result.family, result.family),
+            result.label,
+            f"{result.discard_rate:.3f}",
+            f"{result.verification_rate:.3f}",
+            f"{result.acceptance_length:.2f}",
+            f"{result.tokens_per_s:.1f}",
+            f"{result.speed_up:.2f}",
+            "" if result.family == "fixed_length" else f"{result.gain:+.1%} ({result.gain_low:+.1%}, {result.gain_high:+.1%})",
+            f"{result.percent_of_oracle:.1f}",
+        )
+    return table
+
+
+def frame_of(results: Sequence[Result], cost: CostModel, dataset: str) -> pd.DataFrame:
+    """The same as rows of numbers."""
+    rows = [{"dataset": dataset, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
+    for row in rows:
+        row["setting"] = json.dumps(row["setting"])
+    return pd.DataFrame(rows)
+
+
+def write_counts(path: Path, arms: Sequence[Arm]) -> None:
+    """Totals of every setting of every grid on both splits."""
+    rows = []
+    for arm in arms:
+        for split, replayed in (("dev", arm.dev), ("test", arm.test)):
+            for setting, described in enumerate(arm.grid.settings):
+                totals = {name: int(values[setting].sum()) for name, values in vars(replayed.counts).items() if hasattr(values, "sum")}
+                lengths = replayed.lengths[setting].sum(0).tolist()
+                rows.append(
+                    {
+                        "family": arm.grid.family,
+                        "name": arm.grid.name,
+                        "setting": json.dumps(dict(described), default=float),
+                        "split": split,
+                    }
+                    | totals
+                    | {"rounds_by_length": lengths}
+                )
+    pd.DataFrame(rows).to_parquet(path, index=False)
+
+
+def _oracle(results: Sequence[Result]) -> float:
+    return next(result.tokens_per_s for result in results if result.family == "oracle")
