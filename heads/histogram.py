@@ -1,7 +1,7 @@
 """A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant memory.
 
-Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P^2 and of w H(P), which no
-prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a smooth function g is
+Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P z, and of w P^2 and
+w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a smooth function g is
 about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes are sums of histograms, which makes the metrics right under DDP.
 """
 
@@ -23,6 +23,8 @@ class Histogram(NamedTuple):
     """sum of w P."""
     logit: Float[Tensor, "*lead bin"]
     """sum of w z."""
+    product: Float[Tensor, "*lead"]
+    """sum of w P z: with it the linear part of the cross-entropy is exact."""
     squares: Float[Tensor, "*lead"]
     """sum of w P^2."""
     entropy: Float[Tensor, "*lead"]
@@ -41,20 +43,19 @@ class Histogram(NamedTuple):
 
 def empty(*lead: int) -> Histogram:
     """No observation yet."""
-    return Histogram(
-        *(torch.zeros(*lead, NUM_BINS, dtype=torch.float64) for _ in range(3)), *(torch.zeros(*lead, dtype=torch.float64) for _ in range(2))
-    )
+    bins, sums = torch.zeros(*lead, NUM_BINS, dtype=torch.float64), torch.zeros(*lead, dtype=torch.float64)
+    return Histogram(*(bins.clone() for _ in range(3)), *(sums.clone() for _ in range(3)))
 
 
 def observe(
-    logit: Float[Tensor, "lead tokens"], acceptance_prob: Float[Tensor, "lead tokens"], weight: Float[Tensor, "lead tokens"] | None = None
+    logit: Float[Tensor, "lead tokens"], acceptance_prob: Float[Tensor, "#lead tokens"], weight: Float[Tensor, "#lead tokens"] | None = None
 ) -> Histogram:
     """The histogram of some observations.
 
     Args:
         logit: z, one row per head (or per head and position).
-        acceptance_prob: soft labels P in [0, 1], by row (an expanded view will do).
-        weight: w, by row.
+        acceptance_prob: soft labels P in [0, 1], by row, or one row for all.
+        weight: w, likewise.
     """
     z, p = logit.double(), acceptance_prob.double().expand_as(logit)
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)
@@ -63,4 +64,4 @@ def observe(
         torch.zeros(len(z), NUM_BINS, dtype=torch.float64, device=z.device).scatter_add_(1, bins, x) for x in (w, w * p, w * z)
     )
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
-    return Histogram(weight, accepted, logits, squares=(w * p * p).sum(-1), entropy=(w * entropy).sum(-1))
+    return Histogram(weight, accepted, logits, product=(w * p * z).sum(-1), squares=(w * p * p).sum(-1), entropy=(w * entropy).sum(-1))

@@ -40,10 +40,11 @@ class Reliability(NamedTuple):
 
 def measures(seen: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
     """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
+    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=seen.weight.device) for x in (slope, offset))
     z = _affine(seen, slope, offset)
     total, accepted = seen.total, seen.accepted.sum(-1)
     prob = z.sigmoid()
-    bce = ((seen.weight * F.softplus(z)).sum(-1) - (seen.accepted * z).sum(-1)) / total
+    bce = ((seen.weight * F.softplus(z)).sum(-1) - slope * seen.product - offset * accepted) / total
     brier = ((seen.weight * prob**2).sum(-1) - 2 * (seen.accepted * prob).sum(-1) + seen.squares) / total
     bins = reliability(seen, slope, offset)
     ece = (bins.share * (bins.predicted - bins.true).abs()).sum(-1)

@@ -21,14 +21,14 @@ class LogitHistogram(Metric):
 
     full_state_update = False
 
-    def __init__(self, num_rows: int, prefix: str = "") -> None:
+    def __init__(self, num_rows: int) -> None:
         super().__init__()
         for name, zeros in empty(num_rows)._asdict().items():
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
 
     def update(self, logit: Tensor, acceptance_prob: Tensor) -> None:
         """[rows, tokens] logits against [tokens] labels."""
-        self.add(observe(logit, acceptance_prob))
+        self.add(observe(logit, acceptance_prob[None]))
 
     def add(self, seen: Histogram) -> None:
         """What was seen elsewhere."""

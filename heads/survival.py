@@ -61,10 +61,10 @@ def by_position(
     for k in range(min(num_positions, num_tokens)):
         starts = num_tokens - k
         fits = (left[:starts] > k).double()
-        token.append(observe(logit[:, k:], prob[k:], (reach[:starts] * fits)[None]))
+        token.append(observe(logit[:, k:], prob[None, k:], (reach[:starts] * fits)[None]))
         reach = reach[:starts] * prob[k:]
         log_survival = log_survival[:, :starts] + log_hat[:, k:]
-        survival.append(observe(_logit_of_log(log_survival), reach, fits[None]))
+        survival.append(observe(_logit_of_log(log_survival), reach[None], fits[None]))
     missing = num_positions - len(token)
     return ByPosition(_interleave(token, missing), _interleave(survival, missing))
 

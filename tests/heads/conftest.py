@@ -1,74 +1,23 @@
-"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads have something to learn."""
-
-import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
+from made_up import write_data
 
-from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
-from data_gen.shards import features_path, write_shard
+from heads.run import quiet
 
-HIDDEN = 16
-
-
-def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
-    """One shard of each timing, responses of 5 to 24 tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 25, (num_rows,), generator=generator)
-    direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(99))
-    for timing, times in (("fed", mixes), ("drawn", 1)):
-        of_rows = lengths.repeat_interleave(times)
-        count = int(of_rows.sum())
-        hidden = torch.randn(count, HIDDEN, generator=generator)
-        log_token_prob = -torch.rand(count, generator=generator) * 4
-        prob = (hidden @ direction + 2 + log_token_prob).sigmoid()
-        tensors = {
-            "hidden": hidden.bfloat16(),
-            "acceptance_prob": prob,
-            "acceptance_rate": prob.clone(),
-            "log_q": log_token_prob.clone(),
-            "log_token_prob": log_token_prob,
-            "entropy": torch.rand(count, generator=generator) * 3,
-            "token": torch.randint(0, 50, (count,), generator=generator).int(),
-            "is_drafted": torch.rand(count, generator=generator) > (0.15 if timing == "fed" else -1),
-            "row_offsets": torch.cat([torch.zeros(1), of_rows.cumsum(0)]).long(),
-        }
-        write_shard(features_path(directory, timing, split, index), save(tensors), rows=len(of_rows), tokens=count)
+torch.set_num_threads(1)
 
 
-def write_manifest(directory: Path) -> None:
-    """What `data_gen` says about data, as far as heads read it."""
-    model = {"revision": None, "commit": None, "fingerprint": None, "dtype": "float32", "hidden_size": HIDDEN}
-    manifest = {
-        "target": {"name": "made-up/target", **model},
-        "draft": {"name": "made-up/draft", **model},
-        "sampling": {"temperature": 1.0, "top_k": None, "top_p": None},
-        "mixing_ratio": 0.15,
-        "mixes": 1,
-        "prompts": "made-up",
-        "recorded": {"target_path": "made-up/target", "draft_path": "made-up/draft"},
-    }
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    """Lightning's advice on workers, folders and tree specs says nothing about these tests."""
+    quiet()
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two training shards of 40 and 24 responses, one of dev, one of test."""
-    directory = tmp_path_factory.mktemp("data")
-    for split, index, num_rows in (("train", 0, 40), ("train", 1, 24), ("dev", 0, 24), ("test", 0, 8)):
-        write_features(directory, split, index, num_rows=num_rows, seed=len(split) * 10 + index)
-    write_manifest(directory)
-    return directory
-
-
-def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, **heads: object) -> Config:
-    """A small sweep."""
-    settings = {"depths": (0, 2), "reject_weights": (1.0, 6.0), "learning_rate": 1e-2, "batch_size": 8} | heads
-    return Config(
-        pair=PairConfig(target=ModelSource(path="made-up/target"), draft=ModelSource(path="made-up/draft")),
-        data=DataConfig(dir=str(data_dir)),
-        heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
-        trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"} | (trainer or {}),
-    )
+    return write_data(tmp_path_factory.mktemp("data"))
