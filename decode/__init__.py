@@ -5,11 +5,11 @@ from decode.counts import Counts
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.interleaved import InterleavedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
+from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.record import record_trace
 from decode.recorder import Recorder
 from decode.replay import replay
 from decode.trace import Trace
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 
 __all__ = [
     "Counts",
@@ -20,8 +20,12 @@ __all__ = [
     "ModelDrafter",
     "PreVerifiedDrafter",
     "Proposal",
+    "Recorder",
     "Round",
     "Session",
     "SpeculativeDecoder",
+    "Trace",
     "policies",
+    "record_trace",
+    "replay",
 ]
