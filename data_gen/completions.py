@@ -22,6 +22,8 @@ from data_gen.sources import finished, response_of_text
 from lm import Sampling
 
 _SEEDS = 2**31
+_ENOUGH = 8
+"""A shard of at least so many prompts that are all refused means a wrong setting, not wrong prompts."""
 
 
 class CompletionsServer:
@@ -68,7 +70,7 @@ class CompletionsServer:
                 pool.shutdown(cancel_futures=True)
                 raise
         refused = [problem for problem in answers if isinstance(problem, Problem) and problem.reason.startswith("refused: ")]
-        if refused and len(refused) == len(answers):
+        if len(refused) == len(answers) >= _ENOUGH:
             raise ValueError(f"{self.server.url} refuses every prompt: {refused[0].reason}; check data.server and data.template")
         return answers
 

@@ -4,6 +4,7 @@ A few prompts are made for real into a temporary folder and timed; the rest is e
 models are not loaded) sizes are upper bounds from `max_new_tokens` and the draft's width, and there is no time.
 """
 
+import math
 import shutil
 import statistics
 import tempfile
@@ -37,6 +38,8 @@ class Estimate:
 
     prompt_tokens: float
     response_tokens: float
+    longest_response: int
+    """A batch takes as many decoding steps as its longest response has tokens."""
     row_bytes: float
     feature_bytes: float
     seconds: float | None
@@ -66,13 +69,14 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
 def _totals(config: Config, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     """The numbers of the report."""
     tokens = num_rows * estimate.response_tokens
+    num_batches = math.ceil(num_rows / min(config.data.batch_size, config.data.rows_per_shard))
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
     folder = next(path for path in (Path(config.data.dir).absolute(), *Path(config.data.dir).absolute().parents) if path.exists())
     return {
         "rows": num_rows,
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
         "response_tokens": round(tokens),
-        "target_decode_forwards": round(tokens / config.data.batch_size) if config.data.source == "transformers" else 0,
+        "target_decode_forwards": num_batches * estimate.longest_response if config.data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows,
         "draft_sequence_forwards": num_rows * (1 + (config.data.mixes if "fed" in config.data.features else 0)),
         "disk_bytes": round(disk_bytes * (1 if config.data.mode == "together" else 2)),
@@ -101,6 +105,7 @@ def _measured(config: Config, prompts: list[Prompt]) -> Estimate:
         return Estimate(
             prompt_tokens=statistics.mean(map(len, table["prompt_ids"])),
             response_tokens=statistics.mean(map(len, table["response_ids"])),
+            longest_response=max(map(len, table["response_ids"])),
             row_bytes=sum(path.stat().st_size for path in Path(folder, "rows").glob("test-*.parquet")) / num_rows,
             feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors")) / num_rows,
             seconds=seconds / num_rows,
@@ -118,6 +123,7 @@ def _bounded(config: Config, prompts: list[Prompt]) -> Estimate:
     return Estimate(
         prompt_tokens=statistics.mean(lengths),
         response_tokens=tokens,
+        longest_response=tokens,
         row_bytes=tokens * _ROW_BYTES_PER_TOKEN,
         feature_bytes=sets * tokens * position_bytes,
         seconds=None,
@@ -133,7 +139,7 @@ def _report(config: Config, result: dict[str, Any], num_missing: int, num_shards
         f"  rows              {result['rows']:>15,}",
         f"  prompt tokens     {result['prompt_tokens']:>15,}",
         f"  response tokens   {result['response_tokens']:>15,}",
-        f"  target forwards   {result['target_decode_forwards']:>15,} decoding steps of {config.data.batch_size} sequences",
+        f"  target forwards   {result['target_decode_forwards']:>15,} decoding steps of up to {config.data.batch_size} sequences",
         f"                    {result['target_sequence_forwards']:>15,} whole sequences",
         f"  draft forwards    {result['draft_sequence_forwards']:>15,} whole sequences",
         f"  disk              {result['disk_bytes'] / 1e9:>15,.3f} GB, free {result['free_bytes'] / 1e9:,.1f} GB",
