@@ -2,6 +2,7 @@
 
 from decode import policies
 from decode.counts import Counts
+from decode.custom_generate import SpeculativeOutput, speculative_generate
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.interleaved import InterleavedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
@@ -24,8 +25,10 @@ __all__ = [
     "Round",
     "Session",
     "SpeculativeDecoder",
+    "SpeculativeOutput",
     "Trace",
     "policies",
     "record_trace",
     "replay",
+    "speculative_generate",
 ]

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.policies.base import BeforeDraw, Outcome, Policy
@@ -90,10 +91,10 @@ class ModelDrafter:
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
-            logits = self.model.forward(ids)[-1]
+            logits = self.model.forward(ids)
             proposal.num_draft_forwards += 1
-            q = session.sampling.probs(logits)
-            token, drawn = self._signals.read(len(proposal.tokens), logits, session.draws.draw(q))
+            q = session.sampling.probs_after(logits, ids)[0]
+            token, drawn = self._signals.read(len(proposal.tokens), logits[0], session.draws.draw(q))
             if policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
                 break
@@ -126,6 +127,9 @@ class ModelDrafter:
         self._state = self.policy.end(self._state, outcome)
 
 
-def stacked(probs: list[Float[Tensor, " vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:
-    """Rows of a proposal as one tensor on the device of `like` (the target's distributions); q is never narrowed."""
-    return torch.stack(probs).to(like.device) if probs else like[:0]
+def stacked(probs: list[Float[Tensor, " draft_vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:
+    """Rows of a proposal as one tensor on the device of `like` (the target's distributions); a narrower q gets zeros, none is rounded."""
+    if not probs:
+        return like[:0]
+    q = torch.stack(probs).to(like.device)
+    return q if q.shape[-1] == like.shape[-1] else functional.pad(q, (0, like.shape[-1] - q.shape[-1]))

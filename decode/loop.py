@@ -4,11 +4,12 @@ A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that th
 has the law of the target alone under the same `Sampling`, whatever drafter and policy.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +40,24 @@ class Round:
             return None
         return "bonus" if self.num_accepted == len(self.drafted) else "residual"
 
+    def cut(self, num_emitted: int) -> "Round":
+        """The same round, had only its first `num_emitted` tokens been emitted; the rest counts as discarded."""
+        num_accepted = min(self.num_accepted, num_emitted)
+        counts = replace(self.counts, num_emitted=num_emitted, num_accepted=num_accepted)
+        return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """This record as JSON has it; times in seconds."""
+        return {
+            "drafted": list(self.drafted),
+            "num_accepted": self.num_accepted,
+            "emitted": list(self.emitted),
+            "next_kind": self.next_kind,
+            "stop_reason": self.stop_reason,
+            "draft_s": self.draft_s,
+            "target_s": self.target_s,
+        }
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -47,6 +66,17 @@ class Generation:
     token_ids: tuple[int, ...]
     rounds: tuple[Round, ...]
     counts: Counts
+
+    @classmethod
+    def of(cls, rounds: Iterable[Round]) -> "Generation":
+        """The generation that these rounds make up."""
+        rounds = tuple(rounds)
+        token_ids = tuple(token for played in rounds for token in played.emitted)
+        return cls(token_ids, rounds, reduce(add, (played.counts for played in rounds), Counts()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Tokens, one record per round, and totals, as JSON has them."""
+        return {"token_ids": list(self.token_ids), "rounds": [played.as_dict() for played in self.rounds], "counts": asdict(self.counts)}
 
 
 class SpeculativeDecoder:
@@ -82,9 +112,7 @@ class SpeculativeDecoder:
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:
         """All rounds of one generation."""
-        rounds = tuple(self.stream(prompt_ids, max_new_tokens, generator=generator))
-        token_ids = tuple(token for played in rounds for token in played.emitted)
-        return Generation(token_ids, rounds, reduce(add, (played.counts for played in rounds), Counts()))
+        return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
@@ -120,10 +148,11 @@ class SpeculativeDecoder:
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
         drafted_s = perf_counter()
         num_drafted = len(proposal.tokens)
-        logits = self.target.forward(committed + proposal.tokens, num_drafted + 1)
+        fed = committed + proposal.tokens
+        logits = self.target.forward(fed, num_drafted + 1)
         if logits.isnan().any():
             raise ValueError(f"the target's logits after {len(committed)} tokens have NaN in them; load it in float32 or check its weights")
-        p = self.sampling.probs(logits)
+        p = self.sampling.probs_after(logits, fed)
         tokens = torch.tensor(proposal.tokens, dtype=torch.long, device=p.device)
         verdict = verify(tokens, stacked(proposal.probs, p), p, draws)
         emitted = proposal.tokens[: verdict.num_accepted]

@@ -9,6 +9,7 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 """
 
 from lm.cached_model import CachedModel
+from lm.compiled_model import CompiledModel
 from lm.draws import Draws, RandomDraws
 from lm.entropy import cross_entropy, entropy
 from lm.pair import Pair, check_width, load_model, load_pair, load_pair_tokenizer, load_tokenizer
@@ -17,6 +18,7 @@ from lm.verification import Verdict, acceptance_prob, acceptance_rate, residual_
 
 __all__ = [
     "CachedModel",
+    "CompiledModel",
     "Draws",
     "Pair",
     "RandomDraws",

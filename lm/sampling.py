@@ -8,7 +8,8 @@ applies them, so that a pair sampled here has the law that its users know. Depar
 softmax runs in float32 whatever the dtype of the logits (float64 on request).
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -40,7 +41,7 @@ class Sampling:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The three settings, for manifests and head configs."""
-        return asdict(self)
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
     def probs(self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None) -> Float[Tensor, "*position vocab"]:
         """The distribution that tokens are drawn from, one row per position.
@@ -56,6 +57,10 @@ class Sampling:
             rows = logits.reshape(-1, logits.shape[-1])
             logits = self._warpers(None, rows).reshape(logits.shape)  # type: ignore[arg-type]  # no warper reads the ids
         return logits.softmax(-1)
+
+    def probs_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """The same for the last rows of a sequence; a subclass may look at its tokens (transformers' processors do), this one does not."""
+        return self.probs(logits)
 
     @cached_property
     def _warpers(self) -> LogitsProcessorList:

