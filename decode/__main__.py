@@ -4,11 +4,13 @@ from configs.command import Command, run
 from decode.evaluate import evaluate
 from decode.generate import generate
 from decode.record import trace
+from decode.theory_report import theory
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
     "trace": trace,
     "evaluate": evaluate,
+    "theory": theory,
 }
 
 if __name__ == "__main__":

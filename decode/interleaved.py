@@ -65,7 +65,8 @@ class InterleavedDrafter:
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = Proposal(num_allowed=max_tokens)
         ids = list(committed)
-        num_tokens = min(self.m * (self.n + 1), max_tokens)
+        context = min(self.small.max_length, self.medium.max_length)
+        num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + self.lossless)
         num_unread = 0
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
             if len(proposal.tokens) % (self.n + 1) < self.n:

@@ -58,7 +58,7 @@ class InnerRounds:
 
 
 class PreVerifiedDrafter:
-    """What the inner drafter proposes and `model` lets pass, until the policy of this level says stop."""
+    """What the inner drafter proposes and `model` lets pass, until the policy of this level says stop, or a context is full."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class PreVerifiedDrafter:
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         self._state = self.policy.begin(self._state)
         self._proposal = proposal = Proposal(num_allowed=max_tokens)
-        limit = int(min(self.policy.limit(self._state), max_tokens))
+        limit = int(min(self.policy.limit(self._state), max_tokens, self.model.max_length - len(committed) + 1))
         ids = list(committed)
         for window in self.rounds.lengths():
             room = limit - len(proposal.tokens)
             if room < 1 or proposal.stop_reason != "limit":
                 break
-            self._inner_round(ids, min(window, room - self.rounds.bonus))
+            self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
         return proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
