@@ -1,6 +1,7 @@
 """python -m decode COMMAND: generate from one prompt, record and replay traces, tune, measure."""
 
 from configs.command import Command, run
+from decode.bench import bench
 from decode.evaluate import evaluate
 from decode.generate import generate
 from decode.record import trace
@@ -8,6 +9,7 @@ from decode.theory_report import theory
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
+    "bench": bench,
     "trace": trace,
     "evaluate": evaluate,
     "theory": theory,

@@ -1,0 +1,139 @@
+"""python -m decode bench: wall clock of the loop beside transformers' assisted generation, as ratios in one interleaved run.
+
+    outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time
+    against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
+    against_plain     tokens per second of the loop / of the target's plain generation
+    head_share        what a head adds to a draft step / the step without it
+
+Greedy, and sampled at temperature 1 without warpers (with warpers assisted generation applies them to the draft twice and would lose for
+another reason). Arms take turns on every prompt; times are medians. The last line is one JSON document.
+"""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+from configs.schema import Config
+from data_gen.prompts import load_prompts
+from data_gen.templates import encode
+from decode.bench_arms import Arms, head_cost, outside_share, timed_in_turns
+from decode.grids import load_heads
+from heads.head import AcceptanceHead
+from lm import CompiledModel, Pair, Sampling, load_pair
+
+SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling()}
+
+
+def bench(
+    config: Config,
+    *,
+    lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10),
+    threads: tuple[int, ...] = (1, 2),
+    num_prompts: int = 3,
+    num_tokens: int = 64,
+    compile: bool = True,
+) -> dict[str, Any]:
+    """Wall clock, side by side with transformers' assisted generation.
+
+    Args:
+        config: names the pair; its own sampling is left aside.
+        lengths: fixed draft lengths.
+        threads: CPU threads to measure with.
+        num_prompts: generations per arm; medians over them.
+        num_tokens: per generation; EOS is switched off.
+        compile: also time the compiled draft step (compiling takes a while).
+    """
+    logging.disable_progress_bar()
+    pair = load_pair(config.pair)
+    prompts = [encode(prompt, pair.tokenizer, config.data.template) for prompt in load_prompts(config.data, "test")[:num_prompts]]
+    head = next(iter(load_heads(config).values()), None) or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
+    console = Console(highlight=False)
+    rows, extras = [], []
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        arms = Arms(pair, num_tokens, CompiledModel(pair.draft, vocab_size=pair.vocab_size) if compile else None)
+        for row in _grid(arms, prompts, lengths):
+            rows.append({"threads": num_threads, **row})
+            console.print(" ".join(f"{name}={_short(value)}" for name, value in rows[-1].items()), soft_wrap=True)
+        extras.append({"threads": num_threads, **_extras(pair, head, prompts, num_tokens)})
+        console.print(" ".join(f"{name}={_short(value)}" for name, value in extras[-1].items()), soft_wrap=True)
+    console.print(_table(rows))
+    document = {"where": _where(config), "num_tokens": num_tokens, "num_prompts": len(prompts), "grid": rows, "overheads": extras}
+    print(json.dumps(document))
+    return document
+
+
+def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """One row per sampling and draft length."""
+    for name, sampling in SAMPLINGS.items():
+        for k in lengths:
+            timed = {"plain": partial(arms.assisted, k=0, sampling=sampling), "assisted": partial(arms.assisted, k=k, sampling=sampling)}
+            timed["ours"] = partial(arms.ours, k=k, sampling=sampling)
+            if arms.compiled is not None:
+                timed["compiled"] = partial(arms.ours_compiled, k=k, sampling=sampling)
+            seconds = dict(zip(timed, timed_in_turns(list(timed.values()), prompts), strict=True))
+            row: dict[str, Any] = {"sampling": name, "k": k}
+            row |= {f"{arm}_tokens_per_s": arms.num_tokens / taken_s for arm, taken_s in seconds.items()}
+            row["against_plain"] = seconds["plain"] / seconds["ours"]
+            row["against_assisted"] = seconds["assisted"] / seconds["ours"]
+            if "compiled" in seconds:
+                row["compiled_against_assisted"] = seconds["assisted"] / seconds["compiled"]
+            yield row
+
+
+def _extras(pair: Pair, head: AcceptanceHead, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    """Time outside forwards at K = 5, and what a head adds."""
+    found: dict[str, Any] = {}
+    for name, sampling in SAMPLINGS.items():
+        found[f"outside_share_{name}"], found[f"wall_s_{name}"] = outside_share(pair, prompts, 5, sampling, num_tokens)
+    found["draft_step_s"], found["head_s"] = head_cost(pair, head, prompts[0])
+    found["head_share"], found["head_depth"] = found["head_s"] / found["draft_step_s"], head.depth
+    return found
+
+
+def _where(config: Config) -> dict[str, Any]:
+    """Hardware, versions, commit, pair, date."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or None,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "target": config.pair.target.path,
+        "draft": config.pair.draft.path,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """Ratios against assisted generation: draft lengths down, threads and samplings across."""
+    table = Table(title="tokens/s of the loop / of assisted generation (with the compiled draft)")
+    table.add_column("K", justify="right")
+    arms = sorted({(row["threads"], row["sampling"]) for row in rows})
+    for num_threads, name in arms:
+        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
+    for k in sorted({row["k"] for row in rows}):
+        found = {(row["threads"], row["sampling"]): row for row in rows if row["k"] == k}
+        table.add_row(str(k), *(_ratios(found[arm]) for arm in arms))
+    return table
+
+
+def _ratios(row: dict[str, Any]) -> str:
+    compiled = row.get("compiled_against_assisted")
+    return f"{row['against_assisted']:.2f}" + (f" ({compiled:.2f})" if compiled else "")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

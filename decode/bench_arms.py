@@ -1,0 +1,171 @@
+"""What `decode bench` times: generations by three arms, bare forwards, and draft steps with and without a head.
+
+Every arm writes the same number of tokens (EOS is switched off in all), and a time is wall clock around the whole generation, prompt
+included.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from decode.drafter import ModelDrafter, Session
+from decode.loop import SpeculativeDecoder
+from decode.policies import FixedLength, HeadPolicy
+from heads.head import AcceptanceHead
+from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
+
+Seconds = list[float]
+
+
+class TalliedModel(CachedModel):
+    """Also keeps (tokens in the cache, tokens fed, rows asked) of every forward."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.forwards: list[tuple[int, int, int]] = []
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> torch.Tensor:
+        self.forwards.append((len(self), len(token_ids) - len(self), num_rows))
+        return super().forward(token_ids, num_rows)
+
+
+@dataclass
+class Arms:
+    """The ways of generating, on one pair."""
+
+    pair: Pair
+    num_tokens: int
+    compiled: CompiledModel | None = None
+    seed: int = field(default=0, init=False)
+
+    def ours(self, prompt: list[int], k: int, sampling: Sampling) -> float:
+        """Seconds of our loop with a fixed length; k = 0 never drafts."""
+        return self._loop(CachedModel(self.pair.draft, vocab_size=self.pair.vocab_size), prompt, k, sampling)
+
+    def ours_compiled(self, prompt: list[int], k: int, sampling: Sampling) -> float:
+        """The same with the compiled draft step."""
+        assert self.compiled is not None, "no compiled draft was asked for"
+        return self._loop(self.compiled, prompt, k, sampling)
+
+    def assisted(self, prompt: list[int], k: int, sampling: Sampling) -> float:
+        """Seconds of transformers' assisted generation at the same fixed length; k = 0: its plain generation."""
+        self.seed += 1
+        torch.manual_seed(self.seed)
+        assistant = {"assistant_model": self.pair.draft} if k else {}
+        how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if not sampling.is_greedy else {"do_sample": False}
+        ids = torch.tensor([prompt], device=self.pair.target.device)
+        with _fixed_length(self.pair, k):
+            started_s = perf_counter()
+            output = self.pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.num_tokens, **assistant, **how)
+            seconds = perf_counter() - started_s
+        assert output.shape[1] == len(prompt) + self.num_tokens, "every arm writes the same number of tokens"
+        return seconds
+
+    def _loop(self, draft: CachedModel, prompt: list[int], k: int, sampling: Sampling) -> float:
+        self.seed += 1
+        decoder = SpeculativeDecoder(
+            self.pair.target,
+            ModelDrafter(draft, FixedLength(k)),
+            sampling=sampling,
+            max_draft_length=k,
+            eos_ids=frozenset(),
+            vocab_size=self.pair.vocab_size,
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        started_s = perf_counter()
+        decoder.generate(prompt, self.num_tokens, generator=generator)
+        return perf_counter() - started_s
+
+
+def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> tuple[float, float]:
+    """(1 - counts of forwards x bare forward medians / wall time, that wall time in seconds), median over prompts.
+
+    A bare forward is the model called on ids that are already a tensor, on a cache of the same length to within 16 tokens, feeding as many
+    tokens and asking as many rows. Bare forwards and generations alternate.
+    """
+    models = {name: TalliedModel(getattr(pair, name), vocab_size=pair.vocab_size) for name in ("target", "draft")}
+    drafter = ModelDrafter(models["draft"], FixedLength(k))
+    decoder = SpeculativeDecoder(models["target"], drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
+    bare: dict[tuple[str, int, int, int], Seconds] = {}
+    runs = []
+    for seed, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(seed)
+        started_s = perf_counter()
+        decoder.generate(prompt, num_tokens, generator=generator)
+        wall_s = perf_counter() - started_s
+        calls = [(name, length // 16 * 16, *rest) for name, model in models.items() for length, *rest in model.forwards]
+        runs.append((wall_s, calls))
+        for call in sorted(set(calls)):
+            bare.setdefault(call, []).extend(_bare_forwards(getattr(pair, call[0]), *call[1:]))
+    shares = [1 - sum(median(bare[call]) for call in calls) / wall_s for wall_s, calls in runs]
+    return median(shares), median(wall_s for wall_s, _ in runs)
+
+
+def head_cost(pair: Pair, head: AcceptanceHead, prompt: list[int], *, num_steps: int = 10, repeats: int = 60) -> tuple[float, float]:
+    """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
+    policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
+    drafters = [ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size) for policy in policies]
+    for drafter in drafters:
+        drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
+        drafter.propose(prompt, num_steps)
+        drafter.conclude(prompt, num_steps)
+    times: list[Seconds] = [[], []]
+    for _ in range(repeats):
+        for drafter, taken in zip(drafters, times, strict=True):
+            started_s = perf_counter()
+            drafter.propose(prompt, num_steps)
+            taken.append((perf_counter() - started_s) / num_steps)
+            drafter.conclude(prompt, num_steps)
+    plain_s, with_head_s = (median(taken) for taken in times)
+    return plain_s, with_head_s - plain_s
+
+
+@torch.inference_mode()
+def _bare_forwards(model: PreTrainedModel, length: int, num_fed: int, num_rows: int, repeats: int = 3) -> Seconds:
+    """Seconds of the model's own call on a cache of `length` tokens."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.full((1, num_fed), 5, device=model.device)
+    if length:
+        model(input_ids=torch.full((1, length), 5, device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    times = []
+    for _ in range(repeats):
+        started_s = perf_counter()
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=num_rows)
+        _wait(model.device)
+        times.append(perf_counter() - started_s)
+        cache.crop(-num_fed)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _fixed_length(pair: Pair, k: int) -> Any:
+    """transformers reads the assistant's settings from the draft's generation config only; EOS off in both models meanwhile."""
+    changes = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    wanted = [(pair.target, {"eos_token_id": None}), (pair.draft, {"eos_token_id": None, **changes})]
+    before = [{name: getattr(model.generation_config, name, None) for name in values} for model, values in wanted]
+    for model, values in wanted:
+        model.generation_config.update(**values)
+    try:
+        yield
+    finally:
+        for (model, _), values in zip(wanted, before, strict=True):
+            model.generation_config.update(**values)
+
+
+def timed_in_turns(arms: Sequence[Callable[[list[int]], float]], prompts: Sequence[list[int]]) -> list[float]:
+    """Median seconds of each arm, the arms taking turns on every prompt; one unmeasured turn first."""
+    for arm in arms:
+        arm(prompts[0])
+    times: list[Seconds] = [[arm(prompt) for arm in arms] for prompt in prompts]
+    return [median(column) for column in zip(*times, strict=True)]
