@@ -30,7 +30,7 @@ class Replayed:
 
     counts: Counts
     """Arrays [setting, row]."""
-    lengths: Int[Array, "setting row length+1"]
+    lengths: Int[Array, "setting row lengths"]
     """Rounds by the number of tokens drafted, 0 to max_draft_length."""
 
 

@@ -68,7 +68,7 @@ class Trace:
     """Logits by fingerprint of the head, filled as heads are asked for."""
 
     @cached_property
-    def offsets(self) -> Int[Array, " rows+1"]:
+    def offsets(self) -> Int[Array, " row_offsets"]:
         """Row r covers path positions offsets[r] to offsets[r + 1]."""
         return np.cumsum([0, *(len(row.response_ids) for row in self.rows)])
 
