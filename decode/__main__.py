@@ -4,6 +4,7 @@ from configs.command import Command, run
 from decode.bench import bench
 from decode.evaluate import evaluate
 from decode.generate import generate
+from decode.hierarchy import hierarchy
 from decode.record import trace
 from decode.theory_report import theory
 
@@ -12,6 +13,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "trace": trace,
     "evaluate": evaluate,
+    "hierarchy": hierarchy,
     "theory": theory,
 }
 

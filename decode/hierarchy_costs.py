@@ -1,0 +1,100 @@
+"""What a hierarchy costs: HSDDW's two ratios and the cost model with three times.
+
+    sigma  redundancy           1 - accepted / N_draft      share of the tokens handed to the target that it did not accept
+    eta    target utilisation   N_target / N                target forwards per emitted token, the verification rate
+
+Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at c8fed41): 1 - sum
+(accepted) / sum(gamma), and the number of verifications over the output length. The published 44.36 % and 14.46 % fit: 1 / 0.1446 = 6.9
+tokens per round, 5.9 of them accepted out of 5.9 / 0.5564 = 10.6 drafted, the window being 10. Departure: gamma is here what the target was
+handed; for the configurations that do not loop the program counts what micro and draft drew, rejected micro tokens included.
+
+    T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
+
+fitted by non-negative least squares over generations of all arms, the rounds that read the prompt left out. A verifying forward counts
+like a drafting one; where its time grows with the tokens it verifies, R² says how much that simplification loses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+from scipy.optimize import nnls
+
+from decode.counts import Counts
+from decode.loop import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds per forward; or, with t_target_s = 1, in target forwards."""
+
+    t_micro_s: float
+    t_draft_s: float
+    t_target_s: float
+    r2: float | None = None
+    """Of the fit; None where the times were given."""
+
+    def seconds(self, counts: Counts) -> float:
+        """T of these counts."""
+        return self.t_micro_s * counts.num_micro_forwards + self.t_draft_s * counts.num_draft_forwards + self.t_target_s * counts.num_target
+
+    def speedup(self, counts: Counts) -> float:
+        """Over the target alone, which takes t_target per token."""
+        return counts.num_emitted * self.t_target_s / self.seconds(counts)
+
+
+def redundancy(counts: Counts) -> float:
+    """sigma; 0 where nothing was drafted."""
+    return 1 - counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0
+
+
+def target_utilisation(counts: Counts) -> float:
+    """eta."""
+    return counts.verification_rate
+
+
+def swapped(counts: Counts) -> Counts:
+    """The same counts with the draft's forwards booked as the micro's, for plain speculation with the micro."""
+    return Counts(
+        **{
+            **vars(counts),
+            "num_draft_forwards": 0,
+            "num_micro_forwards": counts.num_draft_forwards,
+            "num_micro": counts.num_drafted,
+        }
+    )
+
+
+def fit_times(generations: Sequence[Generation], *, is_micro: Sequence[bool]) -> Times:
+    """The three times that explain the measured seconds best.
+
+    Args:
+        generations: of several arms, so that the three counts vary apart.
+        is_micro: whether a generation's drafter was the micro alone.
+
+    Raises:
+        ValueError: fewer than four generations with a second round.
+    """
+    rows = [
+        (*_forwards(generation, micro), sum(played.draft_s + played.target_s for played in generation.rounds[1:]))
+        for generation, micro in zip(generations, is_micro, strict=True)
+        if len(generation.rounds) > 1
+    ]
+    if len(rows) < 4:
+        raise ValueError(
+            f"fitting three times needs at least 4 generations of several rounds, there are {len(rows)}; raise decode.num_test"
+        )
+    table = np.array(rows, dtype=np.float64)
+    times, residual = nnls(table[:, :3], table[:, 3])
+    spread = float(((table[:, 3] - table[:, 3].mean()) ** 2).sum())
+    t_micro_s, t_draft_s, t_target_s = (float(time) for time in times)
+    return Times(t_micro_s=t_micro_s, t_draft_s=t_draft_s, t_target_s=t_target_s, r2=1 - float(residual) ** 2 / spread)
+
+
+def _forwards(generation: Generation, is_micro: bool) -> tuple[float, float, float]:
+    """(F_micro, F_draft, N_target) after the first round."""
+    counts = reduce(add, (played.counts for played in generation.rounds[1:]), Counts())
+    counts = swapped(counts) if is_micro else counts
+    return counts.num_micro_forwards, counts.num_draft_forwards, counts.num_target
