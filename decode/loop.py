@@ -142,6 +142,7 @@ class SpeculativeDecoder:
                 f"shorten the prompt, or set max_new_tokens to at most {self.target.max_length + 1 - num_prompt_tokens}"
             )
 
+    @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> Round:
         """Play one round; extends `committed` by what it emits."""
         started_s = perf_counter()

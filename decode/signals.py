@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from decode.fused_head import FusedHead
 from decode.policies.base import AfterDraw, Policy
 from heads.head import AcceptanceHead
 from lm import CachedModel
@@ -45,40 +46,36 @@ class SignalReader:
         self._inputs: _TokenInputs = (None, None)
 
     @torch.inference_mode()
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], *, row: int = -1) -> tuple[int, AfterDraw]:
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"]) -> tuple[int, AfterDraw]:
         """The token's id and the signals of the step that drew it; those that the policy does not ask for are 0.
 
         Args:
             position: tokens drafted before this one in the round.
             logits: of the draft's last forward.
             token: drawn from them, on their device.
-            row: which of the rows of that forward they are (a verifying level reads several rows of one forward).
         """
         if not self._asked:
             return int(token), AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
-        columns = {"token": token}
-        if self._needs_distribution:
-            columns |= self._of_distribution(logits, token)
+        columns = self._of_distribution(logits, token) if self._needs_distribution else {}
         previous, self._inputs = self._inputs, self._inputs_of(columns, token)
         if self._fed is not None and position > 0:
-            columns["fed_logit"] = self._score(self._fed, previous, row)
+            columns["fed_logit"] = self._score(self._fed, previous)
         if self._drawn is not None:
-            columns["drawn_logit"] = self._score(self._drawn, self._inputs, row)
-        kept = [name for name in columns if name == "token" or name in self._asked]
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        values = dict(zip(kept, torch.cat([columns[name].to(dtype) for name in kept]).tolist(), strict=True))
-        return int(values.pop("token")), AfterDraw(position=position, **(_ABSENT | values))
+            columns["drawn_logit"] = self._score(self._drawn, self._inputs)
+        names = [name for name in columns if name in self._asked]
+        values = _on_host([token, *(columns[name] for name in names)])
+        return int(values[0]), AfterDraw(position=position, **(_ABSENT | dict(zip(names, values[1:], strict=True))))
 
     def _of_distribution(self, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"]) -> dict[str, Tensor]:
         """Signals of softmax(logits), each of shape [1]."""
         log_probs = (logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1)
-        columns = {"log_token_prob": log_probs[token]}
+        columns = {"log_token_prob": log_probs.gather(0, token)}
         if "token_prob" in self._asked:
             columns["token_prob"] = columns["log_token_prob"].exp()
         if "max_prob" in self._asked:
-            columns["max_prob"] = log_probs.max().exp().view(1)
+            columns["max_prob"] = log_probs.amax(0, keepdim=True).exp_()
         if self._has_scalars or "entropy" in self._asked:
-            columns["entropy"] = -torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).view(1)
+            columns["entropy"] = torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).neg_().view(1)
         return columns
 
     def _inputs_of(self, columns: dict[str, Tensor], token: Int[Tensor, " 1"]) -> "_TokenInputs":
@@ -87,17 +84,24 @@ class SignalReader:
         embedding = self._model.embedding(token)[0] if self._has_embedding else None
         return scalars, embedding
 
-    def _score(self, head: AcceptanceHead, inputs: "_TokenInputs", row: int) -> Float[Tensor, " 1"]:
+    def _score(self, head: FusedHead, inputs: "_TokenInputs") -> Float[Tensor, " 1"]:
         scalars, embedding = inputs
         assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
-        return head(self._model.hidden[row], scalars if head.scalars else None, embedding if head.embedding else None).view(1)
+        return head(self._model.hidden[-1], scalars if head.scalars else None, embedding if head.embedding else None)
 
 
 _TokenInputs = tuple[Tensor | None, Tensor | None]
 _ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": float("inf"), "token_prob": 0.0, "drawn_logit": 0.0}
 
 
-def _placed(head: AcceptanceHead | None, model: CachedModel) -> AcceptanceHead | None:
+def _on_host(columns: list[Tensor]) -> list[float | int]:
+    """The one number of each column; from another device in one transfer, as floats that hold every id below 2^24 exactly."""
+    if columns[0].device.type == "cpu":
+        return [column.item() for column in columns]
+    return torch.cat([column.to(torch.float32) for column in columns]).tolist()
+
+
+def _placed(head: AcceptanceHead | None, model: CachedModel) -> FusedHead | None:
     """The head on the draft's device, if it fits."""
     if head is None:
         return None
@@ -106,4 +110,4 @@ def _placed(head: AcceptanceHead | None, model: CachedModel) -> AcceptanceHead |
             f"the head reads hidden states of width {head.hidden_size} and this draft's are {model.hidden_size} wide; "
             "a head serves only the draft that it was trained on"
         )
-    return head.eval().to(model.device)
+    return FusedHead(head.eval().to(model.device))

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 
 class CachedModel:
@@ -32,6 +33,8 @@ class CachedModel:
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self._hook = _head_of(model).register_forward_pre_hook(self._keep_hidden) if with_hidden else None
         self._device: torch.device = next(model.get_input_embeddings().parameters()).device
+        self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self.reset()
 
     def __len__(self) -> int:
@@ -51,7 +54,7 @@ class CachedModel:
     @property
     def max_length(self) -> float:
         """The most tokens that may be fed; infinite where the config names no limit."""
-        return float(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or "inf")
+        return self._max_length
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         """Rows of the input embeddings."""
@@ -60,6 +63,7 @@ class CachedModel:
     def reset(self) -> None:
         """Empty the cache, for a new sequence."""
         self._cache = DynamicCache(config=self.model.config)
+        self._is_plain = all(type(layer) is DynamicLayer for layer in self._cache.layers)
         self._length = 0
 
     def close(self) -> None:
@@ -69,11 +73,16 @@ class CachedModel:
 
     def roll_back(self, length: int) -> None:
         """Keep the first `length` tokens; no effect if the cache is shorter."""
-        if length < self._length:
+        if length >= self._length:
+            return
+        if self._is_plain:  # what crop does, without its checks in every layer
+            for layer in self._cache.layers:
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys.narrow(2, 0, length), layer.values.narrow(2, 0, length)
+        else:
             self._cache.crop(length - self._length)
-            self._length = length
+        self._length = length
 
-    @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
         """Logits that follow each of the last `num_rows` tokens of `token_ids`, as the model gives them (no upcast).
 
@@ -81,12 +90,18 @@ class CachedModel:
             token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
             num_rows: at most the number of tokens fed.
         """
+        if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
+            return self._forward(token_ids, num_rows)
+        with torch.inference_mode():
+            return self._forward(token_ids, num_rows)
+
+    def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
-        ids = torch.tensor([fed], device=self.device)
-        output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows)
+        ids = self._one.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+        logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows).logits[0]
         self._length = len(token_ids)
-        return output.logits[0, :, : self.vocab_size]
+        return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
 
     def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.hidden = inputs[0][0]

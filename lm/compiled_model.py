@@ -36,7 +36,6 @@ class CompiledModel(CachedModel):
         self._capacity = capacity
         super().__init__(model, vocab_size=vocab_size)
         self._is_cuda = self.device.type == "cuda"
-        self._token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, mode="reduce-overhead" if self._is_cuda else None)
 
     def reset(self) -> None:
@@ -50,20 +49,19 @@ class CompiledModel(CachedModel):
         if length < self._length:
             self._set_length(length)
 
-    @torch.no_grad()
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
-        """As `CachedModel.forward`; compiled where one row is asked for after one or two tokens."""
+    def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        """Compiled where one row is asked for after one or two tokens."""
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
         if len(token_ids) > self._capacity:
             self._grow(len(token_ids))
-            return self.forward(token_ids, num_rows)
+            return self._forward(token_ids, num_rows)
         if num_rows == 1 and len(fed) <= _MAX_STEPS and self._length > 0:
             for token in fed:
-                self._token.fill_(token)
+                self._one.fill_(token)
                 if self._is_cuda:
                     torch.compiler.cudagraph_mark_step_begin()
-                logits, hidden = self._compiled(self.model, self._token, self._cache, self._with_hidden)
+                logits, hidden = self._compiled(self.model, self._one, self._cache, self._with_hidden)
         else:
             ids = torch.tensor([fed], device=self.device)
             logits, hidden = _step(self.model, ids, self._cache, self._with_hidden, num_rows)

@@ -29,7 +29,7 @@ def acceptance_prob(
     """min(1, p(y) / q(y)) of each token y under its own row of q and p; 0 where p(y) = 0."""
     index = tokens.unsqueeze(-1).long()
     p_token, q_token = (probs.gather(-1, index).squeeze(-1) for probs in (p, q))
-    return torch.where(p_token > 0, (p_token / q_token).clamp(max=1.0), torch.zeros_like(p_token))
+    return (p_token / q_token).clamp_(max=1.0).nan_to_num_(0.0)
 
 
 def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft"]:
@@ -59,7 +59,7 @@ def verify(
         generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
     """
     draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-    num_accepted = draws.num_accepted(acceptance_prob(tokens, q, p[:-1]))
+    num_accepted = draws.num_accepted(acceptance_prob(tokens, q, p[:-1])) if len(tokens) else 0
     if num_accepted == len(tokens):
         return Verdict(num_accepted, draws.token(p[-1]))
     return Verdict(num_accepted, draws.token(residual_probs(q[num_accepted], p[num_accepted])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scipy.special import expit
@@ -41,15 +42,15 @@ class HeadPolicy(Policy):
         if self.also is not None and self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
 
-    @property
+    @cached_property
     def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
         return self._of_timing("fed")
 
-    @property
+    @cached_property
     def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
         return self._of_timing("drawn")
 
-    @property
+    @cached_property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
 
