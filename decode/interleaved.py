@@ -70,7 +70,7 @@ class InterleavedDrafter:
         num_unread = 0
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
             if len(proposal.tokens) % (self.n + 1) < self.n:
-                self._extend(proposal, ids, self.small.forward(ids)[-1])
+                self._extend(proposal, ids, self._session.sampling.probs_after(self.small.forward(ids), ids)[0])
                 proposal.num_micro += 1
                 proposal.num_micro_forwards += 1
                 num_unread += 1
@@ -88,9 +88,8 @@ class InterleavedDrafter:
         self.small.roll_back(length)
         self.medium.roll_back(length)
 
-    def _extend(self, proposal: Proposal, ids: list[int], logits: Float[Tensor, " vocab"]) -> None:
+    def _extend(self, proposal: Proposal, ids: list[int], q: Float[Tensor, " vocab"]) -> None:
         """Draw one token and add it, with the row it was drawn from."""
-        q = self._session.sampling.probs(logits)
         token = self._session.draws.token(q)
         ids.append(token)
         proposal.tokens.append(token)
@@ -100,11 +99,10 @@ class InterleavedDrafter:
             proposal.stop_reason = "eos"
 
     def _medium_rows(self, proposal: Proposal, ids: list[int], num_unread: int) -> Float[Tensor, "rows vocab"]:
-        """Logits of one medium forward; unless lossless, its rows replace those of the small model's tokens since the last one."""
+        """Distributions of one medium forward; unless lossless, they replace those of the small model's tokens since the last one."""
         proposal.num_draft_forwards += 1
-        if self.lossless:
-            return self.medium.forward(ids)
-        logits = self.medium.forward(ids, num_unread + 1)
-        if num_unread:
-            proposal.probs[-num_unread:] = list(self._session.sampling.probs(logits[:-1]))
-        return logits
+        num_rows = 1 if self.lossless else num_unread + 1
+        q = self._session.sampling.probs_after(self.medium.forward(ids, num_rows), ids)
+        if num_rows > 1:
+            proposal.probs[-num_unread:] = list(q[:-1])
+        return q

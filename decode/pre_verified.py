@@ -120,7 +120,9 @@ class PreVerifiedDrafter:
     def _inner_round(self, ids: list[int], window: int) -> None:
         """Play one inner round; extends `ids` and the proposal by what it emits."""
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()
-        q = self._session.sampling.probs(logits := self.model.forward(ids + inner.tokens, len(inner.tokens) + 1))
+        fed = ids + inner.tokens
+        logits = self.model.forward(fed, len(inner.tokens) + 1)
+        q = self._session.sampling.probs_after(logits, fed)
         inner_q = stacked(inner.probs, q)
         tokens = torch.tensor(inner.tokens, dtype=torch.long, device=q.device)
         num_accepted = self._session.draws.num_accepted(acceptance_prob(tokens, inner_q, q[:-1]))

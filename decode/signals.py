@@ -46,22 +46,23 @@ class SignalReader:
         self._inputs: _TokenInputs = (None, None)
 
     @torch.inference_mode()
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"]) -> tuple[int, AfterDraw]:
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], *, row: int = -1) -> tuple[int, AfterDraw]:
         """The token's id and the signals of the step that drew it; those that the policy does not ask for are 0.
 
         Args:
             position: tokens drafted before this one in the round.
             logits: of the draft's last forward.
             token: drawn from them, on their device.
+            row: which of that forward's rows they are; a level that verifies (`decode.pre_verified`) reads several of one forward.
         """
         if not self._asked:
             return int(token), AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
         columns = self._of_distribution(logits, token) if self._needs_distribution else {}
         previous, self._inputs = self._inputs, self._inputs_of(columns, token)
         if self._fed is not None and position > 0:
-            columns["fed_logit"] = self._score(self._fed, previous)
+            columns["fed_logit"] = self._score(self._fed, previous, row)
         if self._drawn is not None:
-            columns["drawn_logit"] = self._score(self._drawn, self._inputs)
+            columns["drawn_logit"] = self._score(self._drawn, self._inputs, row)
         names = [name for name in columns if name in self._asked]
         values = _on_host([token, *(columns[name] for name in names)])
         return int(values[0]), AfterDraw(position=position, **(_ABSENT | dict(zip(names, values[1:], strict=True))))
@@ -84,10 +85,10 @@ class SignalReader:
         embedding = self._model.embedding(token)[0] if self._has_embedding else None
         return scalars, embedding
 
-    def _score(self, head: FusedHead, inputs: "_TokenInputs") -> Float[Tensor, " 1"]:
+    def _score(self, head: FusedHead, inputs: "_TokenInputs", row: int) -> Float[Tensor, " 1"]:
         scalars, embedding = inputs
         assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
-        return head(self._model.hidden[-1], scalars if head.scalars else None, embedding if head.embedding else None)
+        return head(self._model.hidden[row], scalars if head.scalars else None, embedding if head.embedding else None)
 
 
 _TokenInputs = tuple[Tensor | None, Tensor | None]
