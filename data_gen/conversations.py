@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
@@ -37,10 +39,13 @@ class _Talk:
 
 def ask(
     spec: ShardSpec, source: ResponseSource, tokenizer: PreTrainedTokenizerBase, config: DataConfig, progress: Progress
-) -> tuple[list[Exchange], list[Problem]]:
-    """Exchanges and problems, one or the other for every turn of the shard, in its order."""
+) -> tuple[list[Exchange], list[Problem], Tensor | None]:
+    """Exchanges and problems, one or the other for every turn of the shard, in its order; and the target's states behind all response
+    tokens, [token, hidden], if the source keeps them.
+    """
     talks = [_Talk(prompt) for prompt in spec.prompts]
     answered: dict[str, Exchange] = {}
+    states: dict[str, Tensor] = {}
     problems: dict[str, Problem] = {}
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
         waiting: list[tuple[_Talk, Request]] = []
@@ -59,9 +64,12 @@ def ask(
                 problems[request.id], talk.problem = answer, answer
             else:
                 answered[request.id] = Exchange(request.id, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason)
+                if answer.states is not None:
+                    states[request.id] = answer.states
                 talk.replies.append(str(tokenizer.decode(answer.response_ids, skip_special_tokens=True)))
     names = [row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns))]
-    return [answered[name] for name in names if name in answered], [problems[name] for name in names if name in problems]
+    kept = torch.cat([states[name] for name in names if name in states]) if states else None
+    return [answered[name] for name in names if name in answered], [problems[name] for name in names if name in problems], kept
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

@@ -18,6 +18,11 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return torch.device(str(model.get_input_embeddings().weight.device))
 
 
+def output_device_of(model: PreTrainedModel) -> torch.device:
+    """Where final hidden states come out: the device of the output layer."""
+    return torch.device(str(model.get_output_embeddings().weight.device))
+
+
 @torch.inference_mode()
 def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Float[Tensor, "token hidden"]:
     """Final hidden states (after the final norm, as the output layer receives them) of one batch, padding and prompts cut away.

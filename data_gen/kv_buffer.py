@@ -38,10 +38,15 @@ class BufferLayer(DynamicLayer):
         return self.length
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences of the batch."""
+        """Keep these sequences of the batch; only what is filled is copied."""
         if self.is_initialized:
-            self._keys, self._values = self._keys[indices], self._values[indices]
+            self._keys, self._values = (self._kept(buffer, indices) for buffer in (self._keys, self._values))
             self._view()
+
+    def _kept(self, buffer: Tensor, indices: Tensor) -> Tensor:
+        smaller = buffer.new_empty(len(indices), *buffer.shape[1:])
+        smaller[:, :, : self.length] = buffer[indices, :, : self.length]
+        return smaller
 
     def _view(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = self._keys[:, :, : self.length], self._values[:, :, : self.length]

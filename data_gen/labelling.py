@@ -45,7 +45,8 @@ class Labeller:
 
         Args:
             exchanges: the rows of the shard.
-            given: `uniform` [token] to draw Y with; without the draft, its `draft_ids` and `log_q`.
+            given: `uniform` [token] to draw Y with; without the draft, its `draft_ids` and `log_q`; perhaps `target_states` [token, hidden],
+                which spare the target's forward.
         """
         layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
@@ -101,8 +102,11 @@ class Labeller:
         states = {
             name: forwards.hidden_states(model, sequences, starts)
             for name, model in (("draft", self.draft), ("target", self.target))
-            if model is not None
+            if model is not None and f"{name}_states" not in given
         }
+        given = dict(given)
+        if self.target is not None and "target_states" in given:
+            states["target"] = given.pop("target_states").to(forwards.output_device_of(self.target))
         where = f"over the batch of {exchanges[0].id}"
         num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
         parts = [

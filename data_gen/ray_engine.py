@@ -4,6 +4,7 @@ A shard writes its own files and returns only its name, so a lost actor loses on
 shard. Several machines need a data.dir that all of them see.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ def run_on_actors(config: Config, stage: Stage, specs: Sequence[ShardSpec], bar:
     started = not ray.is_initialized()
     if started:
         ray.init(address=config.data.ray.address, log_to_driver=False, configure_logging=False, **_own_machine(config))
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     resources = config.data.ray
     try:

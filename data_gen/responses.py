@@ -14,10 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.draws import draw, uniforms
-from data_gen.forwards import device_of
+from data_gen.forwards import device_of, logits_of
 from data_gen.kv_buffer import keep, make_cache
 from data_gen.numbers import refuse_non_finite
 from lm import Sampling
+
+_CROWDED = 0.85
+"""Ended sequences leave a batch when at most this share is still going: leaving copies the cache, staying costs forwards."""
 
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
@@ -39,6 +42,8 @@ class Response(NamedTuple):
     response_ids: list[int]
     """With the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
+    states: Tensor | None = None
+    """[response token, hidden] on the CPU: the target's final hidden states that its tokens were drawn from, if the source keeps them."""
 
 
 class Problem(NamedTuple):
@@ -68,6 +73,8 @@ class TargetInProcess:
     eos_ids: frozenset[int]
     max_new_tokens: int
     batch_size: int
+    keeps_states: bool = False
+    """Hand the hidden states out too: labelling then needs no further forward of the target."""
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         """Batched sampling of every request; deterministic in (requests, seed)."""
@@ -76,41 +83,56 @@ class TargetInProcess:
         answers: dict[int, Response | Problem] = {}
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            token_rows = self._generate([requests[index].prompt_ids for index in batch], chance[batch], requests[batch[0]].id)
-            for index, ids in zip(batch, token_rows, strict=True):
-                answers[index] = Response(ids, "stop" if ids[-1] in self.eos_ids else "length")
+            generated = self._generate([requests[index].prompt_ids for index in batch], chance[batch], requests[batch[0]].id)
+            for index, (ids, states) in zip(batch, generated, strict=True):
+                answers[index] = Response(ids, "stop" if ids[-1] in self.eos_ids else "length", states)
             progress(len(batch))
         return [answers[index] for index in range(len(requests))]
 
     @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]], chance: Tensor, first_id: str) -> list[list[int]]:
-        """Responses to one batch; `chance` is [batch, max_new_tokens]."""
+    def _generate(self, prompts: list[list[int]], chance: Tensor, first_id: str) -> list[tuple[list[int], Tensor | None]]:
+        """Responses to one batch, and the states behind them; `chance` is [batch, max_new_tokens]."""
         device = device_of(self.model)
         ids, mask = left_padded(prompts, device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = make_cache(self.model, ids.shape[1] + self.max_new_tokens)
-        alive = torch.arange(len(prompts))
+        rows = torch.arange(len(prompts))
         responses: list[list[int]] = [[] for _ in prompts]
+        kept_states: list[tuple[Tensor, Tensor]] = []
+        going = torch.ones(len(prompts), dtype=torch.bool)
         for step in range(self.max_new_tokens):
-            logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits
-            logits = logits[:, -1, : self.vocab_size]
+            output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            hidden = output.last_hidden_state[:, -1]
+            logits = logits_of(self.model, hidden, self.vocab_size)
             refuse_non_finite(logits, "the target", f"while it answered the batch of {first_id}")
-            tokens = draw(self.sampling.probs(logits), chance[alive, step])
-            drawn = tokens.tolist()
-            for row, token in zip(alive.tolist(), drawn, strict=True):
-                responses[row].append(token)
-            going = torch.tensor([token not in self.eos_ids for token in drawn])
+            tokens = draw(self.sampling.probs(logits), chance[rows, step])
+            if self.keeps_states:
+                kept_states.append((rows, hidden))
+            for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+                if going[place]:
+                    responses[row].append(token)
+                    going[place] = token not in self.eos_ids
             if not going.any():
                 break
             ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-            if not going.all():
+            if going.sum() <= _CROWDED * len(going):
                 kept = going.nonzero().squeeze(-1)
-                alive = alive[kept]
+                rows, going = rows[kept], going[kept]
                 kept = kept.to(device)
                 keep(cache, kept)
                 ids, positions, mask = ids[kept], positions[kept], mask[kept]
-        return responses
+        return list(zip(responses, _by_row(kept_states, [len(ids) for ids in responses]), strict=True))
+
+
+def _by_row(steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> list[Tensor | None]:
+    """Per-step (rows of the batch, states [row, hidden]) -> per row [length, hidden]; None for each row if nothing was kept."""
+    if not steps:
+        return [None] * len(lengths)
+    whole = steps[0][1].new_empty(len(lengths), len(steps), steps[0][1].shape[-1])
+    for step, (rows, states) in enumerate(steps):
+        whole[rows.to(whole.device), step] = states
+    return [row[:length].cpu() for row, length in zip(whole, lengths, strict=True)]
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

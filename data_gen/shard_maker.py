@@ -47,14 +47,20 @@ def is_done(config: DataConfig, spec: ShardSpec, stage: Stage = "together") -> b
 
 
 def label_and_mix(
-    exchanges: Sequence[Exchange], spec: ShardSpec, labeller: Labeller, config: DataConfig, progress: Progress
+    exchanges: Sequence[Exchange],
+    spec: ShardSpec,
+    labeller: Labeller,
+    config: DataConfig,
+    progress: Progress,
+    target_states: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Everything that the draft decides, and with the target loaded the rest too: columns, `from_target`, and `drawn` and `fed` states
-    as wanted.
+    as wanted. `target_states` spare the target's forward.
     """
     layout = _layout(exchanges)
-    uniform = uniforms(seed_of(config.seed, "draft", spec.split, spec.index), layout.num_tokens)
-    columns = labeller.label(exchanges, {"uniform": uniform}, with_hidden="drawn" in config.features, progress=progress)
+    given = {"uniform": uniforms(seed_of(config.seed, "draft", spec.split, spec.index), layout.num_tokens)}
+    given |= {} if target_states is None else {"target_states": target_states}
+    columns = labeller.label(exchanges, given, with_hidden="drawn" in config.features, progress=progress)
     coins = uniforms(seed_of(config.seed, "mixing", spec.split, spec.index), layout.num_tokens * config.mixes)
     columns["from_target"] = coins < config.mixing_ratio
     if "fed" in config.features:

@@ -5,6 +5,8 @@ that does not is a `Problem`, never altered. (A response whose ids spell the sam
 servers that return token ids avoid that.)
 """
 
+from collections.abc import Mapping
+
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import Config
@@ -12,8 +14,10 @@ from data_gen.responses import FinishReason, Problem, Request, Response, Respons
 from lm import Sampling
 
 
-def make_source(config: Config, target: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> ResponseSource:
-    """The source that `data.source` names.
+def make_source(
+    config: Config, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> ResponseSource:
+    """The source that `data.source` names. `models` are those that are loaded: beside the draft, the target keeps its states for labelling.
 
     Raises:
         ValueError: a setting that the source needs or cannot honour.
@@ -27,8 +31,15 @@ def make_source(config: Config, target: PreTrainedModel | None, tokenizer: PreTr
         from data_gen.response_file import ResponseFile
 
         return ResponseFile(config.data, tokenizer, eos_ids)
-    assert target is not None
-    return TargetInProcess(target, sampling, len(tokenizer), eos_ids, config.data.max_new_tokens, config.data.batch_size)
+    return TargetInProcess(
+        model=models["target"],
+        sampling=sampling,
+        vocab_size=len(tokenizer),
+        eos_ids=eos_ids,
+        max_new_tokens=config.data.max_new_tokens,
+        batch_size=config.data.batch_size,
+        keeps_states="draft" in models,
+    )
 
 
 def eos_ids_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine: ray`)."""
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -39,7 +40,7 @@ class Worker:
         }[stage]
         models = {name: self._load(name) for name in wants}
         sampling = Sampling(**vars(config.pair.sampling))
-        self.source = make_source(config, models.get("target"), self.tokenizer, sampling) if stage in ("together", "respond") else None
+        self.source = make_source(config, models, self.tokenizer, sampling) if stage in ("together", "respond") else None
         self.labeller = Labeller(
             draft=models.get("draft"),
             target=models.get("target"),
@@ -52,7 +53,7 @@ class Worker:
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
         """Run the stage on one shard; `progress` is told num_requests once for responses and once for labels."""
-        exchanges, problems = self._exchanges(spec, progress)
+        exchanges, problems, states = self._exchanges(spec, progress)
         if self.stage == "respond":
             shard_maker.save_responses(exchanges, problems, spec, self.data)
             return
@@ -60,18 +61,18 @@ class Worker:
         if self.stage == "target":
             columns = shard_maker.add_target(exchanges, spec, self.labeller, self.data, progress)
         else:
-            columns = shard_maker.label_and_mix(exchanges, spec, self.labeller, self.data, progress)
+            columns = shard_maker.label_and_mix(exchanges, spec, self.labeller, self.data, progress, states)
         if self.stage == "draft":
             shard_maker.save_drafted(columns, spec, self.data)
             return
         shard_maker.write_files(exchanges, problems, columns, spec, self.data)
         shard_maker.forget_stages(spec, self.data)
 
-    def _exchanges(self, spec: ShardSpec, progress: Progress) -> tuple[list[Exchange], list[Problem]]:
+    def _exchanges(self, spec: ShardSpec, progress: Progress) -> tuple[list[Exchange], list[Problem], Tensor | None]:
         """The shard's responses: asked for here, or left by the stage before."""
         if self.source is not None:
             return ask(spec, self.source, self.tokenizer, self.data, progress)
-        return shard_maker.load_responses(spec, self.data)
+        return *shard_maker.load_responses(spec, self.data), None
 
     def _load(self, name: str) -> PreTrainedModel:
         """One model, checked against the tokenizer and the lengths that it is to read."""

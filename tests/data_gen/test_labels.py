@@ -87,9 +87,19 @@ def test_a_response_does_not_depend_on_who_shares_its_batch(models):
     asked = requests(3, 9, 1, 5, 2, 7, 7, 30)
     ends = frozenset(range(1, 260, 6))
     alone, together = (target_source(models, batch_size=size, eos_ids=ends).respond(asked, 3, lambda count: None) for size in (1, 8))
-    assert alone == together
+    assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in together]
     assert len({len(answer.response_ids) for answer in together}) > 2
     assert all((answer.response_ids[-1] in ends) == (answer.finish_reason == "stop") for answer in together)
+
+
+def test_states_that_the_source_keeps_are_those_of_an_uncached_forward(models):
+    ends = frozenset(range(1, 260, 6))
+    asked = requests(3, 9, 1, 5, 2, 7)
+    answers = target_source(models, batch_size=4, eos_ids=ends, keeps_states=True).respond(asked, 3, lambda count: None)
+    for request, answer in zip(asked, answers, strict=True):
+        with torch.no_grad():
+            whole = models["target"].model(torch.tensor([request.prompt_ids + answer.response_ids])).last_hidden_state[0]
+        torch.testing.assert_close(answer.states, whole[len(request.prompt_ids) - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
 def test_responses_follow_the_targets_law(models):

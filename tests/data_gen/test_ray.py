@@ -1,0 +1,77 @@
+"""`engine: ray`: the same bytes as `local`, also when an actor dies."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from configs.schema import RayConfig
+from data_gen.run import make
+
+
+def files_of(directory: str | Path) -> dict[str, bytes]:
+    """Every shard, sidecar and errors.jsonl."""
+    paths = [path for path in Path(directory).rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def parents() -> dict[int, int]:
+    """pid -> parent pid of every process."""
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stats[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return stats
+
+
+def own_actors() -> list[int]:
+    """Processes of Ray actors that descend from this process."""
+    tree = parents()
+
+    def descends(pid: int) -> bool:
+        while pid > 1:
+            pid = tree.get(pid, 0)
+            if pid == os.getpid():
+                return True
+        return False
+
+    found = []
+    for pid in tree:
+        try:
+            name = Path(f"/proc/{pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name.startswith("ray::") and "IDLE" not in name and descends(pid):
+            found.append(pid)
+    return found
+
+
+@pytest.mark.slow
+def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(toy_config, with_data, tmp_path):
+    """One actor gets SIGKILL as soon as a first shard is there; its own shard is made again by another."""
+    config = with_data(toy_config, rows_per_shard=1)
+    make(config)
+    directory = tmp_path / "ray"
+    killed: list[int] = []
+    finished = threading.Event()
+
+    def kill() -> None:
+        while not killed and not finished.wait(0.02):
+            if any((directory / "rows").glob("*.parquet")):
+                for pid in own_actors()[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    make(with_data(config, dir=str(directory), engine="ray", ray=RayConfig(num_workers=2, num_cpus=1)))
+    finished.set()
+    killer.join()
+    assert killed
+    assert files_of(directory) == files_of(config.data.dir)
