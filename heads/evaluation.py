@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.calibration import fit_logistic
 from heads.features import Batch
-from heads.histogram import Histogram
+from heads.histogram import Histogram, observe
 from heads.measures import Measures, auroc, measures, reliability
 from heads.metric import NUM_POSITIONS, THRESHOLDS, DraftMetric, LogitHistogram
 
@@ -30,50 +30,50 @@ class Evaluation(nn.Module):
     def __init__(self, sweep: "Sweep") -> None:
         super().__init__()
         self._stacks = dict(sweep.items())
-        counts = [len(stack.specs) for stack in self._stacks.values()]
-        self._temperatures = dict(zip(self._stacks, sweep.temperature.split(counts), strict=True))
-        self._shifts = dict(
-            zip(self._stacks, (sweep.reject_weights / sweep.config.accept_weight).log().double().split(counts), strict=True)
-        )
-        self.tokens = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self._stacks.items()})
+        shift = (sweep.reject_weights / sweep.config.accept_weight).log().double()
+        timings = [spec.shape.timing for spec in sweep.specs]
+        self._rows = {timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)}
+        self._names = [str(spec) for spec in sweep.specs]
+        self._shift = {timing: shift[rows] for timing, rows in self._rows.items()}
+        self._temperature = {timing: sweep.temperature[rows] for timing, rows in self._rows.items()}
+        counts = {timing: len(rows) for timing, rows in self._rows.items()}
+        self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
         self.raw, self.calibrated = (
-            nn.ModuleDict({k: DraftMetric(len(s.specs), is_lagging=s.shape.timing == "fed") for k, s in self._stacks.items()})
-            for _ in range(2)
+            nn.ModuleDict({timing: DraftMetric(count, is_lagging=timing == "fed") for timing, count in counts.items()}) for _ in range(2)
         )
-        self.signals = nn.ModuleDict({s.shape.timing: LogitHistogram(len(SIGNALS)) for s in self._stacks.values()})
+        self.signals = nn.ModuleDict({timing: LogitHistogram(len(SIGNALS)) for timing in counts})
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """One batch: the logits of each stack, and the features they were computed from."""
-        for key, logit in logits.items():
-            features = batch[self._stacks[key].shape.timing]
+        for timing in self._rows:
+            features = batch[timing]
+            logit = torch.cat([logits[key] for key, stack in self._stacks.items() if stack.shape.timing == timing])
             label, lengths = features.acceptance_prob, features.row_lengths
-            self.tokens[key].update(logit, label)  # type: ignore[operator]
-            self.raw[key].update(logit, label, lengths)  # type: ignore[operator]
-            self.calibrated[key].update(self._calibrate(key, logit), label, lengths)  # type: ignore[operator]
-        for timing, metric in self.signals.items():
-            log_token_prob, entropy = batch[timing].scalars.float().unbind(-1)
-            metric.update(torch.stack([log_token_prob, -entropy]), batch[timing].acceptance_prob)  # type: ignore[operator]
+            calibrated = (logit + self._shift[timing][:, None].to(logit)) / self._temperature[timing][:, None].to(logit)
+            log_token_prob, entropy = features.scalars.float().unbind(-1)
+            self.tokens[timing].update(observe(logit, label[None]))  # type: ignore[operator]
+            self.raw[timing].update(logit, label, lengths)  # type: ignore[operator]
+            self.calibrated[timing].update(calibrated, label, lengths)  # type: ignore[operator]
+            self.signals[timing].update(observe(torch.stack([log_token_prob, -entropy]), label[None]))  # type: ignore[operator]
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
-        heads: dict[str, Any] = {}
-        for key, stack in self._stacks.items():
-            heads |= dict(zip(map(str, stack.specs), self._head_results(key), strict=True))
+        found: dict[str, Any] = {}
         signals, labels = {}, {}
-        for timing, metric in self.signals.items():
-            seen = metric.compute()  # type: ignore[operator]
-            signals[timing] = _signal_results(seen)
-            labels[timing] = _label_results(seen)
-        return {"heads": heads, "signals": signals, "labels": labels}
+        for timing, rows in self._rows.items():
+            found |= dict(zip([self._names[row] for row in rows], self._head_results(timing), strict=True))
+            seen = self.signals[timing].compute()  # type: ignore[operator]
+            signals[timing], labels[timing] = _signal_results(seen), _label_results(seen)
+        return {"heads": {name: found[name] for name in self._names}, "signals": signals, "labels": labels}
 
-    def _calibrate(self, key: str, logit: Tensor) -> Tensor:
-        return (logit + self._shifts[key][:, None].to(logit)) / self._temperatures[key][:, None].to(logit)
-
-    def _head_results(self, key: str) -> list[dict[str, Any]]:
-        seen = self.tokens[key].compute()  # type: ignore[operator]
-        shift, temperature = self._shifts[key].to(seen.weight), self._temperatures[key].to(seen.weight)
-        ways = {"raw": (1.0, 0.0, self.raw[key]), "calibrated": (1 / temperature, shift / temperature, self.calibrated[key])}
+    def _head_results(self, timing: str) -> list[dict[str, Any]]:
+        seen = self.tokens[timing].compute()  # type: ignore[operator]
+        shift, temperature = self._shift[timing].to(seen.weight), self._temperature[timing].to(seen.weight)
+        ways: dict[str, tuple[Tensor | float, Tensor | float, Any]] = {
+            "raw": (1.0, 0.0, self.raw[timing]),
+            "calibrated": (1 / temperature, shift / temperature, self.calibrated[timing]),
+        }
         results: list[dict[str, Any]] = [
             {"auroc": value, "temperature": t, "shift": s}
             for value, t, s in zip(auroc(seen).tolist(), temperature.tolist(), shift.tolist(), strict=True)

@@ -1,8 +1,9 @@
 """A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant memory.
 
 Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P z, and of w P^2 and
-w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a smooth function g is
-about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes are sums of histograms, which makes the metrics right under DDP.
+w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a
+smooth function g is about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes are sums of histograms, so the metrics
+are right under DDP.
 """
 
 from typing import NamedTuple

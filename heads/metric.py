@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from heads.histogram import Histogram, empty, observe
+from heads.histogram import Histogram, empty
 from heads.survival import ExpectedCounts, by_position, expected_counts
 
 NUM_POSITIONS = 8
@@ -26,12 +26,8 @@ class LogitHistogram(Metric):
         for name, zeros in empty(num_rows)._asdict().items():
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
 
-    def update(self, logit: Tensor, acceptance_prob: Tensor) -> None:
-        """[rows, tokens] logits against [tokens] labels."""
-        self.add(observe(logit, acceptance_prob[None]))
-
-    def add(self, seen: Histogram) -> None:
-        """What was seen elsewhere."""
+    def update(self, seen: Histogram) -> None:
+        """Add what was seen of some tokens."""
         for name, value in seen._asdict().items():
             getattr(self, name).add_(value)
 
@@ -56,8 +52,8 @@ class DraftMetric(Metric):
     def update(self, logit: Tensor, acceptance_prob: Tensor, row_lengths: Tensor) -> None:
         """[heads, tokens] logits of whole responses."""
         seen = by_position(logit, acceptance_prob, row_lengths, NUM_POSITIONS)
-        self.token.add(seen.token)
-        self.survival.add(seen.survival)
+        self.token.update(seen.token)
+        self.survival.update(seen.survival)
         counts = expected_counts(
             logit,
             acceptance_prob,

@@ -86,31 +86,46 @@ def expected_counts(
         thresholds: values of max_rejection_prob.
         is_lagging: the product leaves out the newest token (fed-time heads; law 4.8).
     """
-    hat, prob, fits = _padded(logit.double().sigmoid(), row_lengths), _padded(acceptance_prob.double(), row_lengths), _mask(row_lengths)
-    lead = (len(logit), len(thresholds), len(row_lengths))
-    starts = hat.new_zeros(*lead, fits.shape[1] + 2)
-    starts[..., 0] = 1.0
-    num_drafted, num_rounds = hat.new_zeros(lead), hat.new_zeros(lead)
-    limit = 1 - thresholds.to(hat)[:, None]
-    for start in range(fits.shape[1]):
-        visits = starts[..., start] * fits[:, start]
-        num_rounds += visits
-        is_drafting, alive, kept = visits > 0, visits, hat.new_ones(lead)
-        for position in range(start, end := min(start + max_draft_length, fits.shape[1])):
-            num_drafted += visits * is_drafting
-            rejected = alive * (1 - prob[:, position])
-            starts[..., position + 1] += rejected
-            alive = alive - rejected
-            before, kept = kept, kept * hat[:, None, :, position]
-            stops = ((before if is_lagging else kept) < limit) | (
-                ~fits[:, position + 1] if position + 1 < end else torch.ones_like(fits[:, 0])
-            )
-            starts[..., position + 2] += torch.where(stops, alive, 0)
-            alive, is_drafting = torch.where(stops, 0, alive), is_drafting & ~stops
-            if not is_drafting.any():
-                break
-    num_tokens = fits.sum().expand(lead[:2]).double()
-    return ExpectedCounts(num_drafted.sum(-1), num_rounds.sum(-1), num_tokens)
+    mask = _mask(row_lengths)
+    num_rows, width = mask.shape
+    lengths = _draft_lengths(_padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, is_lagging=is_lagging)
+    prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
+    survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
+    rejected = survival[..., :-1] * (1 - prob)
+    visits = lengths.new_zeros(*lengths.shape[:2], num_rows, width + max_draft_length + 2, dtype=torch.float64)
+    visits[..., 0] = 1.0
+    places = torch.arange(max_draft_length, device=mask.device)
+    for start in range(width):
+        visit, length = visits[..., start, None], lengths[..., start, None]
+        visits[..., start + 1 : start + 1 + max_draft_length] += visit * (places < length) * rejected[:, start]
+        accepted = survival[:, start].expand(*length.shape[:3], -1).gather(-1, length)
+        visits.scatter_add_(-1, start + 1 + length, visit * accepted)
+    visits = visits[..., :width] * mask
+    num_tokens = mask.sum().double().expand(lengths.shape[:2])
+    return ExpectedCounts((visits * lengths).sum((-2, -1)), visits.sum((-2, -1)), num_tokens)
+
+
+def _draft_lengths(
+    logit: Float[Tensor, "heads rows position"],
+    mask: Bool[Tensor, "rows position"],
+    thresholds: Float[Tensor, " threshold"],
+    *,
+    max_draft_length: int,
+    is_lagging: bool,
+) -> Int[Tensor, "heads threshold rows position"]:
+    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the tokens that go on."""
+    log_hat = torch.nn.functional.logsigmoid(logit) * mask
+    cumulative = torch.nn.functional.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
+    total = cumulative[..., mask.shape[1], None]
+    cumulative[..., mask.shape[1] + 1 :] = total
+    limit = torch.log1p(-thresholds.double()).to(log_hat)[:, None, None]
+    start = cumulative[..., : mask.shape[1]]
+    lengths = torch.ones(len(logit), len(thresholds), *mask.shape, dtype=torch.long, device=mask.device)
+    for drafted in range(1, max_draft_length):
+        scored = drafted - is_lagging
+        lengths += (cumulative[..., scored : scored + mask.shape[1]] - start)[:, None] >= limit
+    left = mask.flip(-1).cumsum(-1).flip(-1)
+    return torch.minimum(lengths, left.clamp(min=1))
 
 
 def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
@@ -124,8 +139,7 @@ def _mask(row_lengths: Int[Tensor, " rows"]) -> Bool[Tensor, "rows position"]:
     return torch.arange(width, device=row_lengths.device) < row_lengths[:, None]
 
 
-def _padded(flat: Float[Tensor, "*lead tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, "*lead rows position"]:
-    mask = _mask(row_lengths)
+def _padded(flat: Float[Tensor, "*lead tokens"], mask: Bool[Tensor, "rows position"]) -> Float[Tensor, "*lead rows position"]:
     padded = flat.new_zeros(*flat.shape[:-1], *mask.shape)
     padded[..., mask] = flat
     return padded

@@ -19,6 +19,7 @@ from heads.evaluation import Evaluation
 from heads.features import Batch
 from heads.grid import grid, module_key, specs
 from heads.head import AcceptanceHead
+from heads.histogram import observe
 from heads.loss import loss_mass, weighted_bce
 from heads.measures import auroc, measures
 from heads.metric import LogitHistogram
@@ -101,7 +102,8 @@ class Sweep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items():
-            self.seen[key].update(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob)  # type: ignore[operator]
+            seen = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
+            self.seen[key].update(seen)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
         kl, temperature = [], []

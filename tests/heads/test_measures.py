@@ -85,7 +85,7 @@ def test_batches_add_up_to_the_whole(tokens):
     logit, prob = tokens
     metric = LogitHistogram(3)
     for part in range(0, 4000, 700):
-        metric.update(logit[:, part : part + 700], prob[part : part + 700])
+        metric.update(observe(logit[:, part : part + 700], prob[None, part : part + 700]))
     for ours, whole in zip(metric.compute(), observe(logit, prob[None]), strict=True):
         torch.testing.assert_close(ours, whole)
 
