@@ -4,15 +4,16 @@ Every arm writes the same number of tokens (EOS is switched off in all), and a t
 included.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from decode.drafter import ModelDrafter, Session
 from decode.loop import SpeculativeDecoder
@@ -24,15 +25,29 @@ Seconds = list[float]
 
 
 class TalliedModel(CachedModel):
-    """Also keeps (tokens in the cache, tokens fed, rows asked) of every forward."""
+    """Also writes a `Call` for every forward into a log that both models share."""
 
-    def reset(self) -> None:
-        super().reset()
-        self.forwards: list[tuple[int, int, int]] = []
+    def __init__(self, name: str, pair: Pair, log: list["Call"]) -> None:
+        super().__init__(getattr(pair, name), vocab_size=pair.vocab_size)
+        self._name, self._log = name, log
 
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> torch.Tensor:
-        self.forwards.append((len(self), len(token_ids) - len(self), num_rows))
+        self._log.append(Call(self._name, len(self), len(token_ids) - len(self), num_rows))
         return super().forward(token_ids, num_rows)
+
+
+class Call(NamedTuple):
+    """One forward: which model, tokens in its cache, tokens fed, rows asked."""
+
+    name: str
+    length: int
+    num_fed: int
+    num_rows: int
+
+    @property
+    def shape(self) -> "Call":
+        """The same, with the cache's length to within 16 tokens."""
+        return self._replace(length=self.length // 16)
 
 
 @dataclass
@@ -84,27 +99,25 @@ class Arms:
 
 
 def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> tuple[float, float]:
-    """(1 - counts of forwards x bare forward medians / wall time, that wall time in seconds), median over prompts.
+    """(1 - counts of forwards x bare forward medians / wall time, that wall time in seconds), medians over prompts.
 
-    A bare forward is the model called on ids that are already a tensor, on a cache of the same length to within 16 tokens, feeding as many
-    tokens and asking as many rows. Bare forwards and generations alternate.
+    A bare forward is the model called on ids that are already a tensor. Each generation is followed by its own forwards once more, bare and
+    in their order, so that both see the same caches of the machine; medians are per model, tokens fed, and cache length to within 16.
     """
-    models = {name: TalliedModel(getattr(pair, name), vocab_size=pair.vocab_size) for name in ("target", "draft")}
-    drafter = ModelDrafter(models["draft"], FixedLength(k))
-    decoder = SpeculativeDecoder(models["target"], drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
-    bare: dict[tuple[str, int, int, int], Seconds] = {}
+    log: list[Call] = []
+    drafter = ModelDrafter(TalliedModel("draft", pair, log), FixedLength(k))
+    decoder = SpeculativeDecoder(TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
+    bare: dict[Call, Seconds] = defaultdict(list)
     runs = []
-    for seed, prompt in enumerate(prompts):
+    for seed, prompt in enumerate([prompts[0], *prompts]):
+        log.clear()
         generator = torch.Generator().manual_seed(seed)
         started_s = perf_counter()
         decoder.generate(prompt, num_tokens, generator=generator)
-        wall_s = perf_counter() - started_s
-        calls = [(name, length // 16 * 16, *rest) for name, model in models.items() for length, *rest in model.forwards]
-        runs.append((wall_s, calls))
-        for call in sorted(set(calls)):
-            bare.setdefault(call, []).extend(_bare_forwards(getattr(pair, call[0]), *call[1:]))
-    shares = [1 - sum(median(bare[call]) for call in calls) / wall_s for wall_s, calls in runs]
-    return median(shares), median(wall_s for wall_s, _ in runs)
+        runs.append((perf_counter() - started_s, [call.shape for call in log]))
+        _repeat_bare(pair, log, bare)
+    shares = [1 - sum(median(bare[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:]]
+    return median(shares), median(wall_s for wall_s, _ in runs[1:])
 
 
 def head_cost(pair: Pair, head: AcceptanceHead, prompt: list[int], *, num_steps: int = 10, repeats: int = 60) -> tuple[float, float]:
@@ -127,20 +140,17 @@ def head_cost(pair: Pair, head: AcceptanceHead, prompt: list[int], *, num_steps:
 
 
 @torch.inference_mode()
-def _bare_forwards(model: PreTrainedModel, length: int, num_fed: int, num_rows: int, repeats: int = 3) -> Seconds:
-    """Seconds of the model's own call on a cache of `length` tokens."""
-    cache = DynamicCache(config=model.config)
-    ids = torch.full((1, num_fed), 5, device=model.device)
-    if length:
-        model(input_ids=torch.full((1, length), 5, device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    times = []
-    for _ in range(repeats):
+def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, Seconds]) -> None:
+    """Run the same forwards again and nothing else; adds the seconds of each to `bare`."""
+    caches = {name: DynamicCache(config=getattr(pair, name).config) for name in ("target", "draft")}
+    for call in calls:
+        model, cache = getattr(pair, call.name), caches[call.name]
+        cache.crop(min(call.length - cache.get_seq_length(), 0))
+        ids = torch.full((1, call.num_fed), 5, device=model.device)
         started_s = perf_counter()
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=num_rows)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=call.num_rows)
         _wait(model.device)
-        times.append(perf_counter() - started_s)
-        cache.crop(-num_fed)
-    return times
+        bare[call.shape].append(perf_counter() - started_s)
 
 
 def _wait(device: torch.device) -> None:
