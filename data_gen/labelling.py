@@ -45,8 +45,8 @@ class Labeller:
 
         Args:
             exchanges: the rows of the shard.
-            given: `uniform` [token] to draw Y with; without the draft, its `draft_ids` and `log_q`; perhaps `target_states` [token, hidden],
-                which spare the target's forward.
+            given: `uniform` [token] to draw Y with; without the draft, its `draft_ids` and `log_q`; perhaps `target_states`
+                [token, hidden], which spare the target's forward.
         """
         layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]

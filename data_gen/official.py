@@ -68,7 +68,7 @@ def _row(item: Any, where: str, name: str, draft_key: str, target_key: str) -> t
     return Exchange(name, str(item.get("prompt", "")), [int(token) for token in prefix], [int(token) for token in tokens], None), columns
 
 
-def _list(item: dict[str, Any], key: str, where: str) -> list[float]:
+def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
     """A list of numbers, which may be written as a string."""
     value = item.get(key)
     if isinstance(value, str):

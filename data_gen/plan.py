@@ -103,8 +103,8 @@ def _measured(config: Config, prompts: list[Prompt]) -> Estimate:
                 f"none of the {len(prompts)} sampled prompts gave a row; look at them with a small run, or take a larger --sample"
             )
         return Estimate(
-            prompt_tokens=statistics.mean(map(len, table["prompt_ids"])),
-            response_tokens=statistics.mean(map(len, table["response_ids"])),
+            prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
+            response_tokens=statistics.fmean(map(len, table["response_ids"])),
             longest_response=max(map(len, table["response_ids"])),
             row_bytes=sum(path.stat().st_size for path in Path(folder, "rows").glob("test-*.parquet")) / num_rows,
             feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors")) / num_rows,
@@ -121,11 +121,11 @@ def _bounded(config: Config, prompts: list[Prompt]) -> Estimate:
     sets = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
-        prompt_tokens=statistics.mean(lengths),
-        response_tokens=tokens,
+        prompt_tokens=statistics.fmean(lengths),
+        response_tokens=float(tokens),
         longest_response=tokens,
-        row_bytes=tokens * _ROW_BYTES_PER_TOKEN,
-        feature_bytes=sets * tokens * position_bytes,
+        row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),
+        feature_bytes=float(sets * tokens * position_bytes),
         seconds=None,
     )
 

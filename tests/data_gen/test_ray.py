@@ -47,7 +47,7 @@ def own_actors() -> list[int]:
             name = Path(f"/proc/{pid}/cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if name.startswith("ray::") and "IDLE" not in name and descends(pid):
+        if name.startswith("ray::MapWorker") and descends(pid):
             found.append(pid)
     return found
 
