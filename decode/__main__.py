@@ -7,12 +7,14 @@ from decode.generate import generate
 from decode.hierarchy import hierarchy
 from decode.record import trace
 from decode.theory_report import theory
+from decode.tune import tune
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
     "bench": bench,
     "trace": trace,
     "evaluate": evaluate,
+    "tune": tune,
     "hierarchy": hierarchy,
     "theory": theory,
 }

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -14,8 +14,12 @@ from configs.schema import Config
 from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
-from decode.grids import both_grid, bounds, grids_of, load_heads
+from decode.grids import Grid, both_grid, bounds, grids_of, load_heads
 from decode.record import datasets_of, load_trace, record
+from decode.replay import replay_settings
+from decode.trace import Trace
+from decode.tuning import auto_for
+from heads.head import AcceptanceHead
 
 _NAMES = {
     "target_alone": "target alone",
@@ -30,6 +34,10 @@ _NAMES = {
     "head_fed": "best head, fed-time",
     "head_drawn": "best head, drawn-time",
     "head_both": "both heads",
+    "auto_fed": "auto, fed-time head",
+    "auto_fed_online": "auto online, fed-time",
+    "auto_drawn": "auto, drawn-time head",
+    "auto_drawn_online": "auto online, drawn-time",
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",
     "oracle": "oracle",
@@ -44,9 +52,10 @@ def evaluate(config: Config) -> None:
     costs = [cost, *(cost.with_ratio(ratio) for ratio in config.decode.ratios)]
     frames = []
     for dataset in datasets_of(config):
-        arms = replay_dataset(config, dataset, cost)
+        replayed = replay_dataset(config, dataset, cost)
+        arms = replayed.arms
         for each in costs:
-            results = results_of(arms, each)
+            results = ordered(results_of([*arms, *replayed.auto_arms(each)], each))
             Console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
             frames.append(frame_of(results, each, dataset))
         write_counts(directory / f"counts-{dataset}.parquet", arms)
@@ -57,7 +66,32 @@ def evaluate(config: Config) -> None:
     print(json.dumps({"costs": asdict(cost), "results": json.loads(whole.to_json(orient="records")), "written": written}))
 
 
-def replay_dataset(config: Config, dataset: str, cost: CostModel) -> list[Arm]:
+@dataclass(frozen=True)
+class DatasetReplay:
+    """One dataset's traces, and all arms that do not depend on costs."""
+
+    dev: Trace
+    test: Trace
+    arms: list[Arm]
+    best: dict[str, AcceptanceHead]
+    """The best head of each timing on dev."""
+
+    def auto_arms(self, cost: CostModel) -> list[Arm]:
+        """The rule of law 4.11 for these costs, with the best head of each timing: fixed point on dev, and learning online."""
+        arms = []
+        for timing, head in self.best.items():
+            rules = {
+                f"auto_{timing}": auto_for(head, self.dev, cost),
+                f"auto_{timing}_online": auto_for(head, self.dev, cost, is_online=True),
+            }
+            arms += [
+                Arm(Grid(family, family, rule, ({},)), replay_settings(self.dev, rule), replay_settings(self.test, rule))
+                for family, rule in rules.items()
+            ]
+        return arms
+
+
+def replay_dataset(config: Config, dataset: str, cost: CostModel) -> DatasetReplay:
     """All arms of one dataset, bounds last; the two-head grid is built from the best head of each timing."""
     heads = load_heads(config)
     dev, test = load_trace(config, dataset, "dev"), load_trace(config, dataset, "test")
@@ -72,10 +106,16 @@ def replay_dataset(config: Config, dataset: str, cost: CostModel) -> list[Arm]:
             if members:
                 best[timing] = max(members, key=lambda arm: throughput(arm.dev, cost).max()).grid.name.removeprefix("head:")
         if len(best) == 2:
-            arms += replay_arms(
-                [both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])], dev, test, lambda count: None
-            )
-        return arms + replay_arms(ends, dev, test, bar.update)
+            both = both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])
+            arms += replay_arms([both], dev, test, lambda count: None)
+        arms += replay_arms(ends, dev, test, bar.update)
+    return DatasetReplay(dev, test, arms, {timing: heads[name] for timing, name in best.items()})
+
+
+def ordered(results: Sequence[Result]) -> list[Result]:
+    """Baselines, training-free policies, heads, the rule, bounds."""
+    places = {family: place for place, family in enumerate(_NAMES)}
+    return sorted(results, key=lambda result: places.get(result.family, len(places)))
 
 
 def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_prompts: int) -> Table:
