@@ -171,7 +171,7 @@ class DecodeConfig:
     max_draft_length: int = 20
     max_new_tokens: int = 128
     compile: bool = False
-    """Compile the draft step on a static cache (the first step then takes seconds); on a GPU it becomes a CUDA graph."""
+    """Compile draft steps and verifications on static caches (each width's first use takes seconds); on a GPU they become CUDA graphs."""
     num_dev: int = 50
     """Prompts on which each policy's setting is chosen."""
     num_test: int = 50

@@ -56,17 +56,19 @@ class Arms:
 
     pair: Pair
     num_tokens: int
-    compiled: CompiledModel | None = None
+    compiled: tuple[CompiledModel, CompiledModel] | None = None
+    """Target and draft, compiled."""
     seed: int = field(default=0, init=False)
 
     def ours(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of our loop with a fixed length; k = 0 never drafts."""
-        return self._loop(CachedModel(self.pair.draft, vocab_size=self.pair.vocab_size), prompt, k, sampling)
+        models = [CachedModel(model, vocab_size=self.pair.vocab_size) for model in (self.pair.target, self.pair.draft)]
+        return self._loop(*models, prompt, k, sampling)
 
     def ours_compiled(self, prompt: list[int], k: int, sampling: Sampling) -> float:
-        """The same with the compiled draft step."""
-        assert self.compiled is not None, "no compiled draft was asked for"
-        return self._loop(self.compiled, prompt, k, sampling)
+        """The same with both models compiled."""
+        assert self.compiled is not None, "no compiled models were asked for"
+        return self._loop(*self.compiled, prompt, k, sampling)
 
     def assisted(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of transformers' assisted generation at the same fixed length; k = 0: its plain generation."""
@@ -82,15 +84,14 @@ class Arms:
         assert output.shape[1] == len(prompt) + self.num_tokens, "every arm writes the same number of tokens"
         return seconds
 
-    def _loop(self, draft: CachedModel, prompt: list[int], k: int, sampling: Sampling) -> float:
+    def _loop(self, target: CachedModel, draft: CachedModel, prompt: list[int], k: int, sampling: Sampling) -> float:
         self.seed += 1
         decoder = SpeculativeDecoder(
-            self.pair.target,
+            target,
             ModelDrafter(draft, FixedLength(k)),
             sampling=sampling,
             max_draft_length=k,
             eos_ids=frozenset(),
-            vocab_size=self.pair.vocab_size,
         )
         generator = torch.Generator().manual_seed(self.seed)
         started_s = perf_counter()

@@ -91,12 +91,11 @@ def decoder_for(config: Config, pair: Pair, policy: Policy) -> SpeculativeDecode
     has_heads = policy.fed_head is not None or policy.drawn_head is not None
     draft = kind(pair.draft, vocab_size=pair.vocab_size, with_hidden=has_heads)
     return SpeculativeDecoder(
-        pair.target,
+        kind(pair.target, vocab_size=pair.vocab_size),
         ModelDrafter(draft, policy),
         sampling=Sampling(**vars(config.pair.sampling)),
         max_draft_length=config.decode.max_draft_length,
         eos_ids=pair.eos_ids,
-        vocab_size=pair.vocab_size,
     )
 
 

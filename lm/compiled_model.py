@@ -1,12 +1,13 @@
-"""A `CachedModel` whose one-token step is compiled: what a draft spends its time on, with Python taken out.
+"""A `CachedModel` whose forwards of a few tokens are compiled: draft steps and verifications, with Python taken out.
 
 The cache is a `StaticCache`: its tensors have one shape and one address for good, and rolling back is writing a smaller length into it.
-Feeding one token, or two (after full acceptance), runs the compiled step once or twice; longer feeds (the prompt) run eagerly on the same
-cache. On a GPU the step is captured as a CUDA graph (`mode="reduce-overhead"`); on a CPU it is C++ made by the compiler.
+A feed is padded on the right up to one of a few widths, each compiled once; what padding writes lies beyond the length, where no query
+looks, and is overwritten by the next feed. Two tokens of which one row is asked (a draft after full acceptance) are two steps of one;
+longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph
+(`mode="reduce-overhead"`); on a CPU it is C++ made by the compiler.
 
 Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs time; it grows by
-doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, which verification does not mind: q is
-whatever the token was drawn from.
+doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from transformers import PreTrainedModel, StaticCache
 
 from lm.cached_model import CachedModel
 
-_MAX_STEPS = 2
-"""Feeds of at most so many tokens run the one-token step token by token."""
+_WIDTHS = (1, 4, 6, 8, 12, 16, 24)
+"""Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
 
 
 class CompiledModel(CachedModel):
-    """One sequence through one causal model, one token at a time, compiled on first use (seconds to a minute)."""
+    """One sequence through one causal model; each width compiles on first use (seconds to a minute)."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False, capacity: int = 512) -> None:
         """Args:
@@ -39,9 +40,10 @@ class CompiledModel(CachedModel):
         self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, mode="reduce-overhead" if self._is_cuda else None)
 
     def reset(self) -> None:
-        """Forget the sequence; the cache's memory and the compiled step stay."""
-        if not hasattr(self, "_cache") or self._cache.get_max_length() < self._capacity:
-            self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)
+        """Forget the sequence; the cache's memory and the compiled forwards stay."""
+        with torch.inference_mode():
+            if not hasattr(self, "_cache") or self._cache.get_max_length() < self._capacity:
+                self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)
         self._set_length(0)
 
     def roll_back(self, length: int) -> None:
@@ -50,26 +52,30 @@ class CompiledModel(CachedModel):
             self._set_length(length)
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """Compiled where one row is asked for after one or two tokens."""
+        """Compiled unless the feed is longer than every width, begins a sequence, or would be padded beyond the context."""
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
-        if len(token_ids) > self._capacity:
-            self._grow(len(token_ids))
+        if num_rows == 1 and len(fed) == 2 and self._length > 0:
+            self._forward(token_ids[:-1], 1)
+            return self._forward(token_ids, 1)
+        width = next((width for width in _WIDTHS if width >= len(fed)), None)
+        is_compiled = width is not None and self._length > 0 and self._length + width <= self._max_length
+        width = width if is_compiled and width else len(fed)
+        if self._length + width > self._capacity:
+            self._grow(self._length + width)
             return self._forward(token_ids, num_rows)
-        if num_rows == 1 and len(fed) <= _MAX_STEPS and self._length > 0:
-            for token in fed:
-                self._one.fill_(token)
-                if self._is_cuda:
-                    torch.compiler.cudagraph_mark_step_begin()
-                logits, hidden = self._compiled(self.model, self._one, self._cache, self._with_hidden)
-        else:
-            ids = torch.tensor([fed], device=self.device)
-            logits, hidden = _step(self.model, ids, self._cache, self._with_hidden, num_rows)
-        self._length = len(token_ids)
-        if self._is_cuda:  # a CUDA graph writes its next output over this one
+        ids = torch.tensor([[*fed, *fed[:1] * (width - len(fed))]], device=self._device)
+        if is_compiled and self._is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        logits, hidden = (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)
+        if is_compiled and self._is_cuda:  # a CUDA graph writes its next output over this one
             logits, hidden = logits.clone(), hidden if hidden is None else hidden.clone()
-        self.hidden = hidden
-        return logits[:, : self.vocab_size]
+        rows = slice(len(fed) - num_rows, len(fed))
+        self.hidden = None if hidden is None else hidden[rows]
+        if width > len(fed):
+            self._set_length(len(token_ids))
+        self._length = len(token_ids)
+        return logits[rows, : self.vocab_size]
 
     def _grow(self, length: int) -> None:
         """Room for `length` tokens, empty: what was cached is fed again."""
@@ -77,6 +83,7 @@ class CompiledModel(CachedModel):
             self._capacity *= 2
         self.reset()
 
+    @torch.inference_mode()
     def _set_length(self, length: int) -> None:
         self._length = length
         for layer in self._cache.layers:
@@ -84,8 +91,8 @@ class CompiledModel(CachedModel):
 
 
 def _step(
-    model: PreTrainedModel, ids: Tensor, cache: StaticCache, with_hidden: bool, num_rows: int = 1
+    model: PreTrainedModel, ids: Tensor, cache: StaticCache, with_hidden: bool
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows hidden"] | None]:
-    """Logits, and final hidden states if asked for, of the last rows of one forward."""
-    output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=num_rows, output_hidden_states=with_hidden)
-    return output.logits[0], output.hidden_states[-1][0, -num_rows:] if with_hidden else None
+    """Logits, and final hidden states if asked for, of every row of one forward."""
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=with_hidden)
+    return output.logits[0], output.hidden_states[-1][0] if with_hidden else None

@@ -25,7 +25,8 @@ def drawn_with(**signals: float) -> AfterDraw:
 def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int]]:
     """(drafted, accepted) per round by a direct reading of the published rule, on the same uniforms as the loop.
 
-    svip: draft until sqrt(0.15 H) > 0.3 (official code; the token is kept). heuristic: k starts at 5; all accepted: + 2, else - 1, at least 1.
+    svip: draft until sqrt(0.15 H) > 0.3 (official code; the token is kept).
+    heuristic: k starts at 5; all accepted: + 2, else - 1, at least 1.
     """
     target, draft = ToyModel(1), ToyModel(2)
     draws, ids, k, rounds = RandomDraws(torch.Generator().manual_seed(seed)), list(PROMPT), 5, []

@@ -1,0 +1,91 @@
+"""Pairs that fit, caches that roll back, and the compiled step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from configs import ModelSource, PairConfig
+from lm import CachedModel, CompiledModel, load_model, load_pair
+
+TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
+CONFIG = LlamaConfig(
+    vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+)
+
+
+def tiny_pair(**changes) -> PairConfig:
+    return PairConfig(**({"target": ModelSource(path=str(TINY / "target")), "draft": ModelSource(path=str(TINY / "draft"))} | changes))
+
+
+def test_the_embedded_trio_loads_and_fits():
+    pair = load_pair(tiny_pair(micro=ModelSource(path=str(TINY / "micro"), dtype="float32")))
+    assert pair.micro is not None
+    assert pair.eos_ids
+    assert max(pair.eos_ids) < pair.vocab_size <= pair.target.config.vocab_size
+
+
+def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="neither a local model directory"):
+        load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path / "nothing"))))
+    with pytest.raises(ValueError, match="dtype"):
+        load_model(ModelSource(path=str(TINY / "draft"), dtype="int3"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="CUDA"):
+            load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))
+
+
+def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_path):
+    for file in (TINY / "draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="differ in 2 tokens"):
+        load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path))))
+
+
+def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():
+    model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
+    cached = CachedModel(model, with_hidden=True)
+    cached.forward([1, 2, 3, 4])
+    cached.roll_back(2)
+    logits, hidden = cached.forward([1, 2, 5, 6], 2), cached.hidden
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 5, 6]]), output_hidden_states=True)
+    torch.testing.assert_close(logits, expected.logits[0, -2:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -2:], rtol=0, atol=1e-12)
+    cached.close()
+    hidden = cached.hidden
+    cached.forward([1, 2, 5, 6, 7])
+    assert cached.hidden is hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_hidden", [False, True])
+def test_the_compiled_step_gives_the_logits_of_the_eager_one(with_hidden, monkeypatch):
+    """Left uncompiled (shape checks do not compile): padding, the static cache, roll back, growth and hidden states are what is tested."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
+    ours = CompiledModel(model, vocab_size=20, with_hidden=with_hidden, capacity=8)
+    plain = CachedModel(model, vocab_size=20, with_hidden=with_hidden)
+    tokens = [1, 2, 3]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        new = torch.randint(20, (1 + step % 3,), generator=generator).tolist()
+        tokens = [*tokens, *new][:30]
+        for each in (ours, plain):
+            each.roll_back(len(tokens) - len(new))
+        num_rows = min(1 + step % 4, len(tokens) - max(len(ours), len(plain)))
+        torch.testing.assert_close(ours.forward(tokens, num_rows), plain.forward(tokens, num_rows), rtol=0, atol=1e-12)
+        if with_hidden:
+            torch.testing.assert_close(ours.hidden[-1], plain.hidden[-1], rtol=0, atol=1e-12)
+        tokens = tokens[: len(tokens) - step % 2]
+    ours.reset()
+    plain.reset()
+    torch.testing.assert_close(ours.forward([3, 4]), plain.forward([3, 4]), rtol=0, atol=1e-12)

@@ -1,0 +1,69 @@
+"""One transform from logits to probabilities: transformers' law, temperature 0 as its limit, float32 or wider."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lm import Sampling, cross_entropy, entropy
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.7), Sampling(1.3, top_k=2), Sampling(top_p=0.8), Sampling(0.9, top_k=4, top_p=0.6)]
+)
+def test_probs_are_those_that_transformers_generate_draws_from(sampling):
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=5, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
+    )
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    processors = model.generate(
+        torch.tensor([[1]]),
+        do_sample=True,
+        max_new_tokens=1,
+        custom_generate=lambda model, ids, logits_processor, **_: logits_processor,
+        **settings,
+    )
+    expected = processors(torch.tensor([[1], [2]]), LOGITS.clone()).softmax(-1)
+    torch.testing.assert_close(sampling.probs(LOGITS), expected, rtol=0, atol=1e-15)
+
+
+def test_temperature_zero_is_one_hot_and_the_limit_of_small_temperatures():
+    greedy = Sampling(temperature=0.0).probs(LOGITS)
+    assert greedy.tolist() == [[1, 0, 0, 0, 0], [0, 0, 1, 0, 0]]
+    torch.testing.assert_close(Sampling(temperature=1e-3).probs(LOGITS), greedy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_logits_are_upcast_before_the_softmax(dtype):
+    logits = LOGITS.to(dtype)
+    probs = Sampling().probs(logits)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs, logits.float().softmax(-1))
+    assert Sampling().probs(logits, torch.float64).dtype == torch.float64
+
+
+def test_impossible_tokens_stay_impossible():
+    logits = LOGITS.clone()
+    logits[:, 1] = -torch.inf
+    for sampling in (Sampling(), Sampling(0.5, top_k=3), Sampling(top_p=0.9), Sampling(0.0)):
+        assert not sampling.probs(logits)[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"temperature": -0.1}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.2}, "top_p"),
+     ({"temperature": float("nan")}, "temperature")],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Sampling(**settings)
+
+
+def test_entropies_are_in_nats_and_survive_impossible_tokens():
+    p, q = (logits.softmax(-1) for logits in LOGITS)
+    assert float(entropy(LOGITS[0])) == pytest.approx(float(-(p * p.log()).sum()))
+    assert float(cross_entropy(LOGITS[1], LOGITS[0])) == pytest.approx(float(-(q * p.log()).sum()))
+    assert float(cross_entropy(LOGITS[0], LOGITS[0])) == pytest.approx(float(entropy(LOGITS[0])))
+    assert float(entropy(torch.tensor([0.0, 0.0, -torch.inf]))) == pytest.approx(0.6931, abs=1e-4)
+    assert entropy(torch.tensor([500.0, 0.0])) >= 0
