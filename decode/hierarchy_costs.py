@@ -93,7 +93,7 @@ def fit_times(generations: Sequence[Generation], *, is_micro: Sequence[bool]) ->
     return Times(t_micro_s=t_micro_s, t_draft_s=t_draft_s, t_target_s=t_target_s, r2=1 - float(residual) ** 2 / spread)
 
 
-def _forwards(generation: Generation, is_micro: bool) -> tuple[float, float, float]:
+def _forwards(generation: Generation, is_micro: bool) -> tuple[int, int, int]:
     """(F_micro, F_draft, N_target) after the first round."""
     counts = reduce(add, (played.counts for played in generation.rounds[1:]), Counts())
     counts = swapped(counts) if is_micro else counts
