@@ -1,16 +1,26 @@
 """Token by token to text: a byte-level token may hold half a character, so text is shown once it is whole."""
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 _HALF = "\ufffd"
 _WINDOW = 16
 """Tokens that are decoded again with each new one; spaces and joins depend on their neighbours only."""
 
 
+@runtime_checkable
+class TokenDecoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], **how: Any) -> Any:
+        """The text of token ids."""
+        ...
+
+
 class Detokenizer:
     """The text that each token adds after the tokens before it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, token_ids: list[int] | None = None) -> None:
+    def __init__(self, tokenizer: TokenDecoder, token_ids: list[int] | None = None) -> None:
         self._tokenizer = tokenizer
         self._ids = list(token_ids or [])
         self._shown = len(self._text(0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers.utils import logging
 
 from configs.schema import Config
 from data_gen.records import Prompt
@@ -44,6 +45,7 @@ def generate(
         svg: also write the coloured text to this file as a picture.
     """
     stop = policy_for(config, policy)
+    logging.disable_progress_bar()
     pair = load_pair(config.pair)
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, config.data.template)
     decoder = decoder_for(config, pair, stop)

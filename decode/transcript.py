@@ -8,9 +8,8 @@ bonus      the target's token after full acceptance     blue
 
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
-from decode.detokenizer import Detokenizer
+from decode.detokenizer import Detokenizer, TokenDecoder
 from decode.loop import Generation, Round
 from decode.policies.base import Policy
 
@@ -26,7 +25,7 @@ def legend() -> Text:
 class Transcript:
     """Writes rounds to a console as they come."""
 
-    def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase, *, has_rejected: bool = True) -> None:
+    def __init__(self, console: Console, tokenizer: TokenDecoder, *, has_rejected: bool = True) -> None:
         """Args:
         console: where to; colours appear where it has them.
         tokenizer: of the pair.

@@ -20,8 +20,8 @@ ROOT = Path(__file__, "../../..").resolve()
 class Letters:
     """A tokenizer of letters: token i is the i-th; 9 and 8 are the halves of one character."""
 
-    def decode(self, ids, **_):
-        return "".join(chr(97 + i) for i in ids).replace("ji", "é").replace("j", "\ufffd")
+    def decode(self, token_ids, **_):
+        return "".join(chr(97 + i) for i in token_ids).replace("ji", "é").replace("j", "\ufffd")
 
 
 def run(capsys, monkeypatch, *flags: str) -> str:
