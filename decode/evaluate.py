@@ -11,17 +11,21 @@ from rich.table import Table
 from tqdm import tqdm
 
 from configs.schema import Config
+from data_gen.shards import write_atomic
 from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
 from decode.grids import Grid, both_grid, bounds, grids_of, load_heads
+from decode.plots import Plot, draft_lengths, entropies, pareto, reliability, speed_up_bars, thresholds
 from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings
+from decode.report import ReportArm, write_report
 from decode.trace import Trace
 from decode.tuning import auto_for
 from heads.head import AcceptanceHead
 
-_NAMES = {
+REPORT_RATIOS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0)
+NAMES = {
     "target_alone": "target alone",
     "fixed_length": "best fixed length",
     "heuristic": "heuristic",
@@ -50,7 +54,7 @@ def evaluate(config: Config) -> None:
     record(config)
     cost = costs_for(config)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in config.decode.ratios)]
-    frames = []
+    frames, pages, plots = [], {}, []
     for dataset in datasets_of(config):
         replayed = replay_dataset(config, dataset, cost)
         arms = replayed.arms
@@ -58,10 +62,20 @@ def evaluate(config: Config) -> None:
             results = ordered(results_of([*arms, *replayed.auto_arms(each)], each))
             Console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
             frames.append(frame_of(results, each, dataset))
+            plots.append(speed_up_bars(results, each, NAMES))
+        plots += replayed.plots(cost)
+        pages[dataset] = replayed.report_arms(cost)
         write_counts(directory / f"counts-{dataset}.parquet", arms)
     whole = pd.concat(frames)
     whole.to_csv(directory / "results.csv", index=False)
-    written = [str(directory / "results.csv"), *(str(directory / f"counts-{dataset}.parquet") for dataset in datasets_of(config))]
+    write_plots(directory / "plots", plots)
+    write_report(directory / "report.html", pages, names=NAMES, about=_about(config, cost), ratio=max(1.5, cost.ratio), plots=plots)
+    written = [
+        str(directory / "report.html"),
+        str(directory / "plots"),
+        str(directory / "results.csv"),
+        *(str(directory / f"counts-{dataset}.parquet") for dataset in datasets_of(config)),
+    ]
     print("\n".join(["wrote", *(f"  {path}" for path in written)]))
     print(json.dumps({"costs": asdict(cost), "results": json.loads(whole.to_json(orient="records")), "written": written}))
 
@@ -90,6 +104,23 @@ class DatasetReplay:
             ]
         return arms
 
+    def report_arms(self, cost: CostModel) -> list[ReportArm]:
+        """Every arm for the page, with the rule solved at several ratios."""
+        rules = [
+            ReportArm(arm, ratio)
+            for ratio in REPORT_RATIOS
+            for arm in self.auto_arms(cost.with_ratio(ratio))
+            if "online" not in arm.grid.family
+        ]
+        return [*map(ReportArm, self.arms), *rules]
+
+    def plots(self, cost: CostModel) -> list[Plot]:
+        """All plots but the bars."""
+        plots = [pareto(self.arms, NAMES), thresholds(self.arms, cost, NAMES), draft_lengths(self.arms, cost, NAMES)]
+        if self.best:
+            plots.append(reliability(self.test, {f"best {timing}-time head": head for timing, head in self.best.items()}))
+        return [*plots, entropies(self.test)]
+
 
 def replay_dataset(config: Config, dataset: str, cost: CostModel) -> DatasetReplay:
     """All arms of one dataset, bounds last; the two-head grid is built from the best head of each timing."""
@@ -112,9 +143,23 @@ def replay_dataset(config: Config, dataset: str, cost: CostModel) -> DatasetRepl
     return DatasetReplay(dev, test, arms, {timing: heads[name] for timing, name in best.items()})
 
 
+def write_plots(directory: Path, plots: Sequence[Plot]) -> None:
+    """Every plot as an SVG file."""
+    for plot in plots:
+        write_atomic(directory / f"{plot.name}.svg", plot.svg.encode())
+
+
+def _about(config: Config, cost: CostModel) -> str:
+    sampling = ", ".join(f"{key} {value}" for key, value in vars(config.pair.sampling).items() if value is not None)
+    names = " / ".join(Path(source.path).name for source in (config.pair.target, config.pair.draft))
+    measured = f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin})"
+    limits = f"responses up to {config.decode.max_new_tokens} tokens, drafts up to {config.decode.max_draft_length}"
+    return f"{names}; {sampling}; {limits}; {measured}"
+
+
 def ordered(results: Sequence[Result]) -> list[Result]:
     """Baselines, training-free policies, heads, the rule, bounds."""
-    places = {family: place for place, family in enumerate(_NAMES)}
+    places = {family: place for place, family in enumerate(NAMES)}
     return sorted(results, key=lambda result: places.get(result.family, len(places)))
 
 
@@ -131,7 +176,7 @@ def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_pr
     table.add_row("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / _oracle(results):.1f}")
     for result in results:
         table.add_row(
-            _NAMES.get(result.family, result.family),
+            NAMES.get(result.family, result.family),
             result.label,
             f"{result.discard_rate:.3f}",
             f"{result.verification_rate:.3f}",

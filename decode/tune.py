@@ -94,7 +94,7 @@ def tune_head(name: str, head: AcceptanceHead, dev: Trace, test: Trace, *, cost:
     return Tuned(
         name,
         head.timing,
-        recommended["max_rejection_prob"],
+        round(float(thresholds[best]), 5),
         float(on_test[best]),
         float(on_test.max()),
         auto_s,

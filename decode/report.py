@@ -1,0 +1,101 @@
+"""report.html: the evaluation as one page that works offline, in which a reader sets t_target / t_draft for their own hardware.
+
+The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and intervals itself (law
+4.9), so the ranking follows the slider. Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts
+a split.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_gen.shards import write_atomic
+from decode.evaluation import Arm
+from decode.plots import Plot
+from decode.replay import Replayed
+
+MAX_NUMBERS = 400_000
+"""Counts of one kind, split and dataset: about 1 MB each in the page."""
+BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
+
+
+@dataclass(frozen=True)
+class ReportArm:
+    """An arm; `ratio` is set for a rule that was solved for one value of t_target / t_draft."""
+
+    arm: Arm
+    ratio: float | None = None
+
+
+def write_report(
+    path: Path, datasets: Mapping[str, Sequence[ReportArm]], *, names: Mapping[str, str], about: str, ratio: float, plots: Sequence[Plot]
+) -> None:
+    """Write the page.
+
+    Args:
+        datasets: the arms of each, bounds included.
+        names: family -> what the page calls it.
+        about: one line under the title.
+        ratio: where the slider stands at first.
+        plots: to show below.
+    """
+    data = {
+        "names": dict(names),
+        "about": about,
+        "ratio": ratio,
+        "datasets": [_dataset(name, arms) for name, arms in datasets.items()],
+        "plots": [{"svg": plot.svg, "caption": plot.caption} for plot in plots],
+    }
+    template = (Path(__file__).parent / "report_page.html").read_text(encoding="utf-8")
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    write_atomic(path, template.replace("__DATA__", embedded).encode())
+
+
+def _dataset(name: str, arms: Sequence[ReportArm]) -> dict[str, Any]:
+    shapes = {split: getattr(arms[0].arm, split).counts.num_emitted[0] for split in ("dev", "test")}
+    num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
+    step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))
+    return {
+        "name": name,
+        **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
+        "arms": [_arm(entry, step) for entry in arms],
+    }
+
+
+def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
+    arm = entry.arm
+    kept = list(range(0, len(arm.grid.settings), step))
+    settings = [arm.grid.settings[setting] for setting in kept]
+    prefix = f"{arm.grid.name.removeprefix('head:')}: " if arm.grid.name.startswith("head:") else ""
+    return {
+        "family": arm.grid.family,
+        "name": arm.grid.name,
+        "ratio": entry.ratio,
+        "bound": arm.grid.family in BOUNDS,
+        "settings": [prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-") for setting in settings],
+        "ticks": [_short(next(iter(setting.values()), "")) for setting in settings],
+        "dev": _counts(arm.dev, kept),
+        "test": _counts(arm.test, kept),
+    }
+
+
+def _counts(replayed: Replayed, kept: list[int]) -> dict[str, str]:
+    counts = replayed.counts
+    names = {"forwards": "num_draft_forwards", "target": "num_target", "drafted": "num_drafted", "accepted": "num_accepted"}
+    return {short: _packed(getattr(counts, name)[kept]) for short, name in names.items()}
+
+
+def _packed(values: np.ndarray) -> str:
+    """Little-endian unsigned 16-bit numbers in base64: a generation has fewer than 65,536 tokens of each kind."""
+    if values.max(initial=0) >= 2**16:
+        raise ValueError(f"a count of {values.max()} on one prompt is more than the report holds; lower decode.max_new_tokens")
+    return base64.b64encode(values.astype("<u2").tobytes()).decode()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
