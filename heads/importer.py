@@ -73,7 +73,7 @@ def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
     tensors |= {name: tensors[kept] for name, kept in aliases.items() if kept in tensors}
     blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
     if len(blocks) == 1:
-        for part in ("weight", "bias"):
+        for part in ("weight", "bias") if f"model.{blocks[0]}.linear.bias" in tensors else ():
             tensors |= {f"model.{i}.linear.{part}": tensors[f"model.{blocks[0]}.linear.{part}"] for i in range(depth)}
     return tensors
 
