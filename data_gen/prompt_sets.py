@@ -1,7 +1,7 @@
 """Prompt sets by name, loaded from the hub with `datasets`.
 
-Alpaca has one split and is cut 40k/10k/2k; GSM8K brings train and test (its train part gives train and dev); HumanEval, MT-Bench and
-Spec-Bench are for testing only.
+Alpaca has one split and is cut 40k/10k/2k; GSM8K brings train and test (its train part gives train and dev); HumanEval and
+MT-Bench are for testing only; Spec-Bench (480 prompts) gives 160 for choosing thresholds and 320 for testing.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ SETS = {
     "humaneval": PromptSet("openai/openai_humaneval", part="test", weights=(0, 0, 1)),
     "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1)),
     "spec_bench": PromptSet(
-        "json", data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", weights=(0, 0, 1)
+        "json", data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", weights=(0, 1, 2)
     ),
 }
 """name -> place"""
