@@ -62,13 +62,14 @@ class Arms:
 
     def ours(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of our loop with a fixed length; k = 0 never drafts."""
-        models = [CachedModel(model, vocab_size=self.pair.vocab_size) for model in (self.pair.target, self.pair.draft)]
-        return self._loop(*models, prompt, k, sampling)
+        target, draft = (CachedModel(model, vocab_size=self.pair.vocab_size) for model in (self.pair.target, self.pair.draft))
+        return self._loop(target, draft, prompt, k, sampling)
 
     def ours_compiled(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """The same with both models compiled."""
         assert self.compiled is not None, "no compiled models were asked for"
-        return self._loop(*self.compiled, prompt, k, sampling)
+        target, draft = self.compiled
+        return self._loop(target, draft, prompt, k, sampling)
 
     def assisted(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of transformers' assisted generation at the same fixed length; k = 0: its plain generation."""
@@ -79,7 +80,7 @@ class Arms:
         ids = torch.tensor([prompt], device=self.pair.target.device)
         with _fixed_length(self.pair, k):
             started_s = perf_counter()
-            output = self.pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.num_tokens, **assistant, **how)
+            output = self.pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.num_tokens, **assistant, **how)  # type: ignore[operator]
             seconds = perf_counter() - started_s
         assert output.shape[1] == len(prompt) + self.num_tokens, "every arm writes the same number of tokens"
         return seconds
@@ -164,9 +165,9 @@ def _fixed_length(pair: Pair, k: int) -> Any:
     """transformers reads the assistant's settings from the draft's generation config only; EOS off in both models meanwhile."""
     changes = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     wanted = [(pair.target, {"eos_token_id": None}), (pair.draft, {"eos_token_id": None, **changes})]
-    before = [{name: getattr(model.generation_config, name, None) for name in values} for model, values in wanted]
+    before = [{name: getattr(model.generation_config, name, None) for name in values} for model, values in wanted]  # type: ignore[attr-defined]
     for model, values in wanted:
-        model.generation_config.update(**values)
+        model.generation_config.update(**values)  # type: ignore[arg-type]
     try:
         yield
     finally:

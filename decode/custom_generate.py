@@ -45,7 +45,7 @@ class ProcessedSampling(Sampling):
         ids = torch.tensor([token_ids], device=logits.device)
         first = len(token_ids) - len(logits) + 1
         logits = logits.to(torch.float32, copy=True)  # as transformers does, and processors may write in place
-        rows = [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))] if self.processors else [logits]
+        rows = [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))] if self.processors else [logits]  # type: ignore[arg-type]
         return self.probs(torch.cat(rows))
 
 
@@ -107,7 +107,7 @@ def speculative_generate(
     generation = _until(rounds, input_ids, stopping_criteria)
     token_ids = torch.tensor([generation.token_ids], dtype=input_ids.dtype, device=input_ids.device).view(1, -1)
     sequences = torch.cat([input_ids, token_ids], dim=-1)
-    return SpeculativeOutput(sequences=sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
+    return SpeculativeOutput(sequences=sequences, generation=generation) if generation_config.return_dict_in_generate else sequences  # type: ignore[arg-type]
 
 
 def _until(rounds: Any, input_ids: Tensor, stopping_criteria: StoppingCriteriaList | None) -> Generation:

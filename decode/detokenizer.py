@@ -1,6 +1,5 @@
 """Token by token to text: a byte-level token may hold half a character, so text is shown once it is whole."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 _HALF = "\ufffd"
@@ -12,7 +11,7 @@ _WINDOW = 16
 class TokenDecoder(Protocol):
     """What is needed of a tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], **how: Any) -> Any:
+    def decode(self, token_ids: list[int], **how: Any) -> Any:
         """The text of token ids."""
         ...
 

@@ -18,7 +18,7 @@ class FusedHead:
     def __init__(self, head: AcceptanceHead) -> None:
         self.scalars, self.embedding = head.scalars, head.embedding
         self._dtype = head.out.weight.dtype
-        self._blocks = [(block.weight.detach(), block.bias.detach()) for block in head.blocks]
+        self._blocks = [(block.weight.detach(), block.bias.detach()) for block in head.blocks]  # type: ignore[operator]
         self._out = head.out.weight.detach(), head.out.bias.detach()
         self._mix = None if head.mix is None else (head.mix.weight.detach(), head.mix.bias.detach())
         self._skip = None if head.skip is None else head.skip.weight.detach()

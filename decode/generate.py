@@ -17,7 +17,7 @@ from decode.grids import check_sampling
 from decode.loop import Generation, SpeculativeDecoder
 from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
-from decode.transcript import Transcript, legend, summary
+from decode.transcript import Transcript, legend, picture, summary
 from heads.head import AcceptanceHead
 from lm import CachedModel, CompiledModel, Pair, Sampling, load_pair
 
@@ -57,16 +57,17 @@ def generate(
     if json:
         print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
         return
-    console = Console(highlight=False, record=svg is not None)
+    console = Console(highlight=False)
     transcript = Transcript(console, pair.tokenizer, has_rejected=rejected)
     console.print(legend())
     played = []
     for one in rounds:
         played.append(one)
         transcript.write(one)
-    console.print("\n" + summary(Generation.of(played), stop), soft_wrap=svg is None)
+    closing = summary(Generation.of(played), stop)
+    console.print("\n" + closing, soft_wrap=True)
     if svg is not None:
-        Path(svg).write_text(console.export_svg(title=f"python -m decode generate --policy {policy}"))
+        Path(svg).write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
 
 
 def policy_for(config: Config, spec: str) -> Policy:
@@ -104,5 +105,5 @@ def decoder_for(config: Config, pair: Pair, policy: Policy) -> SpeculativeDecode
 def _document(generation: Generation, pair: Pair, **settings: Any) -> str:
     """Everything about a generation as JSON."""
     sampling = settings.pop("sampling")
-    text = pair.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    text = pair.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)
     return json.dumps({"text": text, **settings, "sampling": asdict(sampling), **generation.as_dict()}, ensure_ascii=False)

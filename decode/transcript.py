@@ -6,6 +6,8 @@ residual   the target's token in place of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
 
+from io import StringIO
+
 from rich.console import Console
 from rich.text import Text
 
@@ -34,10 +36,14 @@ class Transcript:
         self._console = console
         self._detokenizer = Detokenizer(tokenizer)
         self._has_rejected = has_rejected
+        self.text = Text()
+        """Everything written so far."""
 
     def write(self, played: Round) -> None:
         """Print one round, without a line break of its own."""
-        self._console.print(self.text_of(played), end="", soft_wrap=True)
+        text = self.text_of(played)
+        self.text.append_text(text)
+        self._console.print(text, end="", soft_wrap=True)
 
     def text_of(self, played: Round) -> Text:
         """The round's tokens, styled."""
@@ -49,6 +55,13 @@ class Transcript:
         if played.next_kind is not None:
             text.append(self._detokenizer.add(played.emitted[-1]), STYLES[played.next_kind])
         return text
+
+
+def picture(text: Text, closing: str, *, title: str) -> str:
+    """Legend, text and closing line as SVG, wrapped at 100 columns."""
+    console = Console(record=True, file=StringIO(), width=100, highlight=False)
+    console.print(legend(), text, closing, sep="\n")
+    return console.export_svg(title=title)
 
 
 def summary(generation: Generation, policy: Policy) -> str:

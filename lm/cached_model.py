@@ -77,8 +77,8 @@ class CachedModel:
             return
         if self._is_plain:  # what crop does, without its checks in every layer
             for layer in self._cache.layers:
-                if layer.is_initialized:
-                    layer.keys, layer.values = layer.keys.narrow(2, 0, length), layer.values.narrow(2, 0, length)
+                if layer.is_initialized:  # type: ignore[union-attr]
+                    layer.keys, layer.values = layer.keys.narrow(2, 0, length), layer.values.narrow(2, 0, length)  # type: ignore[union-attr]
         else:
             self._cache.crop(length - self._length)
         self._length = length

@@ -43,7 +43,7 @@ class CompiledModel(CachedModel):
         """Forget the sequence; the cache's memory and the compiled forwards stay."""
         with torch.inference_mode():
             if not hasattr(self, "_cache") or self._cache.get_max_length() < self._capacity:
-                self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)
+                self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)  # type: ignore[assignment]
         self._set_length(0)
 
     def roll_back(self, length: int) -> None:
@@ -53,7 +53,7 @@ class CompiledModel(CachedModel):
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         """Compiled unless the feed is longer than every width, begins a sequence, or would be padded beyond the context."""
-        fed = token_ids[self._length :]
+        fed = list(token_ids[self._length :])
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
         if num_rows == 1 and len(fed) == 2 and self._length > 0:
             self._forward(token_ids[:-1], 1)
@@ -67,7 +67,7 @@ class CompiledModel(CachedModel):
         ids = torch.tensor([[*fed, *fed[:1] * (width - len(fed))]], device=self._device)
         if is_compiled and self._is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        logits, hidden = (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)
+        logits, hidden = (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
         if is_compiled and self._is_cuda:  # a CUDA graph writes its next output over this one
             logits, hidden = logits.clone(), hidden if hidden is None else hidden.clone()
         rows = slice(len(fed) - num_rows, len(fed))
@@ -87,7 +87,7 @@ class CompiledModel(CachedModel):
     def _set_length(self, length: int) -> None:
         self._length = length
         for layer in self._cache.layers:
-            layer.cumulative_length.fill_(length)
+            layer.cumulative_length.fill_(length)  # type: ignore[union-attr]
 
 
 def _step(
