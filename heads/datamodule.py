@@ -54,25 +54,23 @@ class FeatureData(pl.LightningDataModule):
     def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
         """Batches of one split, shuffled if there is a seed."""
         shards = self._shards[split]
-        read = batch_reader(shards, self._rows_per_item())
         sizes = [shard.num_rows // self._rows_per_item()[self.timings[0]] for shard in shards[self.timings[0]]]
-        if split == "train" and self.config.heads.num_train is not None:
-            sizes = _first(sizes, self.config.heads.num_train)
-        share = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        return BatchLoader(read, sizes, batch_size=self.config.heads.batch_size, seed=seed, share=share)
+        return self._loader(batch_reader(shards, self._rows_per_item()), sizes, split, seed)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
         shard = self._shards["train"][timing][0]
         return join(shard.read(0, shard.num_rows))
 
-    def num_tokens(self, split: str) -> int:
-        """Stored positions of one split, at the first timing."""
-        return sum(shard.num_tokens for shard in self._shards[split][self.timings[0]])
-
     def num_responses(self, split: str) -> int:
         """Responses of one split."""
         return self.loader(split).num_items
+
+    def _loader(self, read: Callable[[Sequence[Item]], Any], sizes: list[int], split: str, seed: int | None) -> BatchLoader:
+        if split == "train" and self.config.heads.num_train is not None:
+            sizes = _first(sizes, self.config.heads.num_train)
+        share = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        return BatchLoader(read, sizes, batch_size=self.config.heads.batch_size, seed=seed, share=share)
 
     def _rows_per_item(self) -> dict[str, int]:
         return {timing: self.config.data.mixes if timing == "fed" else 1 for timing in self.timings}

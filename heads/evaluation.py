@@ -32,7 +32,7 @@ class Evaluation(nn.Module):
         self._stacks = dict(sweep.items())
         shift = (sweep.reject_weights / sweep.config.accept_weight).log().double()
         timings = [spec.shape.timing for spec in sweep.specs]
-        self._rows = {timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)}
+        self._rows: dict[str, list[int]] = {timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)}
         self._names = [str(spec) for spec in sweep.specs]
         self._shift = {timing: shift[rows] for timing, rows in self._rows.items()}
         self._temperature = {timing: sweep.temperature[rows] for timing, rows in self._rows.items()}

@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 
 from data_gen.forwards import hidden_states, logits_of
 from data_gen.rows import read_rows
-from heads.features import Batch, Features, join
+from data_gen.shards import list_shards, read_sidecar, verify
+from heads.datamodule import FeatureData
+from heads.features import Batch, Features, FeatureShard, join
+from heads.loader import BatchLoader
 from heads.order import Item
 
 _COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "acceptance_rate", "entropy", "from_target")
@@ -51,6 +54,29 @@ class RowReader:
         values = {name: column[0].as_py() for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)}
         coins = values.pop("from_target")
         return Row(**values, from_target=coins if self.mixes > 1 else [coins])
+
+
+class RowData(FeatureData):
+    """Batches of rows, for the draft that `draft` runs over them inside the step."""
+
+    draft: "DraftFeatures"
+
+    def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
+        paths = list_shards(self.config.data.dir, split)
+        sizes = [int(read_sidecar(path)["rows"]) for path in paths]
+        return self._loader(RowReader(paths, self.config.data.mixes).batch, sizes, split, seed)
+
+    def first_rows(self, timing: str) -> Features:
+        rows = next(iter(self.loader("train")))
+        return self.draft(rows, torch.device("cpu"))[timing]
+
+    def _open(self, split: str) -> dict[str, list[FeatureShard]]:
+        for path in list_shards(self.config.data.dir, split):
+            verify(path)
+        return {}
+
+    def _width(self) -> int:
+        return int(self.manifest["draft"]["hidden_size"])
 
 
 class DraftFeatures:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from heads.datamodule import FeatureData
-from heads.online import DraftFeatures
+from heads.online import DraftFeatures, RowData
 from heads.plots import save_plots
 from heads.sweep import Sweep
 from heads.table import tables, write_metrics
@@ -69,7 +69,7 @@ class RunDirectory:
             given["max_epochs"] = _PAPER_EPOCHS
         if given.get("logger", True) is True:
             given["logger"] = [
-                CSVLogger(self.path / "logs", name="csv", version=""),
+                CSVLogger(self.path / "logs", "csv"),
                 TensorBoardLogger(self.path / "logs", name="tb", version=""),
             ]
         place: dict[str, Any] = {"dirpath": self.path, "filename": "last", "enable_version_counter": False}
@@ -85,12 +85,14 @@ def build(config: Config) -> tuple[Sweep, FeatureData]:
     Raises:
         FileNotFoundError, ValueError: from the data, or a draft that is not the one that the data was made with.
     """
-    data = FeatureData(config)
-    facts = {"hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data), "provenance": _provenance(config, data)}
+    data: FeatureData
     draft = embedding = None
     if config.heads.features == "online":
-        pair = load_pair(config.pair)
-        draft = DraftFeatures(pair.draft, vocab_size=pair.vocab_size, timings=data.timings)
+        data, pair = RowData(config), load_pair(config.pair)
+        data.draft = draft = DraftFeatures(pair.draft, vocab_size=pair.vocab_size, timings=data.timings)
+    else:
+        data = FeatureData(config)
+    facts = {"hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data), "provenance": _provenance(config, data)}
     if any(config.heads.embeddings):
         embedding = input_embedding(config, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data

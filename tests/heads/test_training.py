@@ -134,7 +134,7 @@ def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Pa
     assert "| log_token_prob alone (drawn) |" in (tmp_path / "run" / "tables.md").read_text()
     assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} >= {"heat_map.png", "reliability.png", "learning_curves.png"}
     assert list((tmp_path / "run" / "logs" / "tb").glob("events*"))
-    assert "dev/calibrated_kl/fed-d0-w1" in (tmp_path / "run" / "logs" / "csv" / "metrics.csv").read_text()
+    assert "dev/calibrated_kl/fed-d0-w1" in (tmp_path / "run" / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["torch"]
 
 
