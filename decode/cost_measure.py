@@ -107,8 +107,8 @@ def fit_costs(generations: Sequence[Generation]) -> Fit:
 
 def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
     return (
-        sum(played.counts.num_draft_forwards for played in rounds),
-        len(rounds),
+        float(sum(played.counts.num_draft_forwards for played in rounds)),
+        float(len(rounds)),
         sum(played.draft_s + played.target_s for played in rounds),
     )
 

@@ -87,6 +87,9 @@ def tune_head(name: str, head: AcceptanceHead, dev: Trace, test: Trace, *, cost:
         "next_mean": float(rule.next_mean),
         "next_slope": float(rule.next_slope),
         "score_mean": float(rule.score_mean),
+        "prior_accepted": rule.prior_accepted,
+        "prior_extra_s": rule.prior_extra_s,
+        "prior_rounds": rule.prior_rounds,
         "costs": cost.origin,
         "num_prompts": len(dev.rows),
     }

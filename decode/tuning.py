@@ -75,6 +75,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
 
 def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     """The rule with lambda equal to the throughput that it reaches on the trace."""
+    rule = replace(rule, prior_rounds=8.0)
     rate, best = 1.0 / cost.t_target_s[0], (0.0, 0.0)
     for _ in range(_STEPS):
         reached = float(throughput(replay_settings(trace, replace(rule, throughput=rate)), cost)[0])
@@ -82,4 +83,13 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
         if abs(reached - rate) <= _TOLERANCE * rate:
             break
         rate = reached
-    return replace(rule, throughput=best[1])
+    always = replay_settings(trace, replace(rule, throughput=best[1], probe_every=1))
+    num_rounds = max(1, int(always.lengths[0, :, 1:].sum()))
+    extra_s = (cost.time_s(always).sum() - cost.t_target_s[0] * always.counts.num_target.sum()) / num_rounds
+    return replace(
+        rule,
+        throughput=best[1],
+        prior_accepted=float(always.counts.num_accepted.sum() / num_rounds),
+        prior_extra_s=float(extra_s),
+        prior_rounds=50.0,
+    )

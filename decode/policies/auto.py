@@ -17,8 +17,8 @@ every `probe_every` rounds it drafts all the same, to find out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import expit
@@ -43,7 +43,12 @@ class Auto(Policy):
         next_mean: m, the mean acceptance of a token that follows an accepted one.
         next_slope: r, how much it gains per unit of the score before it.
         score_mean: the mean of that score.
-        memory: weight of the past in the means over drafting rounds.
+        prior_tokens: weight of the prior of lambda.
+        prior_accepted: accepted tokens per drafting round, to begin with; None: `next_mean`, as for drafts of one token.
+        prior_extra_s: extra seconds of one, to begin with; None: those of one token.
+        prior_rounds: weight of these two.
+        probe_every: rounds without a draft before one is tried again.
+        memory: most weight that the past has in the means over drafting rounds.
     """
 
     head: AcceptanceHead
@@ -57,6 +62,9 @@ class Auto(Policy):
     score_mean: Number = 0.8
     also: AcceptanceHead | None = None
     prior_tokens: float = 64.0
+    prior_accepted: Number | None = None
+    prior_extra_s: Number | None = None
+    prior_rounds: float = 8.0
     probe_every: int = 16
     memory: float = 0.98
 
@@ -66,6 +74,22 @@ class Auto(Policy):
                 raise ValueError(f"{name} is {getattr(self, name)}; a time is a positive number of seconds")
         if self.also is not None and self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
+
+    @classmethod
+    def recommended(cls, head: AcceptanceHead, **others: Any) -> Auto:
+        """The rule with what `python -m decode tune` wrote into the head's config.json.
+
+        Raises:
+            ValueError: nothing was written there.
+        """
+        known = head.provenance.recommended
+        if not {"t_draft_s", "t_target_s"} <= set(known):
+            raise ValueError(
+                "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no `recommended`; run "
+                "`python -m decode tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
+            )
+        names = {f.name for f in fields(cls)} - {"head", "also"}
+        return cls(head, **{name: value for name, value in known.items() if name in names}, **others)
 
     @property
     def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
@@ -82,14 +106,16 @@ class Auto(Policy):
     def start(self) -> State:
         prior = 1.0 / self.t_target_s if self.throughput is None else self.throughput
         floor = np.maximum(prior, 1.0 / self.t_target_s)
-        # (survival, tokens, seconds, rounds since a draft, accepted per drafting round, extra seconds per drafting round)
-        return 1.0, self.prior_tokens, self.prior_tokens / floor, 0.0, 1.0, 0.0
+        accepted = self.next_mean if self.prior_accepted is None else self.prior_accepted
+        extra_s = self.t_draft_s + self.t_verify_s if self.prior_extra_s is None else self.prior_extra_s
+        # (survival, tokens, seconds, rounds since a draft, accepted per drafting round, extra seconds per drafting round, drafting rounds)
+        return 1.0, self.prior_tokens, self.prior_tokens / floor, 0.0, accepted, extra_s, self.prior_rounds
 
     def begin(self, state: State) -> State:
         return (1.0, *state[1:])
 
     def limit(self, state: State) -> Number:
-        _, _, _, idle, accepted, extra_s = state
+        _, _, _, idle, accepted, extra_s, _ = state
         pays = accepted >= self._rate(state) * extra_s
         return np.where(pays | (idle >= self.probe_every - 1), np.inf, 0.0)
 
@@ -108,14 +134,15 @@ class Auto(Policy):
         return (kept, *state[1:]), gain < self._rate(state) * (self.t_draft_s + self.t_verify_s)
 
     def end(self, state: State, outcome: Outcome) -> State:
-        survival, tokens, seconds, idle, accepted, extra_s = state
+        survival, tokens, seconds, idle, accepted, extra_s, rounds = state
         extra = outcome.num_drafted * (self.t_draft_s + self.t_verify_s)
         has_drafted = outcome.num_drafted > 0
         tokens = tokens + outcome.num_accepted + 1.0
         seconds = seconds + self.t_target_s + extra
-        accepted = np.where(has_drafted, self.memory * accepted + (1 - self.memory) * outcome.num_accepted, accepted)
-        extra_s = np.where(has_drafted, self.memory * extra_s + (1 - self.memory) * extra, extra_s)
-        return survival, tokens, seconds, np.where(has_drafted, 0.0, idle + 1.0), accepted, extra_s
+        weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (rounds + 1.0))
+        accepted = accepted + weight * (outcome.num_accepted - accepted)
+        extra_s = extra_s + weight * (extra - extra_s)
+        return survival, tokens, seconds, np.where(has_drafted, 0.0, idle + 1.0), accepted, extra_s, rounds + has_drafted
 
     def _rate(self, state: State) -> Number:
         """lambda."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scipy.special import expit
 
+from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Policy, State
 from decode.policies.confidence import check_unit
 
@@ -25,7 +26,7 @@ class HeadPolicy(Policy):
     Attributes:
         head: fed-time or drawn-time; a second head of the other timing may go into `also`: the lagging product is then corrected by it, in
             that the newest token is scored by the drawn-time head and all earlier ones by the fed-time head.
-        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6.
+        max_rejection_prob: the threshold, or "auto": the rule of law 4.11; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones.
         min_draft_length: no stop before this many tokens. The paper's bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and
             the upper bound is the loop's max_draft_length.
@@ -36,6 +37,12 @@ class HeadPolicy(Policy):
     is_calibrated: bool = False
     min_draft_length: Number = 1
     also: AcceptanceHead | None = None
+
+    def __new__(cls, head: Any = None, max_rejection_prob: Any = 0.7, **others: Any) -> Any:
+        """`max_rejection_prob="auto"` makes the rule of law 4.11 from what `python -m decode tune` wrote into the head's config."""
+        if isinstance(max_rejection_prob, str) and max_rejection_prob == "auto":
+            return Auto.recommended(head, **others)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_unit("max_rejection_prob", self.max_rejection_prob)

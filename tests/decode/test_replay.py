@@ -190,7 +190,7 @@ def test_replay_has_the_loops_law_of_counts_for_every_policy(policy):
     assert_same_counts(POLICIES[policy])
 
 
-@pytest.mark.parametrize(("sampling", "limit"), [("plain", 3), ("top_k", 4), ("greedy", 4)])
+@pytest.mark.parametrize(("sampling", "limit"), [("plain", 3), ("top_k", 5), ("greedy", 4)])
 def test_replay_tells_a_policy_every_number_that_the_loop_tells_it(sampling, limit):
     assert_same_counts(Diary(), sampling, limit=limit)
 

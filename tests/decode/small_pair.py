@@ -1,0 +1,49 @@
+"""A pair of tiny random Llamas, sharp enough that acceptance varies, and traces of them."""
+
+from functools import cache
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data_gen.responses import Request, TargetInProcess
+from data_gen.rows import Exchange
+from decode import Recorder, Trace, record_trace
+from lm import Sampling
+
+VOCAB, EOS, LIMIT, LENGTH = 12, 11, 14, 5
+PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]
+
+
+@cache
+def model(seed: int, layers: int = 1) -> LlamaForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=EOS,
+            bos_token_id=None,
+            pad_token_id=None,
+            initializer_range=0.6,
+        )
+        return LlamaForCausalLM(config).eval()
+
+
+def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
+    return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
+
+
+def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH) -> Trace:
+    """Responses of the target to every prompt, `copies` times each, as a trace."""
+    prompts = PROMPTS * copies
+    source = TargetInProcess(model(1, 2), sampling, VOCAB, frozenset({EOS}), LIMIT, 64)
+    answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
+    exchanges = [
+        Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
+        for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    return record_trace(recorder(sampling, length), exchanges, max_new_tokens=LIMIT, seed=seed + 1)
