@@ -162,7 +162,7 @@ def _record_shard(config: Config, shard: TraceShard, pair: Pair, heads: Sequence
     seed = seed_of(decode.seed, "trace", shard.dataset, spec.split, spec.index)
     data = replace(config.data, seed=seed, max_new_tokens=decode.max_new_tokens)
     source = TargetInProcess(pair.target, sampling, pair.vocab_size, pair.eos_ids, decode.max_new_tokens, decode.prompts_per_shard)
-    exchanges, problems = ask(spec, source, pair.tokenizer, data, lambda count: None)
+    exchanges, problems, _ = ask(spec, source, pair.tokenizer, data, lambda count: None)
     progress(spec.num_requests - len(exchanges))
     recorder = Recorder(
         pair.draft,
