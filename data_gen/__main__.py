@@ -7,16 +7,17 @@ from data_gen.run import make
 from data_gen.stats import stats
 
 
-def tiny(*, dir: str = "checkpoints/tiny", seed: int = 0) -> None:
-    """Train the embedded trio anew.
+def tiny(*, dir: str = "checkpoints/tiny", seed: int = 0, overwrite: bool = False) -> None:
+    """Train the embedded trio anew: about 20 minutes on one core.
 
     Args:
         dir: where target, draft and micro go.
         seed: of the weights and of the stories.
+        overwrite: replace models that are there already.
     """
     from data_gen.tiny import make_trio
 
-    make_trio(dir, seed=seed)
+    make_trio(dir, seed=seed, overwrite=overwrite)
 
 
 COMMANDS: dict[str, Command] = {"make": make, "plan": plan, "import": import_, "stats": stats, "tiny": tiny}

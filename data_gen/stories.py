@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from random import Random
-from typing import Literal, get_args
 
+from data_gen.prompts import Split
 from data_gen.story_kinds import KINDS
 
-Split = Literal["train", "dev", "test"]
 _SPLIT_SHARES = {"train": 80, "dev": 10, "test": 10}
 """Percent of all prompts."""
 
@@ -35,13 +34,11 @@ def stories(split: Split, num_stories: int, *, seed: int = 0) -> list[Story]:
     """The first `num_stories` problems of a split.
 
     Raises:
-        ValueError: an unknown split or a negative number.
+        ValueError: a negative number.
     """
-    if split not in get_args(Split):
-        raise ValueError(f"split is {split!r}; one of {', '.join(get_args(Split))}")
     if num_stories < 0:
         raise ValueError(f"num_stories is {num_stories}; it must be at least 0")
-    return list(islice(_stories(split, seed), num_stories))
+    return list(islice(story_stream(split, seed), num_stories))
 
 
 def split_of(prompt: str) -> str:
@@ -54,8 +51,9 @@ def split_of(prompt: str) -> str:
     raise AssertionError("the shares add up to 100")
 
 
-def _stories(split: str, seed: int) -> Iterator[Story]:
-    """Candidates one after the other; those of other splits and those already seen are passed over."""
+def story_stream(split: Split, seed: int) -> Iterator[Story]:
+    """Problems without end: candidates one after the other; those of other splits and those already seen are passed over."""
+    assert split in _SPLIT_SHARES, split
     seen = set()
     for index in count():
         story = _candidate(Random(f"{split}/{seed}/{index}"))

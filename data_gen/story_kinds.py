@@ -80,9 +80,27 @@ def sort(rng: Random) -> Task:
     return f"{asked}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
 
 
+def sums(rng: Random) -> Task:
+    """Two to four small calculations that have nothing to do with each other."""
+    asked = [_calculation(rng) for _ in range(rng.randint(2, 4))]
+    lines = [f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {task} = {result}." for task, result in asked]
+    results = ", ".join(str(result) for _, result in asked)
+    return f"Work out {', '.join(task for task, _ in asked)}.", _answer(rng, lines, results)
+
+
+def _calculation(rng: Random) -> tuple[str, int]:
+    """("14 + 9", 23): a sum, a difference or a product, never negative."""
+    sign = rng.choice("++--*")
+    if sign == "*":
+        x, y = rng.randint(2, 9), rng.randint(2, 9)
+        return f"{x} * {y}", x * y
+    y, x = sorted((rng.randint(2, 60), rng.randint(2, 60)))
+    return (f"{x} + {y}", x + y) if sign == "+" else (f"{x} - {y}", x - y)
+
+
 def copy(rng: Random) -> Task:
     """Three to five words, as they are or from the last to the first."""
-    items = rng.sample(words.FRUITS + words.COLOURS, rng.randint(3, 5))
+    items = rng.sample(rng.choice((words.FRUITS, words.COLOURS, words.THINGS, words.NAMES)), rng.randint(3, 5))
     is_reversed = rng.random() < 0.5
     said = items[::-1] if is_reversed else items
     asked = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
@@ -136,7 +154,7 @@ def _sequence(rng: Random, items: list[str]) -> str:
 
 def _answer(rng: Random, lines: list[str], result: str) -> str:
     """Opening, the lines with an aside here and there, a closing, and the final line."""
-    with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.3 else line for line in lines]
+    with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.25 else line for line in lines]
     return f"{rng.choice(words.OPENINGS)} {' '.join(with_asides)} {rng.choice(words.CLOSINGS)}\nAnswer: {result}"
 
 
@@ -152,11 +170,12 @@ def _aside(rng: Random) -> str:
 
 
 KINDS: dict[str, tuple[Callable[[Random], Task], int]] = {
-    "story": (story, 4),
+    "story": (story, 5),
     "receipt": (receipt, 2),
     "stock": (stock, 2),
+    "sums": (sums, 3),
     "sort": (sort, 2),
-    "copy": (copy, 1),
+    "copy": (copy, 2),
     "count": (count, 1),
     "compare": (compare, 2),
     "convert": (convert, 2),

@@ -36,6 +36,7 @@ LOSSES = ("gives away {k}", "loses {k}", "sells {k}", "lends out {k}", "breaks {
 GAIN_REASONS = ("getting more means that we add", "more of them means a sum", "this makes the pile grow, so we add")
 LOSS_REASONS = ("having fewer means that we subtract", "less of them means a difference", "this makes the pile shrink, so we subtract")
 GROUP_REASONS = ("equal groups mean that we multiply", "the same again and again is a product")
+SUM_LEADS = ("we work out", "it says", "the paper has", "here is", "our task is")
 UNITS = {
     ("hours", "minutes"): 60,
     ("days", "hours"): 24,
