@@ -145,8 +145,6 @@ class HeadsConfig:
     """With or without log q(y) and H(q) as inputs beside the hidden state."""
     embeddings: tuple[bool, ...] = (False,)
     """With or without the draft's embedding of the token as input."""
-    label: Literal["acceptance_prob", "acceptance_rate"] = "acceptance_prob"
-    """What is learnt; metrics are always against acceptance_prob."""
     features: Literal["cached", "online"] = "cached"
     """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
     num_train: int | None = None

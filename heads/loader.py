@@ -125,4 +125,4 @@ def pinned(batch: Batch) -> Batch:
     """In page-locked memory where there is a GPU, so that copies to it overlap with its work."""
     if not torch.cuda.is_available():
         return batch
-    return {timing: Features._make(t if t is None else t.pin_memory() for t in features) for timing, features in batch.items()}
+    return {timing: Features._make(tensor.pin_memory() for tensor in features) for timing, features in batch.items()}

@@ -6,6 +6,8 @@ Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator dep
 (`heads.sweep`), so that two processes with half a batch each take the same step as one process with the whole.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,23 +22,25 @@ def loss_mass(
     return accept_weight * accepted + reject_weight * (acceptance_prob.numel() - accepted)
 
 
-def weighted_bce(
-    logit: Float[Tensor, "heads tokens"],
-    acceptance_prob: Float[Tensor, " tokens"],
-    *,
-    accept_weight: Float[Tensor, " heads"],
-    reject_weight: Float[Tensor, " heads"],
-    mass: Float[Tensor, " heads"] | None = None,
-) -> Float[Tensor, " heads"]:
-    """L of each head; softplus(-f) = softplus(f) - f saves one of the two.
+class Targets(NamedTuple):
+    """What the loss needs besides logits."""
 
-    Args:
-        logit: f, one row per head.
-        acceptance_prob: the label P in [0, 1], shared by all heads.
-        mass: the denominator, where it is not this batch's own.
-    """
+    label: Float[Tensor, " tokens"]
+    """P in [0, 1], shared by all heads."""
+    accept_weight: Float[Tensor, " heads"]
+    reject_weight: Float[Tensor, " heads"]
+    mass: Float[Tensor, " heads"]
+    """The denominator: `loss_mass`, averaged over processes."""
+
+    @classmethod
+    def of(cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor) -> "Targets":
+        """With the batch's own denominator."""
+        return cls(label, accept_weight, reject_weight, loss_mass(label, accept_weight, reject_weight))
+
+
+def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:
+    """L of each head; softplus(-f) = softplus(f) - f saves one of the two."""
     logit = logit.float()
-    accept = accept_weight[:, None] * acceptance_prob
-    total = accept + reject_weight[:, None] * (1 - acceptance_prob)
-    mass = loss_mass(acceptance_prob, accept_weight, reject_weight) if mass is None else mass
-    return (total * F.softplus(logit) - accept * logit).sum(-1) / mass.clamp_min(torch.finfo(torch.float32).tiny)
+    accept = targets.accept_weight[:, None] * targets.label
+    total = accept + targets.reject_weight[:, None] * (1 - targets.label)
+    return (total * F.softplus(logit) - accept * logit).sum(-1) / targets.mass.clamp_min(torch.finfo(torch.float32).tiny)

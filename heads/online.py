@@ -19,7 +19,7 @@ from heads.features import Batch, Features, FeatureShard, join
 from heads.loader import BatchLoader
 from heads.order import Item
 
-_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "acceptance_rate", "entropy", "from_target")
+_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "entropy", "from_target")
 
 
 class Row(NamedTuple):
@@ -29,7 +29,6 @@ class Row(NamedTuple):
     response_ids: list[int]
     draft_ids: list[int]
     acceptance_prob: list[float]
-    acceptance_rate: list[float] | None
     entropy: list[float]
     from_target: list[list[bool]]
     """Coins of each mixing."""
@@ -130,7 +129,6 @@ def _features(row: Row, hidden: Tensor, log_token_prob: Tensor, coins: list[bool
         hidden=hidden[kept.to(hidden.device)].to(device),
         scalars=torch.stack([log_token_prob[kept.to(hidden.device)].to(device), column(row.entropy)], -1),
         acceptance_prob=column(row.acceptance_prob),
-        acceptance_rate=None if row.acceptance_rate is None else column(row.acceptance_rate),
         token=column(row.draft_ids),
         row_lengths=torch.tensor([int(kept.sum())], device=device),
     )

@@ -170,7 +170,6 @@ def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
             "responses": data.num_responses("train"),
             "learning_rate": config.heads.learning_rate,
             "sequences_per_batch": config.heads.batch_size,
-            "label": config.heads.label,
             **({"max_epochs": _PAPER_EPOCHS} if not trainer else {}),
             **trainer,
         },

@@ -20,7 +20,7 @@ from heads.features import Batch
 from heads.grid import grid, module_key, specs
 from heads.head import AcceptanceHead
 from heads.histogram import observe
-from heads.loss import loss_mass, weighted_bce
+from heads.loss import Targets
 from heads.measures import auroc, measures
 from heads.metric import LogitHistogram
 from heads.online import DraftFeatures
@@ -77,21 +77,15 @@ class Sweep(pl.LightningModule):
 
     def logits(self, stack: HeadStack, batch: Batch) -> Tensor:
         """[heads, tokens] of one stack."""
-        features = batch[stack.shape.timing]
-        embedding = self.embedding[features.token] if stack.shape.embedding and self.embedding is not None else None
-        return stack(features.hidden.to(stack.out_weight.dtype), features.scalars, embedding)
+        return stack(*self._inputs(stack, batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = self._features(batch)
         losses = []
         for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
-            features = batch[stack.shape.timing]
-            label = getattr(features, self.config.label)
-            if label is None:
-                raise ValueError("label acceptance_rate is not in this data (made with mode: sequential); use heads.label: acceptance_prob")
-            accept = torch.full_like(weights, self.config.accept_weight)
-            mass = self._mean_over_processes(loss_mass(label, accept, weights))
-            losses.append(weighted_bce(self.logits(stack, batch), label, accept_weight=accept, reject_weight=weights, mass=mass))
+            targets = Targets.of(batch[stack.shape.timing].acceptance_prob, torch.full_like(weights, self.config.accept_weight), weights)
+            targets = targets._replace(mass=self._mean_over_processes(targets.mass))
+            losses.append(stack.loss(*self._inputs(stack, batch), targets))
         loss = torch.cat(losses)
         if not torch.isfinite(loss.detach()).all():
             names = [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss), strict=True) if not ok]
@@ -196,6 +190,12 @@ class Sweep(pl.LightningModule):
                 )
                 exported[str(spec)] = stack.head(index, provenance).cpu()
         return exported
+
+    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden, scalars and embedding of the tokens that a stack is to score."""
+        features = batch[stack.shape.timing]
+        embedding = self.embedding[features.token] if stack.shape.embedding and self.embedding is not None else None
+        return features.hidden.to(stack.out_weight.dtype), features.scalars, embedding
 
     def _features(self, batch: Any) -> Batch:
         """Cached features as they are; rows through the frozen draft, once for all heads."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from heads.loss import loss_mass, weighted_bce
+from heads.loss import Targets, weighted_bce
 
 
 def test_loss_is_the_formula_of_law_4_7():
@@ -15,9 +15,7 @@ def test_loss_is_the_formula_of_law_4_7():
         a, r = accept[head], reject[head]
         numerator = (a * prob * -logit[head].sigmoid().log() + r * (1 - prob) * -(1 - logit[head].sigmoid()).log()).sum()
         expected = numerator / (a * prob + r * (1 - prob)).sum()
-        assert float(weighted_bce(logit, prob, accept_weight=accept, reject_weight=reject)[head]) == pytest.approx(
-            float(expected), rel=1e-5
-        )
+        assert float(weighted_bce(logit, Targets.of(prob, accept, reject))[head]) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("prob", [0.05, 0.5, 0.8, 0.99])
@@ -28,12 +26,12 @@ def test_population_optimum_is_logit_minus_log_of_the_weights(prob: float, accep
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = weighted_bce(logit, torch.tensor([prob]), accept_weight=torch.tensor([accept]), reject_weight=torch.tensor([reject])).sum()
+        loss = weighted_bce(logit, Targets.of(torch.tensor([prob]), torch.tensor([accept]), torch.tensor([reject]))).sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    assert float(logit) == pytest.approx(math.log(prob / (1 - prob)) - math.log(reject / accept), abs=2e-3)
+    assert float(logit.detach()) == pytest.approx(math.log(prob / (1 - prob)) - math.log(reject / accept), abs=2e-3)
 
 
 def test_reject_weight_six_says_0_4_where_0_8_is_true():
@@ -42,6 +40,5 @@ def test_reject_weight_six_says_0_4_where_0_8_is_true():
 
 def test_a_given_mass_replaces_the_denominator():
     logit, prob, ones = torch.randn(1, 7), torch.rand(7), torch.ones(1)
-    own = loss_mass(prob, ones, 3 * ones)
-    whole = weighted_bce(logit, prob, accept_weight=ones, reject_weight=3 * ones)
-    torch.testing.assert_close(weighted_bce(logit, prob, accept_weight=ones, reject_weight=3 * ones, mass=2 * own), whole / 2)
+    targets = Targets.of(prob, ones, 3 * ones)
+    torch.testing.assert_close(weighted_bce(logit, targets._replace(mass=2 * targets.mass)), weighted_bce(logit, targets) / 2)

@@ -30,7 +30,7 @@ def rows() -> list[Row]:
     for length in (5, 9):
         probs = torch.rand(length, generator=generator).tolist()
         coins = [(torch.rand(length, generator=generator) < 0.3).tolist() for _ in range(2)]
-        made.append(Row(ids(4), ids(length), ids(length), probs, probs, probs, coins))
+        made.append(Row(ids(4), ids(length), ids(length), probs, probs, coins))
     return made
 
 
@@ -66,5 +66,3 @@ def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     loss = sweep.logits(sweep.items()[0][1], sweep._features(rows())).sum()
     loss.backward()
     assert all(parameter.grad is None for parameter in draft.parameters())
-
-

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from configs.schema import HeadsConfig
-from heads.block import residual_block
+from heads import fused
 from heads.grid import Shape, grid, specs
-from heads.loss import weighted_bce
+from heads.loss import Targets, weighted_bce
 from heads.stack import HeadStack
 from heads.sweep import Sweep
 
@@ -30,10 +29,23 @@ def tokens(count: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def test_block_gradients_equal_autograd():
-    stream, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5, 4), (3, 4, 4), (3, 4)))
-    assert torch.autograd.gradcheck(residual_block, (stream, weight, bias))
-    torch.testing.assert_close(residual_block(stream, weight, bias), stream + F.silu(stream @ weight.mT + bias[:, None]))
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(("scalars", "embedding"), [(False, False), (True, False), (False, True), (True, True)])
+def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool):
+    """Over several chunks, the last one shorter."""
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 1)
+    made = HeadStack(Shape("fed", scalars, embedding, depth), WEIGHTS, hidden_size=8, seed=0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    (hidden, given, prob), other = tokens(75), torch.randn(75, 8)
+    targets = Targets.of(prob, torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS))
+    scale = torch.tensor([1.0, 0.5, 2.0])
+    expected = weighted_bce(made(hidden, given, other), targets)
+    slow = torch.autograd.grad((expected * scale).sum(), list(made.parameters()))
+    found = made.loss(hidden, given, other, targets)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad((found * scale).sum(), list(made.parameters())), slow, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -60,15 +72,13 @@ def test_training_jointly_gives_the_weights_of_training_each_alone(depth: int, s
     single = [torch.optim.Adam(head.parameters(), lr=1e-3) for head in alone]
     for step in range(50):
         part = slice(8 * step, 8 * step + 8)
-        loss = weighted_bce(
-            made(hidden[part], standardised[part]), prob[part], accept_weight=torch.ones(3), reject_weight=torch.tensor(WEIGHTS)
-        )
+        loss = made.loss(hidden[part], standardised[part], None, Targets.of(prob[part], torch.ones(3), torch.tensor(WEIGHTS)))
         joint.zero_grad()
         loss.sum().backward()
         joint.step()
         for head, optimizer, weight in zip(alone, single, WEIGHTS, strict=True):
             logit = head(hidden[part], standardised[part] if scalars else None)[None]
-            one = weighted_bce(logit, prob[part], accept_weight=torch.ones(1), reject_weight=torch.tensor([weight])).sum()
+            one = weighted_bce(logit, Targets.of(prob[part], torch.ones(1), torch.tensor([weight]))).sum()
             optimizer.zero_grad()
             one.backward()
             optimizer.step()
