@@ -5,6 +5,7 @@ from decode.bench import bench
 from decode.evaluate import evaluate
 from decode.generate import generate
 from decode.hierarchy import hierarchy
+from decode.paper_tables import tables
 from decode.record import trace
 from decode.theory_report import theory
 from decode.tune import tune
@@ -15,6 +16,7 @@ COMMANDS: dict[str, Command] = {
     "trace": trace,
     "evaluate": evaluate,
     "tune": tune,
+    "tables": tables,
     "hierarchy": hierarchy,
     "theory": theory,
 }

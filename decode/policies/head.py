@@ -26,7 +26,8 @@ class HeadPolicy(Policy):
     Attributes:
         head: fed-time or drawn-time; a second head of the other timing may go into `also`: the lagging product is then corrected by it, in
             that the newest token is scored by the drawn-time head and all earlier ones by the fed-time head.
-        max_rejection_prob: the threshold, or "auto": the rule of law 4.11; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6.
+        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto" is the rule
+            of law 4.11.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones.
         min_draft_length: no stop before this many tokens. The paper's bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and
             the upper bound is the loop's max_draft_length.
