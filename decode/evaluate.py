@@ -60,7 +60,7 @@ def evaluate(config: Config) -> None:
         arms = replayed.arms
         for each in costs:
             results = ordered(results_of([*arms, *replayed.auto_arms(each)], each))
-            Console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
+            wide_console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
             frames.append(frame_of(results, each, dataset))
             plots.append(speed_up_bars(results, each, NAMES))
         plots += replayed.plots(cost)
@@ -161,6 +161,12 @@ def ordered(results: Sequence[Result]) -> list[Result]:
     """Baselines, training-free policies, heads, the rule, bounds."""
     places = {family: place for place, family in enumerate(NAMES)}
     return sorted(results, key=lambda result: places.get(result.family, len(places)))
+
+
+def wide_console() -> Console:
+    """As wide as the terminal; in a pipe or a file, wide enough that no column folds."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
 
 
 def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_prompts: int) -> Table:
