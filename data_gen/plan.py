@@ -148,9 +148,7 @@ def _report(config: Config, result: dict[str, Any], num_missing: int, num_shards
         shared = f" / {workers} workers = {_hours(result['time_s'] / workers)}" if workers > 1 else ""
         lines.append(f"  time              {_hours(result['time_s']):>15} on this machine{shared}")
     if result["disk_bytes"] > result["free_bytes"]:
-        lines.append(
-            "warning: the disk will not do; use a larger one, fewer prompts, one timing of data.features, fewer data.mixes"
-        )
+        lines.append("warning: the disk will not do; use a larger one, fewer prompts, one timing of data.features, fewer data.mixes")
     return "\n".join(lines)
 
 
