@@ -166,7 +166,7 @@ def ordered(results: Sequence[Result]) -> list[Result]:
 def wide_console() -> Console:
     """As wide as the terminal; in a pipe or a file, wide enough that no column folds."""
     console = Console()
-    return console if console.is_terminal else Console(width=150)
+    return console if console.is_terminal else Console(width=190)
 
 
 def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_prompts: int) -> Table:
