@@ -78,11 +78,10 @@ def import_(
     return path
 
 
-def inspect(config: Config, *, path: str) -> dict[str, Any]:
+def inspect(*, path: str) -> dict[str, Any]:
     """Print what a head is, what it was trained on, and how it fared.
 
     Args:
-        config: unused; every command has one.
         path: a directory or a hub id.
     """
     head = AcceptanceHead.from_pretrained(path)
