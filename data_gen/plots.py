@@ -47,6 +47,7 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
         behind = axis.twinx()
         behind.fill_between(centres, counts / counts.sum(), step="mid", color=_GREY, alpha=0.15, lw=0)
         behind.set(ylabel="share of positions (grey)", ylim=(0, 3 * (counts / counts.sum()).max()))
+        behind.spines["top"].set_visible(False)
     grid = np.linspace(0, positions.entropy.max(), 200)
     axes[0].plot(
         grid, np.maximum(0, 1 - np.sqrt(max(summary["c"], 0) * grid)), color=_ORANGE, ls="--", label=f"1 - sqrt({summary['c']:.2f} H)"
@@ -86,12 +87,13 @@ def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
         low = -0.5 if name == "pinsker" else 0.0
         axis.plot([low, 1], [low, 1], color=_ORANGE, lw=1)
         share = summary[f"{name}_violations"]
-        axis.set(xlabel=f"{name.replace('_', '-').title()} bound", ylabel="acceptance_rate", xlim=(low - 0.02, 1.02), ylim=(-0.02, 1.02))
+        axis.set(xlabel=f"{name.replace('_', '-').title()} bound", ylabel="acceptance_rate", xlim=(low - 0.03, 1.02), ylim=(-0.02, 1.02))
         axis.set_title(f"{share:.2%} of positions below the bound", fontsize=9)
+    note = "darker: more positions (logarithmic); Pinsker cut off at -0.5"
     if summary["sampling"] != {"temperature": 1.0, "top_k": None, "top_p": None}:
-        figure.text(
-            0.5, 0.01, f"acceptance under {summary['sampling']}, bounds under temperature 1: no law orders the two", ha="center", fontsize=8
-        )
+        given = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
+        note += f"\nacceptance under {given}, bounds under temperature 1 without truncation: no law orders the two"
+    figure.supxlabel(note, fontsize=8)
     return figure
 
 

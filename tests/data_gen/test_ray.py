@@ -6,17 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from on_disk import files_of
 
 pytest.importorskip("ray")
 
 from configs.schema import RayConfig
 from data_gen.run import make
-
-
-def files_of(directory: str | Path) -> dict[str, bytes]:
-    """Every shard, sidecar and errors.jsonl."""
-    paths = [path for path in Path(directory).rglob("*") if path.is_file() and path.name != "manifest.json"]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 def parents() -> dict[int, int]:
