@@ -46,15 +46,15 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
         axis.set(xlabel="H(q), nats (temperature 1)", ylabel=label, ylim=(0, None), xlim=(0, None))
         behind = axis.twinx()
         behind.fill_between(centres, counts / counts.sum(), step="mid", color=_GREY, alpha=0.15, lw=0)
-        behind.set(ylabel="share of positions (grey)", ylim=(0, 3 * (counts / counts.sum()).max()))
+        highest = float((counts / counts.sum()).max())
+        behind.set(ylabel="share of positions (grey)", ylim=(0, 3 * highest), yticks=[0, round(highest, 2)])
         behind.spines["top"].set_visible(False)
     grid = np.linspace(0, positions.entropy.max(), 200)
     axes[0].plot(
         grid, np.maximum(0, 1 - np.sqrt(max(summary["c"], 0) * grid)), color=_ORANGE, ls="--", label=f"1 - sqrt({summary['c']:.2f} H)"
     )
     axes[0].set_ylim(0, 1.02)
-    for axis in axes:
-        axis.legend(frameon=False, loc="upper right")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
     return figure
 
 
