@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from data_gen.draws import draw, uniforms
 from data_gen.forwards import device_of, logits_of
-from data_gen.kv_buffer import keep, make_cache
+from lm.kv_buffer import keep, make_cache
 from data_gen.numbers import refuse_non_finite
 from lm import Sampling
 

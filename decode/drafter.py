@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.policies.base import BeforeDraw, Outcome, Policy
-from decode.signals import SignalReader
+from decode.signals import reader_of
 from lm import CachedModel, Draws, Sampling
 
 
@@ -77,7 +77,8 @@ class ModelDrafter:
         needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
         self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
         self.policy = policy
-        self._signals = SignalReader(policy, self.model)
+        self._signals = reader_of(policy, self.model)
+        self._may_stop_before = type(policy).stop_before is not Policy.stop_before
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -94,12 +95,10 @@ class ModelDrafter:
             logits = self.model.forward(ids)
             proposal.num_draft_forwards += 1
             q = session.sampling.probs_after(logits, ids)[0]
-            token, drawn = self._signals.read(len(proposal.tokens), logits[0], session.draws.draw(q))
-            if policy.stop_before(state, BeforeDraw(*drawn[:4])):
+            token, drawn = self._signals.draw(len(proposal.tokens), logits[0], q, session.draws)
+            if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
                 break
-            if token == len(q):
-                raise ValueError(f"the draft's logits after {len(ids)} tokens are not finite; load it in float32 or check its weights")
             ids.append(token)
             proposal.tokens.append(token)
             proposal.probs.append(q)

@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.drafter import Drafter, Proposal, Session, stacked
-from decode.policies.base import BeforeDraw, Outcome, Policy
-from decode.signals import SignalReader
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
+from decode.signals import reader_of
 from lm import CachedModel, acceptance_prob, residual_probs
 
 
@@ -81,7 +81,7 @@ class PreVerifiedDrafter:
         self.inner = inner
         self.policy = policy
         self.rounds = rounds or InnerRounds()
-        self._signals = SignalReader(policy, self.model)
+        self._signals = reader_of(policy, self.model)
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -127,34 +127,29 @@ class PreVerifiedDrafter:
         tokens = torch.tensor(inner.tokens, dtype=torch.long, device=q.device)
         num_accepted = self._session.draws.num_accepted(acceptance_prob(tokens, inner_q, q[:-1]))
         is_full = num_accepted == len(tokens)
-        for row in range(num_accepted):
-            if not self._emit(ids, tokens[row : row + 1], logits, q, row=row):
+        for row, token_id in enumerate(inner.tokens[:num_accepted]):
+            if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
                 break
         else:
             if not is_full or self.rounds.bonus or not inner.tokens:
                 law = q[-1] if is_full else residual_probs(inner_q[num_accepted], q[num_accepted])
-                self._emit(ids, self._session.draws.draw(law), logits, q, row=num_accepted)
+                place = len(self._proposal.tokens)
+                token_id, drawn = self._signals.draw(place, logits[num_accepted], law, self._session.draws, row=num_accepted)
+                self._emit(ids, token_id, drawn, q[num_accepted])
         self.model.roll_back(len(ids) - 1)
         if window > 0:
             self.inner.conclude(ids, num_accepted)
         self._count(inner)
 
-    def _emit(
-        self, ids: list[int], token: Tensor, logits: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], *, row: int
-    ) -> bool:
+    def _emit(self, ids: list[int], token_id: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
         """Ask the policy about one position and, unless it stops before, add the token; False when the draft ends here."""
         proposal = self._proposal
-        token_id, drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
         if self.policy.stop_before(self._state, BeforeDraw(*drawn[:4])):
             proposal.stop_reason = "policy"
             return False
-        if token_id == q.shape[-1]:
-            raise ValueError(
-                f"the verifying draft's logits after {len(ids)} tokens are not finite; load it in float32 or check its weights"
-            )
         ids.append(token_id)
         proposal.tokens.append(token_id)
-        proposal.probs.append(q[row])
+        proposal.probs.append(q)
         proposal.entropies.append(drawn.entropy)
         self._state, stop = self.policy.after(self._state, drawn)
         if token_id in self._session.eos_ids or stop:

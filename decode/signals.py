@@ -1,4 +1,4 @@
-"""What a policy sees of one draft step (law 4.3), computed on the draft's device and read with one host transfer.
+"""What a policy sees of one draft step (law 4.3).
 
 Entropy, largest probability and token probability are those of the untruncated temperature-1 distribution (law 4.1). Head scores (law 4.8):
 
@@ -8,53 +8,135 @@ Entropy, largest probability and token probability are those of the untruncated 
     scalars of y_i = (log q_i(y_i), H(q_i)), embedding of y_i = its row of the draft's input embeddings, each only if the head takes it
 
 Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals travel together; a
-policy that stops before the draw is asked about distributions alone and its token is thrown away unseen.
+policy that stops before the draw is asked about distributions alone and its token is thrown away unseen. `DeviceSignals` computes on the
+draft's device and reads everything with one host transfer; `HostSignals` does the same for a draft on the CPU with numpy, where torch's
+calls on single rows would be a fifth of a small model's step.
 """
 
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from decode.fused_head import FusedHead
+from decode.fused_head import FusedHead, HostHead
 from decode.policies.base import AfterDraw, Policy
 from heads.head import AcceptanceHead
-from lm import CachedModel
+from lm import CachedModel, Draws
 
 _OF_DISTRIBUTION = frozenset({"entropy", "max_prob", "token_prob"})
+_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": float("inf"), "token_prob": 0.0, "drawn_logit": 0.0}
 
 
-class SignalReader:
+@runtime_checkable
+class SignalReader(Protocol):
     """Reads the signals that one policy asks for, step after step of a draft."""
 
-    def __init__(self, policy: Policy, model: CachedModel) -> None:
-        """Args:
-            policy: names its signals, and the heads that score tokens.
-            model: the draft; its `hidden` must be kept if there are heads.
-
-        Raises:
-            ValueError: a signal that does not exist, a head whose width is not the draft's.
-        """
-        unknown = policy.signals - frozenset(AfterDraw._fields)
-        if unknown:
-            raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
-        self._asked = policy.signals
-        self._fed, self._drawn = (_placed(head, model) for head in (policy.fed_head, policy.drawn_head))
-        self._has_scalars = any(head is not None and head.scalars for head in (self._fed, self._drawn))
-        self._has_embedding = any(head is not None and head.embedding for head in (self._fed, self._drawn))
-        self._needs_distribution = self._has_scalars or bool(self._asked & _OF_DISTRIBUTION)
-        self._model = model
-        self._inputs: _TokenInputs = (None, None)
-
-    @torch.inference_mode()
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], *, row: int = -1) -> tuple[int, AfterDraw]:
-        """The token's id and the signals of the step that drew it; those that the policy does not ask for are 0.
+    def draw(
+        self, position: int, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], draws: Draws, *, row: int = -1
+    ) -> tuple[int, AfterDraw]:
+        """Draw a token and read the signals of the step; those that the policy does not ask for mean nothing.
 
         Args:
             position: tokens drafted before this one in the round.
             logits: of the draft's last forward.
-            token: drawn from them, on their device.
+            q: the distribution to draw from, made of them.
+            draws: the source of chance.
             row: which of that forward's rows they are; a level that verifies (`decode.pre_verified`) reads several of one forward.
+
+        Raises:
+            ValueError: q is not finite.
         """
+        ...
+
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
+        """The signals of a token that is known already."""
+        ...
+
+
+def reader_of(policy: Policy, model: CachedModel) -> SignalReader:
+    """The reader for the device that the draft is on.
+
+    Args:
+        policy: names its signals, and the heads that score tokens.
+        model: the draft; its `hidden` must be kept if there are heads.
+
+    Raises:
+        ValueError: a signal that does not exist, a head whose width is not the draft's.
+    """
+    return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)
+
+
+class _Reader:
+    """What both readers know of policy and model."""
+
+    head_class: Any
+
+    def __init__(self, policy: Policy, model: CachedModel) -> None:
+        unknown = policy.signals - frozenset(AfterDraw._fields)
+        if unknown:
+            raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
+        self._asked = policy.signals
+        heads = (policy.fed_head, policy.drawn_head)
+        self._fed, self._drawn = (None if head is None else self.head_class(_placed(head, model)) for head in heads)
+        self._has_scalars = any(head is not None and head.scalars for head in heads)
+        self._has_embedding = any(head is not None and head.embedding for head in heads)
+        self._needs_distribution = self._has_scalars or bool(self._asked & _OF_DISTRIBUTION)
+        self._model = model
+        self._inputs: tuple[Any, Any] = (None, None)
+        """Scalars and embedding of the newest token."""
+
+
+class HostSignals(_Reader):
+    """`SignalReader` of a draft on the CPU."""
+
+    head_class = HostHead
+
+    def draw(
+        self, position: int, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], draws: Draws, *, row: int = -1
+    ) -> tuple[int, AfterDraw]:
+        token_id = draws.token(q)
+        return token_id, self.read(position, logits, token_id, row=row)
+
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
+        if not self._asked:
+            return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+        entropy, max_prob, log_prob = _of_row(_array(logits), token_id) if self._needs_distribution else (0.0, 0.0, 0.0)
+        scalars = (log_prob, entropy) if self._has_scalars else None
+        embedding = _array(self._model.embedding(torch.tensor([token_id]))[0].detach()) if self._has_embedding else None
+        (before, embedding_before), self._inputs = self._inputs, (scalars, embedding)
+        fed_logit, drawn_logit = float("inf"), 0.0
+        if self._fed is not None or self._drawn is not None:
+            assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
+            hidden = _array(self._model.hidden)[row]
+            if self._fed is not None and position > 0:
+                fed_logit = self._fed(hidden, before, embedding_before)
+            if self._drawn is not None:
+                drawn_logit = self._drawn(hidden, scalars, embedding)
+        return AfterDraw(position, entropy, max_prob, fed_logit, math.exp(log_prob), drawn_logit)
+
+
+class DeviceSignals(_Reader):
+    """`SignalReader` of a draft on an accelerator: nothing waits for the device but the one transfer at the end."""
+
+    head_class = FusedHead
+
+    @torch.inference_mode()
+    def draw(
+        self, position: int, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], draws: Draws, *, row: int = -1
+    ) -> tuple[int, AfterDraw]:
+        token_id, drawn = self._read(position, logits, draws.draw(q), row)
+        if token_id == len(q):
+            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+        return token_id, drawn
+
+    @torch.inference_mode()
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
+        return self._read(position, logits, torch.tensor([token_id], device=logits.device), row)[1]
+
+    def _read(self, position: int, logits: Tensor, token: Tensor, row: int) -> tuple[int, AfterDraw]:
         if not self._asked:
             return int(token), AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
         columns = self._of_distribution(logits, token) if self._needs_distribution else {}
@@ -64,12 +146,14 @@ class SignalReader:
         if self._drawn is not None:
             columns["drawn_logit"] = self._score(self._drawn, self._inputs, row)
         names = [name for name in columns if name in self._asked]
-        values = _on_host([token, *(columns[name] for name in names)])
+        # as floats, which hold every id below 2^24 exactly; a distribution that is not finite draws an id beyond the last
+        values = torch.cat([column.to(torch.float32) for column in (token, *(columns[name] for name in names))]).tolist()
         return int(values[0]), AfterDraw(position=position, **(_ABSENT | dict(zip(names, values[1:], strict=True))))
 
-    def _of_distribution(self, logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"]) -> dict[str, Tensor]:
+    def _of_distribution(self, logits: Tensor, token: Tensor) -> dict[str, Tensor]:
         """Signals of softmax(logits), each of shape [1]."""
         log_probs = (logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1)
+        token = token.clamp(max=len(logits) - 1)
         columns = {"log_token_prob": log_probs.gather(0, token)}
         if "token_prob" in self._asked:
             columns["token_prob"] = columns["log_token_prob"].exp()
@@ -79,36 +163,37 @@ class SignalReader:
             columns["entropy"] = torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).neg_().view(1)
         return columns
 
-    def _inputs_of(self, columns: dict[str, Tensor], token: Int[Tensor, " 1"]) -> "_TokenInputs":
+    def _inputs_of(self, columns: dict[str, Tensor], token: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What heads are told of the drawn token beside a hidden state."""
         scalars = torch.cat([columns["log_token_prob"], columns["entropy"]]) if self._has_scalars else None
         embedding = self._model.embedding(token)[0] if self._has_embedding else None
         return scalars, embedding
 
-    def _score(self, head: FusedHead, inputs: "_TokenInputs", row: int) -> Float[Tensor, " 1"]:
-        scalars, embedding = inputs
+    def _score(self, head: FusedHead, inputs: tuple[Tensor | None, Tensor | None], row: int) -> Float[Tensor, " 1"]:
         assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
-        return head(self._model.hidden[row], scalars if head.scalars else None, embedding if head.embedding else None)
+        return head(self._model.hidden[row], *inputs)
 
 
-_TokenInputs = tuple[Tensor | None, Tensor | None]
-_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": float("inf"), "token_prob": 0.0, "drawn_logit": 0.0}
+def _of_row(logits: np.ndarray, token_id: int) -> tuple[float, float, float]:
+    """(H, largest probability, log probability of the token) of softmax(logits), in nats."""
+    top = logits.max()
+    shifted = logits - top
+    weights = np.exp(shifted)
+    total = weights.sum()
+    log_total = math.log(total)
+    return log_total - float(weights @ np.maximum(shifted, -1e4)) / float(total), 1.0 / float(total), float(shifted[token_id]) - log_total
 
 
-def _on_host(columns: list[Tensor]) -> list[float | int]:
-    """The one number of each column; from another device in one transfer, as floats that hold every id below 2^24 exactly."""
-    if columns[0].device.type == "cpu":
-        return [column.item() for column in columns]
-    return torch.cat([column.to(torch.float32) for column in columns]).tolist()
+def _array(tensor: Tensor) -> np.ndarray:
+    """The same memory, or float32 where numpy has no such dtype."""
+    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
 
-def _placed(head: AcceptanceHead | None, model: CachedModel) -> FusedHead | None:
+def _placed(head: AcceptanceHead, model: CachedModel) -> AcceptanceHead:
     """The head on the draft's device, if it fits."""
-    if head is None:
-        return None
     if head.hidden_size != model.hidden_size:
         raise ValueError(
             f"the head reads hidden states of width {head.hidden_size} and this draft's are {model.hidden_size} wide; "
             "a head serves only the draft that it was trained on"
         )
-    return FusedHead(head.eval().to(model.device))
+    return head.eval().to(model.device)

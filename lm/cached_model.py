@@ -1,8 +1,7 @@
 """Law 4.5: a causal model whose KV cache can append and roll back.
 
 The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after
-full acceptance, more after rounds without a draft. Rolling back is `DynamicCache.crop`, which is exact: positions are dropped, none is
-recomputed.
+full acceptance, more after rounds without a draft. Rolling back is exact: positions are dropped (`lm.kv_buffer`), none is recomputed.
 """
 
 from collections.abc import Sequence
@@ -10,8 +9,12 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
+
+from lm.kv_buffer import BufferLayer, make_cache
+
+_CAPACITY = 256
+"""Positions that a cache starts with room for."""
 
 
 class CachedModel:
@@ -62,8 +65,8 @@ class CachedModel:
 
     def reset(self) -> None:
         """Empty the cache, for a new sequence."""
-        self._cache = DynamicCache(config=self.model.config)
-        self._is_plain = all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        self._cache = make_cache(self.model, _CAPACITY)
+        self._is_plain = all(isinstance(layer, BufferLayer) for layer in self._cache.layers)
         self._length = 0
 
     def close(self) -> None:
@@ -75,10 +78,9 @@ class CachedModel:
         """Keep the first `length` tokens; no effect if the cache is shorter."""
         if length >= self._length:
             return
-        if self._is_plain:  # what crop does, without its checks in every layer
+        if self._is_plain:
             for layer in self._cache.layers:
-                if layer.is_initialized:  # type: ignore[union-attr]
-                    layer.keys, layer.values = layer.keys.narrow(2, 0, length), layer.values.narrow(2, 0, length)  # type: ignore[union-attr]
+                layer.roll_back(length)  # type: ignore[union-attr]
         else:
             self._cache.crop(length - self._length)
         self._length = length

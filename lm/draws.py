@@ -6,6 +6,7 @@ from random numbers. A test answers by walking every branch with its probability
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -49,8 +50,12 @@ class RandomDraws(Draws):
         Raises:
             ValueError: a distribution with NaN in it.
         """
-        token = int(self.draw(probs))
-        if token == len(probs):
+        if probs.device.type == "cpu":  # on one row numpy costs half of what torch does
+            cumulative = probs.numpy().cumsum(dtype=np.float64)
+            token = int(cumulative.searchsorted(cumulative[-1] * (self._tokens.next() * _BELOW_ONE), side="right"))
+        else:
+            token = int(self.draw(probs))
+        if token == probs.shape[-1]:
             raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
         return token
 

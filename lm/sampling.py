@@ -50,7 +50,8 @@ class Sampling:
             logits: as the model gives them, any float dtype; -inf marks impossible tokens.
             dtype: of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64 logits, else float32.
         """
-        logits = logits.to(dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32))
+        dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        logits = logits if logits.dtype == dtype else logits.to(dtype)
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self._warpers:

@@ -149,11 +149,11 @@ def test_the_biased_variant_has_the_law_that_its_docstring_says():
 class DropsByValue(PreVerifiedDrafter):
     """Illegal (law 4.3): looks at the emitted token, then throws it away."""
 
-    def _emit(self, ids, token, logits, q, *, row):
-        if int(token) == 0:
+    def _emit(self, ids, token_id, drawn, q):
+        if token_id == 0:
             self._proposal.stop_reason = "policy"
             return False
-        return super()._emit(ids, token, logits, q, row=row)
+        return super()._emit(ids, token_id, drawn, q)
 
 
 def test_dropping_an_inner_token_by_its_value_is_caught():

@@ -8,8 +8,9 @@ from enumeration import ToyModel
 from test_losslessness import PROMPT, decoder_of, toy_head
 
 from decode import ModelDrafter, Session
-from decode.fused_head import FusedHead
+from decode.fused_head import FusedHead, HostHead
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
+from decode.signals import DeviceSignals, HostSignals
 from heads import AcceptanceHead
 from lm import RandomDraws, Sampling, entropy
 
@@ -81,7 +82,29 @@ def test_the_fused_head_equals_the_head(depth, scalars, embedding):
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     given = [torch.randn(8), torch.randn(2) if scalars else None, torch.randn(8) if embedding else None]
-    torch.testing.assert_close(FusedHead(head)(*given)[0], head(*given))
+    expected = head(*given)
+    torch.testing.assert_close(FusedHead(head)(*given)[0], expected)
+    scalars_given = None if given[1] is None else tuple(given[1].tolist())
+    on_host = HostHead(head)(given[0].numpy(), scalars_given, None if given[2] is None else given[2].numpy())
+    assert on_host == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
+def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
+    class Asks(Watch):
+        signals = frozenset(asked)
+
+    shown = []
+    for reader in (HostSignals, DeviceSignals):
+        model, draws = ToyModel(2, 5), RandomDraws(torch.Generator().manual_seed(3))
+        signals, ids, steps = reader(Asks(head_with_every_input("fed"), head_with_every_input("drawn")), model), list(PROMPT), []
+        for position in range(4):
+            logits = model.forward(ids)[-1]
+            token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
+            ids.append(token)
+            steps.append((token, *(getattr(drawn, name) for name in sorted(asked))))
+        shown.append(steps)
+    assert shown[0] == [pytest.approx(step, rel=1e-5) for step in shown[1]]
 
 
 def test_a_head_of_another_width_is_refused():
