@@ -130,5 +130,6 @@ def stacked(probs: list[Float[Tensor, " draft_vocab"]], like: Float[Tensor, "row
     """Rows of a proposal as one tensor on the device of `like` (the target's distributions); a narrower q gets zeros, none is rounded."""
     if not probs:
         return like[:0]
-    q = torch.stack(probs).to(like.device)
+    q = torch.stack(probs)
+    q = q if q.device == like.device else q.to(like.device)
     return q if q.shape[-1] == like.shape[-1] else functional.pad(q, (0, like.shape[-1] - q.shape[-1]))

@@ -27,7 +27,7 @@ def acceptance_prob(
     tokens: Int[Tensor, "*draft"], q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]
 ) -> Float[Tensor, "*draft"]:
     """min(1, p(y) / q(y)) of each token y under its own row of q and p; 0 where p(y) = 0."""
-    index = tokens.unsqueeze(-1).long()
+    index = tokens.unsqueeze(-1)
     p_token, q_token = (probs.gather(-1, index).squeeze(-1) for probs in (p, q))
     return (p_token / q_token).clamp_(max=1.0).nan_to_num_(0.0)
 
