@@ -18,9 +18,12 @@ from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.plugins.io import CheckpointIO
 from torch import Tensor
 
 from configs.schema import Config
+from data_gen.shards import clean_partial
+from heads.checkpoints import WholeCheckpoints, check_whole
 from heads.datamodule import FeatureData
 from heads.online import DraftFeatures, RowData
 from heads.plots import save_plots
@@ -52,13 +55,16 @@ class RunDirectory:
         """Write run.json; the checkpoint to go on from, or None.
 
         Raises:
-            ValueError: there is a checkpoint of another config.
+            ValueError: there is a checkpoint of another config, or one that is cut short.
         """
         described = json.loads(json.dumps(describe(config)))
         found = self.checkpoint.is_file() and resume
+        if found:
+            check_whole(self.checkpoint)
         if found and (self.path / "run.json").is_file():
             _refuse_difference(json.loads((self.path / "run.json").read_text()), described, self.path)
         self.path.mkdir(parents=True, exist_ok=True)
+        clean_partial(self.path)
         (self.path / "run.json").write_text(json.dumps(described, indent=1) + "\n")
         return str(self.checkpoint) if found else None
 
@@ -76,6 +82,8 @@ class RunDirectory:
         every = ModelCheckpoint(**place, every_n_train_steps=config.heads.checkpoint_every_n_steps, save_on_exception=True)
         checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if given.get("enable_checkpointing", True) else []
         given["callbacks"] = [*_listed(given.get("callbacks")), *checkpoints]
+        plugins = _listed(given.get("plugins"))
+        given["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
         return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(self.path)} | given
 
 

@@ -132,7 +132,9 @@ class Sweep(pl.LightningModule):
         self.results = {splits[index]: evaluation.compute() for index, evaluation in sorted(self._outside[1].items())}
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=True)
+        # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
         total = num_optimizer_steps(self.trainer)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

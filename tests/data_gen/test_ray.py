@@ -3,48 +3,15 @@
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 from on_disk import files_of
+from processes import ray_actors
 
 pytest.importorskip("ray")
 
 from configs.schema import RayConfig
 from data_gen.run import make
-
-
-def parents() -> dict[int, int]:
-    """pid -> parent pid of every process."""
-    stats = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stats[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return stats
-
-
-def own_actors() -> list[int]:
-    """Processes of Ray actors that descend from this process."""
-    tree = parents()
-
-    def descends(pid: int) -> bool:
-        while pid > 1:
-            pid = tree.get(pid, 0)
-            if pid == os.getpid():
-                return True
-        return False
-
-    found = []
-    for pid in tree:
-        try:
-            name = Path(f"/proc/{pid}/cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name.startswith("ray::MapWorker") and descends(pid):
-            found.append(pid)
-    return found
 
 
 @pytest.mark.slow
@@ -59,7 +26,7 @@ def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(t
     def kill() -> None:
         while not killed and not finished.wait(0.02):
             if any((directory / "rows").glob("*.parquet")):
-                for pid in own_actors()[:1]:
+                for pid in ray_actors()[:1]:
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
 

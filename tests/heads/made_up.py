@@ -1,15 +1,24 @@
 """Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads have something to learn."""
 
 import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import pytorch_lightning as pl
 import torch
+import yaml
 from safetensors.torch import save
 
+from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.shards import features_path, write_shard
+from train import train
 
 HIDDEN = 16
+ROOT = Path(__file__).parents[2]
 
 
 def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
@@ -69,3 +78,29 @@ def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, *
         heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
         trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"} | (trainer or {}),
     )
+
+
+def write_yaml(config: Config, folder: Path) -> Path:
+    """The YAML of a config."""
+    values = asdict(config)
+    values["data"] = {"dir": config.data.dir}
+    values["heads"] = {k: list(v) if isinstance(v, tuple) else v for k, v in values["heads"].items()}
+    values.pop("decode")
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def command(config: Config, folder: Path) -> list[str]:
+    """The command line that trains a config."""
+    return [sys.executable, str(ROOT / "train.py"), "--config", str(write_yaml(config, folder))]
+
+
+def environment() -> dict[str, str]:
+    """Of a process that runs `command`."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def train_by_command(config, folder: Path, *flags: str) -> dict[str, Any]:
+    """What `python train.py --config FILE FLAGS` returns, in this process."""
+    return run({"train": train}, default="train", argv=["--config", str(write_yaml(config, folder)), *flags], trainer=pl.Trainer)

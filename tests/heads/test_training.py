@@ -1,39 +1,23 @@
-"""The whole run: resume bit for bit, SIGTERM, two processes, another config refused, overfitting, what is written."""
+"""The whole run: resume bit for bit, two processes, another config refused, overfitting, what is written."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
-import yaml
-from made_up import make_config
+from made_up import ROOT, command, environment, make_config
 
+from heads.checkpoints import WholeCheckpoints
 from heads.export import load_sweep
 from heads.run import RunDirectory, build
 from train import train
 
-ROOT = Path(__file__).parents[2]
-
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return torch.load(run_dir / "last.ckpt", weights_only=True)["state_dict"]
-
-
-def command(config, tmp_path: Path) -> list[str]:
-    """The command line that trains a config."""
-    values = asdict(config)
-    values["data"] = {"dir": config.data.dir}
-    values["heads"] = {k: list(v) if isinstance(v, tuple) else v for k, v in values["heads"].items()}
-    values.pop("decode")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    return [sys.executable, str(ROOT / "train.py"), "--config", str(tmp_path / "config.yaml")]
 
 
 class StopAfter(pl.Callback):
@@ -64,27 +48,6 @@ def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(dat
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_a_checkpoint_that_the_next_run_goes_on_from(data_dir: Path, tmp_path: Path):
-    """Checkpoints are due every 100,000 steps, of which the run has 80,000: the one that is there is of the signal."""
-    config = make_config(
-        data_dir, tmp_path / "run", trainer={"max_epochs": 10_000, "limit_val_batches": 0}, checkpoint_every_n_steps=100_000
-    )
-    run = subprocess.Popen(command(config, tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
-    started = time.monotonic()
-    while not list((tmp_path / "run").glob("last.ckpt")) and time.monotonic() - started < 120:
-        time.sleep(0.2)  # the first epoch's end
-    (tmp_path / "run" / "last.ckpt").unlink()
-    run.send_signal(signal.SIGTERM)
-    run.wait(timeout=120)
-    saved = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert 0 < saved["global_step"] < 80_000
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(data_dir: Path, tmp_path: Path):
     """gloo, 2 x 4 responses against 1 x 8: the same batches, so the same weights up to rounding; metrics over all of dev."""
     shared = {"timings": ("fed", "drawn"), "scalars": (True,)}
@@ -106,7 +69,7 @@ def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_p
     config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1})
     directory = RunDirectory(tmp_path / "run")
     assert directory.prepare(config, resume=True) is None
-    directory.checkpoint.touch()
+    WholeCheckpoints().save_checkpoint({}, directory.checkpoint)
     assert directory.prepare(replace(config, heads=replace(config.heads, checkpoint_every_n_steps=7)), resume=True) == str(
         directory.checkpoint
     )

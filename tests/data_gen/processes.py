@@ -1,0 +1,42 @@
+"""Processes by their parents, to find the ones that a test may kill: its own only."""
+
+import os
+from pathlib import Path
+
+
+def parents() -> dict[int, int]:
+    """pid -> parent pid of every process."""
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stats[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return stats
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Processes that `ancestor` started, or one of those did."""
+    tree = parents()
+
+    def descends(pid: int) -> bool:
+        while pid > 1:
+            pid = tree.get(pid, 0)
+            if pid == ancestor:
+                return True
+        return False
+
+    return [pid for pid in tree if descends(pid)]
+
+
+def ray_actors(ancestor: int | None = None) -> list[int]:
+    """Ray's workers among the descendants of a process (default: this one)."""
+    found = []
+    for pid in descendants(os.getpid() if ancestor is None else ancestor):
+        try:
+            name = Path(f"/proc/{pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name.startswith("ray::MapWorker"):
+            found.append(pid)
+    return found
