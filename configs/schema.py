@@ -191,6 +191,10 @@ class DecodeConfig:
     """Seconds per draft forward; null: measured here."""
     t_target_s: float | None = None
     """Seconds per target forward; null: measured here."""
+    t_micro_s: float | None = None
+    """Seconds per micro forward; null: its ratio to t_draft is measured while the hierarchies are decoded."""
+    hierarchies: bool = False
+    """Also decode HSDDW and Chen's variant (needs pair.micro). They cannot be replayed: some five seconds per small-model prompt."""
     ratios: tuple[float, ...] = ()
     """Further values of t_target / t_draft to evaluate at, as on other hardware."""
 

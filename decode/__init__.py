@@ -4,6 +4,7 @@ from decode import policies
 from decode.counts import Counts
 from decode.custom_generate import SpeculativeOutput, speculative_generate
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.hsddw import hsddw
 from decode.interleaved import InterleavedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
 from decode.pre_verified import InnerRounds, PreVerifiedDrafter
@@ -27,6 +28,7 @@ __all__ = [
     "SpeculativeDecoder",
     "SpeculativeOutput",
     "Trace",
+    "hsddw",
     "policies",
     "record_trace",
     "replay",

@@ -27,8 +27,9 @@ class Counts:
     num_draft_forwards: Number = 0
     """Forwards of the draft: N_draft, and one more for each stop between a forward and its draw (AdaEDL)."""
     num_micro: Number = 0
-    """N_micro: tokens that the micro model proposed (hierarchies)."""
+    """N_micro: tokens that the level right below the draft proposed (hierarchies)."""
     num_micro_forwards: Number = 0
+    """Forwards of all levels below the draft together: of the micro alone where there are three levels."""
 
     @property
     def num_discarded(self) -> Number:

@@ -16,11 +16,14 @@ from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
 from decode.grids import Grid, both_grid, bounds, grids_of, load_heads
+from decode.hierarchy_results import NAMES as HIERARCHY_NAMES
+from decode.hierarchy_results import decode_hierarchies
 from decode.plots import Plot, draft_lengths, entropies, pareto, reliability, speed_up_bars, thresholds
 from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings
-from decode.report import ReportArm, write_report
+from decode.report import ReportArm, ReportHierarchy, report_hierarchies, write_report
 from decode.trace import Trace
+from decode.trio import NO_MICRO
 from decode.tuning import auto_for
 from heads.head import AcceptanceHead
 
@@ -42,6 +45,7 @@ NAMES = {
     "auto_fed_online": "auto online, fed-time",
     "auto_drawn": "auto, drawn-time head",
     "auto_drawn_online": "auto online, drawn-time",
+    **HIERARCHY_NAMES,
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",
     "oracle": "oracle",
@@ -49,22 +53,32 @@ NAMES = {
 
 
 def evaluate(config: Config) -> None:
-    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet."""
+    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
+    if config.decode.hierarchies and config.pair.micro is None:
+        raise ValueError(NO_MICRO)
     directory = Path(config.decode.dir)
     record(config)
     cost = costs_for(config)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in config.decode.ratios)]
-    frames, pages, plots = [], {}, []
+    frames, plots = [], []
+    pages: dict[str, list[ReportArm | ReportHierarchy]] = {}
     for dataset in datasets_of(config):
         replayed = replay_dataset(config, dataset, cost)
         arms = replayed.arms
+        traces = replayed.dev, replayed.test
+        decoded = decode_hierarchies(config, dataset, traces, costs) if config.decode.hierarchies else None
         for each in costs:
-            results = ordered(results_of([*arms, *replayed.auto_arms(each)], each))
+            results = results_of([*arms, *replayed.auto_arms(each)], each)
+            results = ordered([*results, *(decoded.results(each, results, arms) if decoded else [])])
             wide_console().print(table_of(results, each, dataset, num_prompts=arms[0].test.counts.num_emitted.shape[-1]))
-            frames.append(frame_of(results, each, dataset))
+            frame = frame_of(results, each, dataset)
+            if decoded:
+                wide_console().print(decoded.table(each))
+                frame = decoded.annotated(frame, each)
+            frames.append(frame)
             plots.append(speed_up_bars(results, each, NAMES))
         plots += replayed.plots(cost)
-        pages[dataset] = replayed.report_arms(cost)
+        pages[dataset] = [*replayed.report_arms(cost), *(report_hierarchies(decoded) if decoded else [])]
         write_counts(directory / f"counts-{dataset}.parquet", arms)
     whole = pd.concat(frames)
     whole.to_csv(directory / "results.csv", index=False)

@@ -1,57 +1,37 @@
 """python -m decode hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
 
-Every arm runs in the real loop, prompt by prompt in turns, so that a machine that slows down slows all of them. Arms with an open length
-choose it on dev, by the modelled throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give at
-other ratios of the three times; and, from dev, where in the plane of ratios the best hierarchy beats the best plain speculation.
+Every arm runs in the real loop, prompt by prompt in turns. Arms with an open length choose it on dev, by the modelled throughput at the
+fitted times. Beside the measured speed-ups stand those that the same counts give at other times; and, from dev, where in the plane of
+ratios the best hierarchy beats the best plain speculation. Generations are kept (`decode.decoded`): a killed run goes on, and times are
+those of the run that decoded. `decode evaluate` shows the same generations beside the replayed policies if `decode.hierarchies` is set.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import reduce
-from operator import add
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
-from tqdm import tqdm
+from safetensors.torch import save
 
 from configs.schema import Config
+from data_gen.manifest import describe_model
 from data_gen.prompts import Split, load_prompts
+from data_gen.shards import write_atomic
 from data_gen.templates import encode
-from decode.counts import Counts
-from decode.hierarchy_arms import Arm, arms_of
-from decode.hierarchy_costs import Times, fit_times, swapped
-from decode.hierarchy_tables import ablation_table, arms_frame, arms_table, gain_frame, gain_table, verdict
-from decode.loop import Generation, SpeculativeDecoder
+from decode.grids import check_sampling
+from decode.hierarchy_arms import LevelPolicies, arms_of
+from decode.hierarchy_costs import Times
+from decode.hierarchy_gain import gain_frame, gain_plot
+from decode.hierarchy_runs import Run, chosen, directory_of, play, times_of
+from decode.hierarchy_tables import ablation_table, arms_frame, arms_table, gain_table, verdict
 from decode.policies.head import HeadPolicy
+from decode.record import datasets_of
+from decode.trio import Trio
 from heads.head import AcceptanceHead
-from lm import CachedModel, Pair, Sampling, load_pair
-
-
-@dataclass(frozen=True)
-class Run:
-    """One arm in one setting over the prompts."""
-
-    arm: Arm
-    label: str
-    generations: tuple[Generation, ...]
-
-    @property
-    def is_micro(self) -> bool:
-        """Whether the micro alone drafted."""
-        return self.arm.name == "sd with the micro"
-
-    @property
-    def counts(self) -> Counts:
-        """Totals, each forward booked to the model that ran it."""
-        total = reduce(add, (generation.counts for generation in self.generations))
-        return swapped(total) if self.is_micro else total
-
-    @property
-    def seconds(self) -> list[float]:
-        """Wall clock of each generation."""
-        return [sum(played.draft_s + played.target_s for played in generation.rounds) for generation in self.generations]
+from lm import Pair, load_pair
 
 
 def hierarchy(
@@ -69,93 +49,78 @@ def hierarchy(
         max_rejection_prob: threshold of both heads, on their calibrated probabilities.
         ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
     """
-    pair = load_pair(config.pair)
-    if pair.micro is None:
-        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft")
-    arms = _arms(pair, level_heads, max_rejection_prob)
-    dev = _run(config, pair, arms, "dev") if config.decode.num_dev else []
-    chosen = _chosen(arms, dev)
-    runs = _run(config, pair, chosen, "test")
-    times = _times(runs)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
-    frame = arms_frame(runs, times, given)
-    gain = gain_frame(dev or runs)
-    directory = Path(config.decode.dir) / "hierarchy"
-    directory.mkdir(parents=True, exist_ok=True)
+    directories = {dataset: directory_of(config, dataset) for dataset in datasets_of(config)}
+    policies = None if level_heads is None else _level_policies(config, level_heads, max_rejection_prob)
+    trio = Trio(lambda: load_pair(config.pair), with_hidden=policies is not None)
+    documents, written = {}, []
+    for dataset, source in datasets_of(config).items():
+        dev, runs = played(config, trio, source, directories[dataset], policies)
+        documents[dataset] = report_of(runs, dev, given, directory=directories[dataset])
+        written += [str(directories[dataset] / name) for name in ("arms.csv", "gain.csv", "gain.svg")]
+    print("\n".join(["wrote", *(f"  {path}" for path in written)]))
+    print(json.dumps({"datasets": documents, "written": written}))
+
+
+def played(config: Config, trio: Trio, source: str, directory: Path, policies: LevelPolicies | None) -> tuple[list[Run], list[Run]]:
+    """(every setting of every arm on dev, each arm at its setting on test)."""
+    arms = arms_of(trio, policies)
+    prompts = {split: prompts_of(config, trio.pair, source, split) for split in ("dev", "test")}
+    dev = play(config, trio, arms, prompts["dev"], directory=directory) if prompts["dev"] else []
+    times = times_of(dev) if dev else None
+    picked = chosen(arms, dev, lambda run: times.speedup(run.counts) if times else 0.0)
+    return dev, play(config, trio, picked, prompts["test"], directory=directory)
+
+
+def report_of(runs: Sequence[Run], dev: Sequence[Run], given: Times, *, directory: Path) -> dict[str, Any]:
+    """Print the tables of one dataset and write them; the same as JSON."""
+    times = times_of([*dev, *runs])
+    frame, gain = arms_frame(runs, times, given), gain_frame(dev or runs, times)
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
-    console = Console(width=170)
-    for table in (ablation_table(frame), arms_table(frame, times, given, num_prompts=len(runs[0].generations)), gain_table(gain)):
+    write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
+    console = Console(width=190)
+    title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
+    for table in (ablation_table(frame), arms_table(frame, times, given, title=title), gain_table(gain)):
         console.print(table)
-    print(conclusion := verdict(frame, gain, times))
-    written = [str(directory / name) for name in ("arms.csv", "gain.csv")]
-    print("\n".join(["wrote", *(f"  {path}" for path in written)]))
-    records = {"arms": json.loads(frame.to_json(orient="records")), "gain": json.loads(gain.to_json(orient="records"))}
-    print(json.dumps({"times": asdict(times), **records, "verdict": conclusion, "written": written}))
+    print(conclusion := verdict(runs, gain, times))
+    return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 
 
-def _arms(pair: Pair, heads: tuple[str, str] | None, max_rejection_prob: float) -> list[Arm]:
-    """The arms, on models that are loaded once."""
-    assert pair.micro is not None
-    policies = None
-    if heads is not None:
-        first, second = (
-            HeadPolicy(AcceptanceHead.from_pretrained(path), max_rejection_prob=max_rejection_prob, is_calibrated=True) for path in heads
-        )
-        policies = first, second
-    keep = policies is not None
-    micro, draft = (CachedModel(model, vocab_size=pair.vocab_size, with_hidden=keep) for model in (pair.micro, pair.draft))
-    return arms_of(micro, draft, policies)
-
-
-def _prompts(config: Config, pair: Pair, split: Split) -> list[list[int]]:
-    """Token ids of the split's prompts, those that are too long left out."""
-    prompts = load_prompts(replace(config.data, num_dev=config.decode.num_dev, num_test=config.decode.num_test), split)
-    encoded = (encode(prompt, pair.tokenizer, config.data.template) for prompt in prompts)
-    kept = [ids for ids in encoded if 0 < len(ids) <= config.data.max_prompt_tokens]
+def prompts_of(config: Config, pair: Pair, source: str, split: Split) -> list[list[int]]:
+    """Token ids of the split's prompts, those that are too long left out; none where none are asked for on dev."""
+    data = replace(config.data, prompts=source, num_dev=config.decode.num_dev, num_test=config.decode.num_test)
+    if split == "dev" and not data.num_dev:
+        return []
+    encoded = (encode(prompt, pair.tokenizer, data.template) for prompt in load_prompts(data, split))
+    kept = [ids for ids in encoded if 0 < len(ids) <= data.max_prompt_tokens]
     if not kept:
-        raise ValueError(
-            f"no {split} prompt of 1 to {config.data.max_prompt_tokens} tokens; raise data.max_prompt_tokens or decode.num_{split}"
-        )
+        raise ValueError(f"no {split} prompt of 1 to {data.max_prompt_tokens} tokens; raise data.max_prompt_tokens or decode.num_{split}")
     return kept
 
 
-def _run(config: Config, pair: Pair, arms: Sequence[Arm], split: Split) -> list[Run]:
-    """Every setting of every arm over the split's prompts, in turns, after a short warm-up."""
-    target = CachedModel(pair.target, vocab_size=pair.vocab_size)
-    pairs = [(arm, setting) for arm in arms for setting in arm.settings]
-    decoders = [
-        SpeculativeDecoder(
-            target,
-            setting.build(),
-            sampling=Sampling(**vars(config.pair.sampling)),
-            max_draft_length=config.decode.max_draft_length,
-            eos_ids=pair.eos_ids,
+def _level_policies(config: Config, paths: tuple[str, str], max_rejection_prob: float) -> LevelPolicies:
+    """Both heads, checked against the models of their level.
+
+    Raises:
+        ValueError: a head that was trained for another draft, another target or another `Sampling`.
+    """
+    heads = [AcceptanceHead.from_pretrained(path) for path in paths]
+    for path, head, (drafting, verifying) in zip(paths, heads, (("micro", "draft"), ("draft", "target")), strict=True):
+        check_sampling(head, path, vars(config.pair.sampling))
+        _check_model(config, path, head.provenance.draft, drafting)
+        _check_model(config, path, head.provenance.target, verifying)
+    label = " + ".join(Path(path).name for path in paths) + f" r<={max_rejection_prob:g}"
+    weights = sha256(b"".join(save(dict(head.state_dict())) for head in heads)).hexdigest()[:8]
+    first, second = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
+    return LevelPolicies(micro=first, draft=second, label=label, version=weights)
+
+
+def _check_model(config: Config, path: str, trained: Mapping[str, Any], level: str) -> None:
+    """Raise ValueError if the head at `path` says that it was trained with a model other than the pair's `level`."""
+    here = describe_model(getattr(config.pair, level), trust_remote_code=config.pair.trust_remote_code)
+    if any(trained.get(key) and here[key] and trained[key] != here[key] for key in ("fingerprint", "commit")):
+        raise ValueError(
+            f"the head at {path} was trained with {trained.get('path')} where pair.{level} is {getattr(config.pair, level).path}; "
+            "--level_heads takes one trained on (micro, draft), then one on (draft, target)"
         )
-        for _, setting in pairs
-    ]
-    prompts = _prompts(config, pair, split)
-    played: list[list[Generation]] = [[] for _ in pairs]
-    for decoder in decoders:
-        decoder.generate(prompts[0], min(8, config.decode.max_new_tokens))
-    for index, prompt in enumerate(tqdm(prompts, desc=f"{split}: {len(pairs)} drafters, prompts", leave=False, disable=None)):
-        for decoder, generations in zip(decoders, played, strict=True):
-            generator = torch.Generator().manual_seed(config.decode.seed + index)
-            generations.append(decoder.generate(prompt, config.decode.max_new_tokens, generator=generator))
-    return [Run(arm, setting.label, tuple(each)) for (arm, setting), each in zip(pairs, played, strict=True)]
-
-
-def _times(runs: Sequence[Run]) -> Times:
-    generations = [generation for run in runs for generation in run.generations]
-    return fit_times(generations, is_micro=[run.is_micro for run in runs for _ in run.generations])
-
-
-def _chosen(arms: Sequence[Arm], dev: Sequence[Run]) -> list[Arm]:
-    """Each arm with the setting that is fastest on dev at the times fitted there; with the first where there is no dev."""
-    if not dev:
-        return [replace(arm, settings=arm.settings[:1]) for arm in arms]
-    times = _times(dev)
-    best = {}
-    for run in sorted(dev, key=lambda run: times.speedup(run.counts)):
-        best[run.arm.name] = run.label
-    return [replace(arm, settings=tuple(s for s in arm.settings if s.label == best[arm.name])) for arm in arms]

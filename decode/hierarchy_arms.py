@@ -5,8 +5,8 @@ An arm whose paper leaves a length open has several settings; `decode hierarchy`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
+from typing import Any
 
 from decode.drafter import Drafter, ModelDrafter
 from decode.hsddw import hsddw
@@ -15,6 +15,7 @@ from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.length import FixedLength
 from decode.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.trio import Trio
 from lm import CachedModel
 
 WINDOW = 10
@@ -31,6 +32,13 @@ class Setting:
 
     label: str
     build: Callable[[], Drafter]
+    version: str = ""
+    """Of what the label does not say, such as a head's weights."""
+
+    @property
+    def key(self) -> str:
+        """What a kept generation is found again by."""
+        return f"{self.label} {self.version}".strip()
 
 
 @dataclass(frozen=True)
@@ -44,44 +52,57 @@ class Arm:
     """To choose from on dev; the first stands where there is no dev."""
 
 
-def arms_of(micro: CachedModel, draft: CachedModel, policies: tuple[Policy, Policy] | None = None) -> list[Arm]:
-    """All arms, the target alone first.
+@dataclass(frozen=True)
+class LevelPolicies:
+    """Policies of a further arm, full HSDDW with trained heads in place of entropies."""
 
-    Args:
-        micro: shared by the arms, which run one after another; keeps hidden states if a policy's head reads them.
-        draft: the same.
-        policies: (micro's, draft's) of a further arm, full HSDDW with trained heads in place of entropies.
-    """
-    full = partial(hsddw, micro, draft, window=WINDOW)
-    return [
-        _arm("target alone", 1, ("", _alone(draft, FixedLength(0)))),
-        _arm("sd", 2, *((f"K={k}", _alone(draft, FixedLength(k))) for k in _LENGTHS)),
-        _arm("sd with the micro", 2, *((f"K={k}", _alone(micro, FixedLength(k))) for k in _LENGTHS)),
-        _arm("sd + self-verify", 2, (_UP_TO, _alone(draft, SelfVerify(), WINDOW))),
-        _arm("sd + SVIP", 2, ("h=0.3", _alone(draft, Entropy()))),
-        _arm("sd + pre-verify", 3, (f"K={WINDOW}", partial(full, configuration="pre-verify"))),
-        _arm("sd + pre-verify + self-verify", 3, (_UP_TO, partial(full, configuration="pre-verify + self-verify"))),
-        _arm("HSDDW", 3, (_UP_TO, full)),
-        _arm("HSDDW without bonus", 3, (_UP_TO, partial(full, bonus=False))),
-        _arm("pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(micro, draft, n, k)) for n, k in _INNER)),
-        _arm("interleaved (Chen)", 3, *((f"m={m} n={n}", partial(InterleavedDrafter, micro, draft, m=m, n=n)) for m, n in _SCHEDULES)),
-        *([] if policies is None else [_arm("HSDDW with heads", 3, (_UP_TO, partial(full, policies=policies)))]),
+    micro: Policy
+    draft: Policy
+    label: str
+    version: str
+
+
+def arms_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Arm]:
+    """All arms, the target alone first; no model is loaded before a setting is built."""
+
+    def alone(name: str, policy: Policy) -> Callable[[], Drafter]:
+        return lambda: ModelDrafter(getattr(trio, name), policy)
+
+    def full(**options: Any) -> Callable[[], Drafter]:
+        return lambda: hsddw(trio.micro, trio.draft, window=WINDOW, **options)
+
+    def interleaved(m: int, n: int) -> Callable[[], Drafter]:
+        return lambda: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)
+
+    arms = [
+        _arm("target alone", 1, ("", alone("draft", FixedLength(0)))),
+        _arm("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
+        _arm("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
+        _arm("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft))),
+        _arm("sd + SVIP", 2, ("h=0.3", alone("draft", Entropy()))),
+        _arm("sd + pre-verify", 3, (f"K={WINDOW}", full(configuration="pre-verify"))),
+        _arm("sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify"))),
+        _arm("HSDDW", 3, (_UP_TO, full())),
+        _arm("HSDDW without bonus", 3, (_UP_TO, full(bonus=False))),
+        _arm("pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)),
+        _arm("interleaved (Chen)", 3, *((f"m={m} n={n}", interleaved(m, n)) for m, n in _SCHEDULES)),
     ]
+    if policies is not None:
+        build = full(policies=(policies.micro, policies.draft))
+        arms.append(Arm("HSDDW with heads", 3, (Setting(policies.label, build, policies.version),)))
+    return arms
 
 
 def _arm(name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]]) -> Arm:
     return Arm(name, num_levels, tuple(Setting(label, build) for label, build in settings))
 
 
-def _alone(model: CachedModel, policy: Policy, window: int | None = None) -> Callable[[], Drafter]:
-    """Plain speculation; a window is an inner-round limit of a hierarchy without an inner level."""
-    if window is None:
-        return partial(ModelDrafter, model, policy)
-    return partial(
-        PreVerifiedDrafter, ModelDrafter(model, FixedLength(0)), model, policy, rounds=InnerRounds(max_rounds=0, num_alone=window)
-    )
+def _self_verified(draft: CachedModel) -> Drafter:
+    """Plain self-verification up to the window: a hierarchy without an inner level."""
+    rounds = InnerRounds(max_rounds=0, num_alone=WINDOW)
+    return PreVerifiedDrafter(ModelDrafter(draft, FixedLength(0)), draft, SelfVerify(), rounds=rounds)
 
 
-def _pre_verified(micro: CachedModel, draft: CachedModel, n: int, k: int) -> Callable[[], Drafter]:
+def _pre_verified(trio: Trio, n: int, k: int) -> Callable[[], Drafter]:
     """Inner rounds of n micro tokens until k tokens are drafted."""
-    return lambda: PreVerifiedDrafter(ModelDrafter(micro, FixedLength(n)), draft, FixedLength(k), rounds=InnerRounds(window=n))
+    return lambda: PreVerifiedDrafter(ModelDrafter(trio.micro, FixedLength(n)), trio.draft, FixedLength(k), rounds=InnerRounds(window=n))

@@ -16,14 +16,12 @@ like a drafting one; where its time grows with the tokens it verifies, R² says 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import numpy as np
 from scipy.optimize import nnls
 
 from decode.counts import Counts
-from decode.loop import Generation
+from decode.decoded import Decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +65,33 @@ def swapped(counts: Counts) -> Counts:
     )
 
 
-def fit_times(generations: Sequence[Generation], *, is_micro: Sequence[bool]) -> Times:
+def break_even(hierarchy: Counts, plain: Counts, times: Times) -> float:
+    """t_micro / t_draft below which the hierarchy is the faster one, at these t_draft and t_target; at most 0: never.
+
+    From T_hierarchy / N = T_plain / N' solved for t_micro.
+
+    Args:
+        hierarchy: drafts with the micro.
+        plain: does not.
+        times: whose t_micro_s is not read.
+    """
+    assert not plain.num_micro_forwards, "plain speculation with the draft has no micro forwards"
+    rest_s = times.t_draft_s * hierarchy.num_draft_forwards + times.t_target_s * hierarchy.num_target
+    spare_s = times.seconds(plain) * hierarchy.num_emitted / plain.num_emitted - rest_s
+    return float(spare_s / (hierarchy.num_micro_forwards * times.t_draft_s))
+
+
+def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     """The three times that explain the measured seconds best.
 
     Args:
-        generations: of several arms, so that the three counts vary apart.
+        decoded: of several arms, so that the three counts vary apart.
         is_micro: whether a generation's drafter was the micro alone.
 
     Raises:
-        ValueError: fewer than four generations with a second round.
+        ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    rows = [
-        (*_forwards(generation, micro), sum(played.draft_s + played.target_s for played in generation.rounds[1:]))
-        for generation, micro in zip(generations, is_micro, strict=True)
-        if len(generation.rounds) > 1
-    ]
+    rows = [(*_forwards(one.later, micro), one.later_s) for one, micro in zip(decoded, is_micro, strict=True) if one.later.num_target]
     if len(rows) < 4:
         raise ValueError(
             f"fitting three times needs at least 4 generations of several rounds, there are {len(rows)}; raise decode.num_test"
@@ -90,11 +100,15 @@ def fit_times(generations: Sequence[Generation], *, is_micro: Sequence[bool]) ->
     times, residual = nnls(table[:, :3], table[:, 3])
     spread = float(((table[:, 3] - table[:, 3].mean()) ** 2).sum())
     t_micro_s, t_draft_s, t_target_s = (float(time) for time in times)
+    if not t_draft_s or not t_target_s:
+        raise ValueError(
+            f"{len(rows)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
+            "raise decode.num_dev and decode.num_test, or run on a quieter machine"
+        )
     return Times(t_micro_s=t_micro_s, t_draft_s=t_draft_s, t_target_s=t_target_s, r2=1 - float(residual) ** 2 / spread)
 
 
-def _forwards(generation: Generation, is_micro: bool) -> tuple[int, int, int]:
-    """(F_micro, F_draft, N_target) after the first round."""
-    counts = reduce(add, (played.counts for played in generation.rounds[1:]), Counts())
+def _forwards(counts: Counts, is_micro: bool) -> tuple[int, int, int]:
+    """(F_micro, F_draft, N_target)."""
     counts = swapped(counts) if is_micro else counts
-    return counts.num_micro_forwards, counts.num_draft_forwards, counts.num_target
+    return int(counts.num_micro_forwards), int(counts.num_draft_forwards), int(counts.num_target)

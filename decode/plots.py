@@ -28,7 +28,7 @@ class Plot(NamedTuple):
 
 def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str, str]) -> Plot:
     """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length."""
-    figure, axes = _figure(0.34 * len(results) + 1.0)
+    figure, axes = figure_of(0.34 * len(results) + 1.0)
     base = next(result.speed_up for result in results if result.family == "fixed_length")
     shown = sorted(results, key=lambda result: result.speed_up)
     values = np.array([result.speed_up for result in shown])
@@ -43,7 +43,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str
     )
     axes.axvline(1, color="#98a2b3", linestyle="--", linewidth=1)
     axes.set_xlabel("speed-up over the target alone")
-    return _plot(
+    return plot_of(
         f"speed_up-{cost.ratio:.3g}",
         f"Speed-up at t_target/t_draft = {cost.ratio:.2f} ({cost.origin}); whiskers: 95 %, against the best fixed length.",
         figure,
@@ -52,18 +52,18 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str
 
 def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4)."""
-    figure, axes = _figure(3.6)
+    figure, axes = figure_of(3.6)
     for family in dict.fromkeys(arm.grid.family for arm in arms):
         points = np.concatenate([_rates(arm) for arm in arms if arm.grid.family == family], axis=1)
         axes.plot(points[0], points[1], ".", markersize=4, label=names.get(family, family))
     axes.set(xlabel="verification rate", ylabel="discard rate", ylim=(-0.05, 2.5))
     axes.legend(fontsize=6, ncols=2)
-    return _plot("pareto", "Discard rate against verification rate, one point per setting.", figure)
+    return plot_of("pareto", "Discard rate against verification rate, one point per setting.", figure)
 
 
 def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
     """Throughput over the threshold of each family with one parameter, at its best arm."""
-    figure, axes = _figure(3.6)
+    figure, axes = figure_of(3.6)
     for family in dict.fromkeys(arm.grid.family for arm in arms):
         arm, _ = chosen([arm for arm in arms if arm.grid.family == family], cost)
         values = [list(setting.values()) for setting in arm.grid.settings]
@@ -71,12 +71,12 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -
             axes.plot([value[0] for value in values], throughput(arm.test, cost) * cost.t_target_s[0], label=names.get(family, family))
     axes.set(xlabel="threshold", ylabel="speed-up")
     axes.legend(fontsize=6, ncols=2)
-    return _plot("thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure)
+    return plot_of("thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure)
 
 
 def draft_lengths(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
     """How long drafts are at the dev-chosen settings."""
-    figure, axes = _figure(3.6)
+    figure, axes = figure_of(3.6)
     for family in dict.fromkeys(arm.grid.family for arm in arms):
         if family.startswith(("perfect_fed", "heuristic", "max_prob", "self_verify", "ada_edl")):
             continue
@@ -85,12 +85,12 @@ def draft_lengths(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]
         axes.step(np.arange(len(lengths)), lengths / lengths.sum(), where="mid", label=names.get(family, family))
     axes.set(xlabel="drafted tokens in a round", ylabel="share of rounds")
     axes.legend(fontsize=6, ncols=2)
-    return _plot("draft_lengths", f"Draft lengths at t_target/t_draft = {cost.ratio:.2f}.", figure)
+    return plot_of("draft_lengths", f"Draft lengths at t_target/t_draft = {cost.ratio:.2f}.", figure)
 
 
 def reliability(trace: Trace, heads: Mapping[str, Any]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
-    figure, axes = _figure(3.6)
+    figure, axes = figure_of(3.6)
     drawn = np.where(trace.is_rejected, trace.branch, np.arange(trace.num_positions))
     axes.plot([0, 1], [0, 1], color="#98a2b3", linestyle="--", linewidth=1)
     for name, head in heads.items():
@@ -104,19 +104,19 @@ def reliability(trace: Trace, heads: Mapping[str, Any]) -> Plot:
         axes.plot(mean, np.bincount(index, accepted, _BINS)[some] / count[some], marker="o", markersize=3, label=name)
     axes.set(xlabel="predicted acceptance (calibrated)", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
     axes.legend(fontsize=6)
-    return _plot("reliability", "Calibrated predictions against outcomes, on the trace's test tokens.", figure)
+    return plot_of("reliability", "Calibrated predictions against outcomes, on the trace's test tokens.", figure)
 
 
 def entropies(trace: Trace) -> Plot:
     """H(q) where the draft's token was accepted, and where it was rejected."""
-    figure, axes = _figure(3.6)
+    figure, axes = figure_of(3.6)
     entropy = trace.signals["entropy"][: trace.num_positions]
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
     for label, mask in (("accepted", ~trace.is_rejected), ("rejected", trace.is_rejected)):
         axes.hist(entropy[mask], bins=bins, histtype="step", density=True, label=f"{label} (mean {entropy[mask].mean():.2f})")
     axes.set(xlabel="H(q) in nats", ylabel="density")
     axes.legend(fontsize=8)
-    return _plot("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
+    return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
 
 
 def _scored_later(trace: Trace, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +134,8 @@ def _rates(arm: Arm) -> np.ndarray:
     return np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
+def figure_of(height: float) -> tuple[Figure, Axes]:
+    """One pair of axes, in the width and style of all plots."""
     figure = Figure(figsize=(5.6, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -142,7 +143,8 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _plot(name: str, caption: str, figure: Figure) -> Plot:
+def plot_of(name: str, caption: str, figure: Figure) -> Plot:
+    """The figure as SVG text, the same bytes for the same figure."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

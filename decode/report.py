@@ -2,7 +2,7 @@
 
 The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and intervals itself (law
 4.9), so the ranking follows the slider. Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts
-a split.
+a split. Hierarchies, which are decoded and not replayed, have a table of their own, recomputed from totals of their three models' forwards.
 """
 
 import base64
@@ -16,6 +16,8 @@ import numpy as np
 
 from data_gen.shards import write_atomic
 from decode.evaluation import Arm
+from decode.hierarchy_results import FAMILIES, DecodedHierarchies
+from decode.hierarchy_runs import Run
 from decode.plots import Plot
 from decode.replay import Replayed
 
@@ -32,13 +34,39 @@ class ReportArm:
     ratio: float | None = None
 
 
+@dataclass(frozen=True)
+class ReportHierarchy:
+    """One hierarchy at every setting that was decoded on both splits."""
+
+    family: str
+    settings: tuple[tuple[Run, Run], ...]
+    """(dev, test)"""
+    micro_ratio: float
+    """t_micro / t_draft, where the page's slider stands at first."""
+
+
+def report_hierarchies(decoded: DecodedHierarchies) -> list[ReportHierarchy]:
+    """Each arm for the page."""
+    on_dev = {(run.arm.name, run.setting.key): run for run in decoded.dev}
+    runs: dict[str, list[tuple[Run, Run]]] = {}
+    for run in decoded.test:
+        runs.setdefault(FAMILIES[run.arm.name], []).append((on_dev[run.arm.name, run.setting.key], run))
+    return [ReportHierarchy(family, tuple(settings), decoded.micro_ratio) for family, settings in runs.items()]
+
+
 def write_report(
-    path: Path, datasets: Mapping[str, Sequence[ReportArm]], *, names: Mapping[str, str], about: str, ratio: float, plots: Sequence[Plot]
+    path: Path,
+    datasets: Mapping[str, Sequence[ReportArm | ReportHierarchy]],
+    *,
+    names: Mapping[str, str],
+    about: str,
+    ratio: float,
+    plots: Sequence[Plot],
 ) -> None:
     """Write the page.
 
     Args:
-        datasets: the arms of each, bounds included.
+        datasets: the arms of each, bounds included; hierarchies get a table of their own.
         names: family -> what the page calls it.
         about: one line under the title.
         ratio: where the slider stands at first.
@@ -56,7 +84,8 @@ def write_report(
     write_atomic(path, template.replace("__DATA__", embedded).encode())
 
 
-def _dataset(name: str, arms: Sequence[ReportArm]) -> dict[str, Any]:
+def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy]) -> dict[str, Any]:
+    arms = [entry for entry in entries if isinstance(entry, ReportArm)]
     shapes = {split: getattr(arms[0].arm, split).counts.num_emitted[0] for split in ("dev", "test")}
     num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
     step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))
@@ -64,7 +93,29 @@ def _dataset(name: str, arms: Sequence[ReportArm]) -> dict[str, Any]:
         "name": name,
         **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
         "arms": [_arm(entry, step) for entry in arms],
+        "hierarchies": [_hierarchy(entry) for entry in entries if isinstance(entry, ReportHierarchy)],
     }
+
+
+def _hierarchy(entry: ReportHierarchy) -> dict[str, Any]:
+    return {
+        "family": entry.family,
+        "micro_ratio": entry.micro_ratio,
+        "settings": [{"label": test.label, "dev": _totals(dev), "test": _totals(test)} for dev, test in entry.settings],
+    }
+
+
+def _totals(run: Run) -> dict[str, int]:
+    counts = run.counts
+    names = {
+        "tokens": "num_emitted",
+        "micro": "num_micro_forwards",
+        "draft": "num_draft_forwards",
+        "target": "num_target",
+        "drafted": "num_drafted",
+        "accepted": "num_accepted",
+    }
+    return {"prompts": len(run.decoded), **{short: int(getattr(counts, name)) for short, name in names.items()}}
 
 
 def _arm(entry: ReportArm, step: int) -> dict[str, Any]:

@@ -3,18 +3,19 @@
 import pytest
 
 from decode import Counts, Generation, Round
-from decode.hierarchy_costs import Times, fit_times, redundancy, swapped, target_utilisation
+from decode.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
+from decode.hierarchy_costs import Times, break_even, fit_times, redundancy, swapped, target_utilisation
 
 
 def counts(micro: int, draft: int, target: int, **more: int) -> Counts:
     return Counts(num_micro_forwards=micro, num_draft_forwards=draft, num_target=target, **more)
 
 
-def generation(micro: int, draft: int, target: int) -> Generation:
+def decoded(micro: int, draft: int, target: int) -> Decoded:
     """Two rounds; the first reads the prompt and takes an hour, which no fit may see."""
-    seconds = 0.001 * micro + 0.004 * draft + 0.02 * target
     first = Round((), 0, (1,), "limit", counts(9, 9, 1), 3600.0, 0.0)
-    return Generation((1, 2), (first, Round((), 0, (2,), "limit", counts(micro, draft, target), 0.0, seconds)), Counts())
+    second = Round((), 0, (2,), "limit", counts(micro, draft, target), 0.001 * micro, 0.004 * draft + 0.02 * target)
+    return Decoded.of(Generation((1, 2), (first, second), Counts()))
 
 
 def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
@@ -26,7 +27,7 @@ def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
 
 
 def test_the_three_times_are_found_again_from_generations_that_obey_them():
-    generations = [generation(5, 2, 1), generation(0, 3, 2), generation(7, 7, 1), generation(1, 0, 5)]
+    generations = [decoded(5, 2, 1), decoded(0, 3, 2), decoded(7, 7, 1), decoded(1, 0, 5)]
     times = fit_times(generations, is_micro=[False] * 4)
     assert (times.t_micro_s, times.t_draft_s, times.t_target_s) == pytest.approx((0.001, 0.004, 0.02))
     assert times.r2 == pytest.approx(1.0)
@@ -45,4 +46,23 @@ def test_plain_speculation_with_the_micro_books_its_forwards_to_the_micro():
 
 def test_a_fit_from_too_few_generations_is_refused():
     with pytest.raises(ValueError, match="at least 4 generations"):
-        fit_times([generation(1, 1, 1)], is_micro=[False])
+        fit_times([decoded(1, 1, 1)], is_micro=[False])
+
+
+def test_at_the_break_even_both_take_the_same_time_per_token():
+    plain, hierarchy = counts(0, 50, 10, num_emitted=50), counts(60, 20, 10, num_emitted=54)
+    times = Times(t_micro_s=7.0, t_draft_s=0.3, t_target_s=1.0)
+    there = Times(t_micro_s=0.3 * break_even(hierarchy, plain, times), t_draft_s=0.3, t_target_s=1.0)
+    assert there.speedup(hierarchy) == pytest.approx(there.speedup(plain))
+    assert break_even(counts(60, 60, 12, num_emitted=50), plain, times) < 0
+
+
+def test_kept_generations_are_read_back_and_a_torn_line_is_cut_off(tmp_path):
+    one, other = Key(prompt_key([1, 2]), "HSDDW", "K<=10"), Key(prompt_key([3]), "sd", "K=5 ab12")
+    append_decoded(tmp_path, {one: decoded(5, 2, 1)})
+    with (tmp_path / "decoded.jsonl").open("a") as file:
+        file.write('{"prompt": "half')
+    assert read_decoded(tmp_path) == {one: decoded(5, 2, 1)}
+    append_decoded(tmp_path, {other: decoded(1, 1, 1)})
+    assert read_decoded(tmp_path) == {one: decoded(5, 2, 1), other: decoded(1, 1, 1)}
+    assert read_decoded(tmp_path / "nowhere") == {}

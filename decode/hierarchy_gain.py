@@ -1,0 +1,59 @@
+"""When does a third level pay? Best hierarchy over best plain speculation (draft or micro alone), modelled from counts at many times.
+
+Counts do not depend on times, so one run on dev answers for every machine: each side is at its best setting for the times in question.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from decode.hierarchy_costs import Times
+from decode.hierarchy_runs import Run
+from decode.plots import Plot, figure_of, plot_of
+
+MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""t_micro / t_draft, the columns of the table."""
+_DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
+"""t_draft / t_target."""
+_FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
+
+
+def gain_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
+    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one."""
+    totals = [(run.counts, run.arm.num_levels == 3, f"{run.arm.name} {run.label}".strip()) for run in runs]
+    here = times.t_draft_s / times.t_target_s
+    rows = []
+    for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
+        for micro_ratio in _FINE:
+            at = Times(t_micro_s=micro_ratio * draft_ratio, t_draft_s=draft_ratio, t_target_s=1.0)
+            plain, hierarchical = (
+                max((float(at.speedup(counts)), name) for counts, is_three, name in totals if is_three == wanted)
+                for wanted in (False, True)
+            )
+            rows.append((draft_ratio, micro_ratio, draft_ratio == here, hierarchical[0] / plain[0] - 1, *plain, *hierarchical))
+    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "plain_speedup", "plain", "hierarchy_speedup", "hierarchy"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def paying(group: pd.DataFrame) -> str:
+    """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
+    pays = (group["gain"] > 1e-9).to_numpy()
+    ratios = group["micro_ratio"].to_numpy()
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
+    ranges = [(ratios[start], ratios[stop - 1]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
+
+
+def gain_plot(gain: pd.DataFrame, name: str) -> Plot:
+    """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
+    figure, axes = figure_of(3.4)
+    for draft_ratio, group in gain.groupby("draft_ratio"):
+        is_here = bool(group["is_here"].any())
+        label = f"{draft_ratio:.3g}" + (" (here)" if is_here else "")
+        axes.plot(group["micro_ratio"], 100 * group["gain"], label=label, linewidth=2.4 if is_here else 1.2)
+    axes.axhline(0, color="#98a2b3", linestyle="--", linewidth=1)
+    axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
+    axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
+    caption = "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for the times."
+    return plot_of(f"third-level-{name}", caption, figure)
