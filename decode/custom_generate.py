@@ -31,7 +31,7 @@ from decode.drafter import ModelDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
 from decode.policies.base import Policy
 from decode.policies.length import Heuristic
-from lm import CachedModel, Draws, Sampling
+from lm import CachedModel, Draws, Sampling, eos_ids_of
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,24 @@ def speculative_generate(
     if draft_model is None:
         raise ValueError("speculative_generate needs a draft: target.generate(**inputs, custom_generate=…, draft_model=draft)")
     _check(model, input_ids, generation_config, logits_processor or [], model_kwargs)
-    width = model.get_output_embeddings().weight.shape[0]
-    chosen = policy or Heuristic()
-    has_heads = chosen.fed_head is not None or chosen.drawn_head is not None
     decoder = SpeculativeDecoder(
         CachedModel(model),
-        ModelDrafter(CachedModel(draft_model, vocab_size=width, with_hidden=has_heads), chosen),
+        _drafter(draft_model, policy or Heuristic(), width=model.get_output_embeddings().weight.shape[0]),
         sampling=ProcessedSampling(0.0 if not generation_config.do_sample else 1.0, processors=logits_processor or None),
         max_draft_length=max_draft_length,
-        eos_ids=_eos_ids(generation_config),
+        eos_ids=eos_ids_of(generation_config),
     )
-    prompt_ids = input_ids[0].tolist()
-    rounds = decoder.stream(prompt_ids, generation_config.max_length - len(prompt_ids), generator=generator)
+    rounds = decoder.stream(input_ids[0].tolist(), generation_config.max_length - input_ids.shape[1], generator=generator)
     generation = _until(rounds, input_ids, stopping_criteria)
     token_ids = torch.tensor([generation.token_ids], dtype=input_ids.dtype, device=input_ids.device).view(1, -1)
     sequences = torch.cat([input_ids, token_ids], dim=-1)
     return SpeculativeOutput(sequences=sequences, generation=generation) if generation_config.return_dict_in_generate else sequences  # type: ignore[arg-type]
+
+
+def _drafter(model: PreTrainedModel, policy: Policy, *, width: int) -> ModelDrafter:
+    """The draft under a policy, its logits cut to the target's width."""
+    has_heads = policy.fed_head is not None or policy.drawn_head is not None
+    return ModelDrafter(CachedModel(model, vocab_size=width, with_hidden=has_heads), policy)
 
 
 def _until(rounds: Any, input_ids: Tensor, stopping_criteria: StoppingCriteriaList | None) -> Generation:
@@ -124,11 +126,6 @@ def _until(rounds: Any, input_ids: Tensor, stopping_criteria: StoppingCriteriaLi
                 played[-1] = one.cut(len(one.emitted) - (len(tokens) - length))
                 return Generation.of(played)
     return Generation.of(played)
-
-
-def _eos_ids(config: GenerationConfig) -> frozenset[int]:
-    ids = config.eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, processors: Sequence[Any], kwargs: dict[str, Any]) -> None:

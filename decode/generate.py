@@ -1,6 +1,7 @@
 """python -m decode generate: one prompt through the speculative loop, its tokens in colour as they come, or one JSON document."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from data_gen.records import Prompt
 from data_gen.templates import encode
 from decode.drafter import ModelDrafter
 from decode.grids import check_sampling
-from decode.loop import Generation, SpeculativeDecoder
+from decode.loop import Generation, Round, SpeculativeDecoder
 from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
 from decode.transcript import Transcript, legend, picture, summary
@@ -57,17 +58,22 @@ def generate(
     if json:
         print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
         return
-    console = Console(highlight=False)
-    transcript = Transcript(console, pair.tokenizer, has_rejected=rejected)
-    console.print(legend())
+    transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
+    closing = _show(rounds, transcript, stop)
+    if svg is not None:
+        Path(svg).write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
+
+
+def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
+    """Print each round as soon as it is played; returns the summary, which closes."""
+    transcript.console.print(legend())
     played = []
     for one in rounds:
         played.append(one)
         transcript.write(one)
-    closing = summary(Generation.of(played), stop)
-    console.print("\n" + closing, soft_wrap=True)
-    if svg is not None:
-        Path(svg).write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
+    closing = summary(Generation.of(played), policy)
+    transcript.console.print("\n" + closing, soft_wrap=True)
+    return closing
 
 
 def policy_for(config: Config, spec: str) -> Policy:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.counts import Counts
 from decode.drafter import Drafter, Proposal, Session, stacked
-from lm import CachedModel, Draws, RandomDraws, Sampling, verify
+from lm import CachedModel, Draws, RandomDraws, Sampling, eos_ids_of, verify
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SpeculativeDecoder:
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
         if eos_ids is None:
-            eos_ids = eos_ids_of(target) if isinstance(target, PreTrainedModel) else frozenset()
+            eos_ids = eos_ids_of(target.generation_config) if isinstance(target, PreTrainedModel) else frozenset()
         self.target = CachedModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
         self.drafter = drafter
         self.sampling = sampling or Sampling()
@@ -173,12 +173,6 @@ class SpeculativeDecoder:
             drafted_s - started_s,
             ended_s - drafted_s,
         )
-
-
-def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The end-of-sequence ids of a model's generation config; there may be several, or none."""
-    ids = model.generation_config.eos_token_id if model.generation_config else None
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:

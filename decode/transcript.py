@@ -33,7 +33,7 @@ class Transcript:
         tokenizer: of the pair.
         has_rejected: show rejected drafts as well.
         """
-        self._console = console
+        self.console = console
         self._detokenizer = Detokenizer(tokenizer)
         self._has_rejected = has_rejected
         self.text = Text()
@@ -43,7 +43,7 @@ class Transcript:
         """Print one round, without a line break of its own."""
         text = self.text_of(played)
         self.text.append_text(text)
-        self._console.print(text, end="", soft_wrap=True)
+        self.console.print(text, end="", soft_wrap=True)
 
     def text_of(self, played: Round) -> Text:
         """The round's tokens, styled."""

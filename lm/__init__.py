@@ -12,7 +12,7 @@ from lm.cached_model import CachedModel
 from lm.compiled_model import CompiledModel
 from lm.draws import Draws, RandomDraws
 from lm.entropy import cross_entropy, entropy
-from lm.pair import Pair, check_width, load_model, load_pair, load_pair_tokenizer, load_tokenizer
+from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer
 from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, residual_probs, verify
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_width",
     "cross_entropy",
     "entropy",
+    "eos_ids_of",
     "load_model",
     "load_pair",
     "load_pair_tokenizer",

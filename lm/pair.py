@@ -7,7 +7,7 @@ the extra ids get probability zero in every model, by cutting logits to `Pair.vo
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource, PairConfig
 
@@ -31,9 +31,14 @@ class Pair:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The target's end-of-sequence ids (a generation config may name several), or the tokenizer's."""
-        ids = self.target.generation_config.eos_token_id if self.target.generation_config else None
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        own = self.tokenizer.eos_token_id
+        return eos_ids_of(self.target.generation_config) or frozenset([] if own is None else [own])
+
+
+def eos_ids_of(config: GenerationConfig | None) -> frozenset[int]:
+    """The end-of-sequence ids of a generation config; there may be several, or none."""
+    ids = None if config is None else config.eos_token_id
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def load_pair(config: PairConfig) -> Pair:
