@@ -194,7 +194,7 @@ class DecodeConfig:
     t_micro_s: float | None = None
     """Seconds per micro forward; null: its ratio to t_draft is measured while the hierarchies are decoded."""
     hierarchies: bool = False
-    """Also decode HSDDW and Chen's variant (needs pair.micro). They cannot be replayed: some five seconds per small-model prompt."""
+    """evaluate and bench also run HSDDW and Chen's variant (needs pair.micro). They are decoded, not replayed: seconds per prompt."""
     ratios: tuple[float, ...] = ()
     """Further values of t_target / t_draft to evaluate at, as on other hardware."""
 

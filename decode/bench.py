@@ -5,6 +5,8 @@
     against_plain     tokens per second of the loop / of the target's plain generation
     head_share        what a head adds to a draft step / the step without it
 
+With `decode.hierarchies` also three models beside two (`decode.bench_hierarchies`).
+
 Greedy, and sampled at temperature 1 without warpers (with warpers assisted generation applies them to the draft twice and would lose for
 another reason). Arms take turns on every prompt; times are medians. The last line is one JSON document.
 """
@@ -27,7 +29,9 @@ from configs.schema import Config
 from data_gen.prompts import load_prompts
 from data_gen.templates import encode
 from decode.bench_arms import Arms, head_cost, outside_share, timed_in_turns
+from decode.bench_hierarchies import hierarchy_rows, hierarchy_table
 from decode.grids import load_heads
+from decode.trio import NO_MICRO
 from heads.head import AcceptanceHead
 from lm import CompiledModel, Pair, Sampling, load_pair
 
@@ -54,11 +58,13 @@ def bench(
         compile: also time the loop with both models compiled (each width of a verification compiles once, for seconds).
     """
     logging.disable_progress_bar()
+    if config.decode.hierarchies and config.pair.micro is None:
+        raise ValueError(NO_MICRO)
     pair = load_pair(config.pair)
     prompts = [encode(prompt, pair.tokenizer, config.data.template) for prompt in load_prompts(config.data, "test")[:num_prompts]]
     head = next(iter(load_heads(config).values()), None) or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
     console = Console(highlight=False)
-    rows, extras = [], []
+    rows, extras, third = [], [], []
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         arms = Arms(pair, num_tokens, _compiled(pair) if compile else None)
@@ -67,8 +73,14 @@ def bench(
             console.print(" ".join(f"{name}={_short(value)}" for name, value in rows[-1].items()), soft_wrap=True)
         extras.append({"threads": num_threads, **_extras(pair, head, prompts, num_tokens)})
         console.print(" ".join(f"{name}={_short(value)}" for name, value in extras[-1].items()), soft_wrap=True)
+        if config.decode.hierarchies:
+            found = hierarchy_rows(pair, prompts, SAMPLINGS, lengths=lengths, num_tokens=num_tokens)
+            third += [{"threads": num_threads, **row} for row in found]
     console.print(_table(rows))
+    if third:
+        console.print(hierarchy_table(third))
     document = {"where": _where(config), "num_tokens": num_tokens, "num_prompts": len(prompts), "grid": rows, "overheads": extras}
+    document |= {"hierarchies": third} if third else {}
     print(json.dumps(document))
     return document
 

@@ -1,0 +1,78 @@
+"""`decode bench` with `decode.hierarchies`: wall clock of three models beside the two-model loop, arms taking turns on every prompt.
+
+    against_alone     tokens per second / of the same loop with nothing drafted
+    against_sd        tokens per second / of plain speculation with the draft, at the best of the fixed lengths tried
+
+Hierarchies run at the first setting of their arm in `decode hierarchy`, which chooses on dev; the best fixed length is chosen on the timed
+prompts themselves, so that what is left over from it is not a matter of settings.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from decode.bench_arms import timed_in_turns
+from decode.drafter import Drafter, ModelDrafter
+from decode.hierarchy_arms import arms_of
+from decode.loop import SpeculativeDecoder
+from decode.policies import FixedLength
+from decode.trio import Trio
+from lm import Pair, Sampling
+
+
+def hierarchy_rows(
+    pair: Pair, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, lengths: Sequence[int], num_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """One row per sampling and drafter.
+
+    Raises:
+        ValueError: the pair has no micro model.
+    """
+    trio, seeds = Trio(lambda: pair), count()
+
+    def seconds_of(decoder: SpeculativeDecoder, prompt: list[int]) -> float:
+        generator = torch.Generator().manual_seed(next(seeds))
+        started_s = perf_counter()
+        decoder.generate(prompt, num_tokens, generator=generator)
+        return perf_counter() - started_s
+
+    for name, sampling in samplings.items():
+        decoders = {
+            drafter_name: SpeculativeDecoder(trio.target, drafter, sampling=sampling, eos_ids=frozenset())
+            for drafter_name, drafter in _drafters(trio, lengths).items()
+        }
+        taken_s = timed_in_turns([partial(seconds_of, decoder) for decoder in decoders.values()], prompts)
+        seconds = dict(zip(decoders, taken_s, strict=True))
+        best_s = min(seconds[f"sd K={k}"] for k in lengths)
+        for drafter_name, own_s in seconds.items():
+            yield {
+                "sampling": name,
+                "drafter": drafter_name,
+                "tokens_per_s": num_tokens / own_s,
+                "against_alone": seconds["target alone"] / own_s,
+                "against_sd": best_s / own_s,
+            }
+
+
+def hierarchy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows, drafters down, threads and samplings across."""
+    table = Table(title="hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length")
+    table.add_column("drafter")
+    columns = sorted({(row["threads"], row["sampling"]) for row in rows})
+    for num_threads, name in columns:
+        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
+    for drafter in dict.fromkeys(row["drafter"] for row in rows):
+        found = {(row["threads"], row["sampling"]): row for row in rows if row["drafter"] == drafter}
+        table.add_row(drafter, *(f"{found[column]['tokens_per_s']:.1f} ({found[column]['against_sd']:.2f})" for column in columns))
+    return table
+
+
+def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
+    two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
+    three = {f"{arm.name} {arm.settings[0].label}": arm.settings[0].build() for arm in arms_of(trio) if arm.num_levels == 3}
+    return {"target alone": ModelDrafter(trio.draft, FixedLength(0)), **two, **three}
