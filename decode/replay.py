@@ -188,7 +188,7 @@ class _Lanes:
 
 
 def _merged(mask: Array, new: State, old: State) -> State:
-    return tuple(np.where(mask, value, kept) for value, kept in zip(new, old, strict=True))
+    return tuple(kept if value is kept else np.where(mask, value, kept) for value, kept in zip(new, old, strict=True))
 
 
 def _signals(trace: Trace, policy: Policy) -> dict[str, Array]:

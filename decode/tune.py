@@ -22,6 +22,19 @@ from decode.tuning import auto_for
 from heads.head import AcceptanceHead, update_config
 
 FINE = 201
+_RULE = (
+    "t_draft_s",
+    "t_target_s",
+    "t_verify_s",
+    "throughput",
+    "next_mean",
+    "index_offset",
+    "index_slope",
+    "first_index",
+    "prior_profit",
+    "prior_rounds",
+)
+"""What `auto` reads back."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Tuned:
     auto_tokens_per_s: float
     """On test, by the rule with lambda from dev."""
     online_tokens_per_s: float
-    """On test, by the rule that learns lambda in each generation."""
+    """On test, by the rule that is told no lambda and learns it in each generation."""
     target_alone_tokens_per_s: float
     recommended: dict[str, Any]
 
@@ -80,16 +93,7 @@ def tune_head(name: str, head: AcceptanceHead, dev: Trace, test: Trace, *, cost:
     recommended = {
         "max_rejection_prob": round(float(thresholds[best]), 5),
         "is_calibrated": False,
-        "t_draft_s": cost.t_draft_s,
-        "t_target_s": cost.t_target_s[0],
-        "t_verify_s": float(rule.t_verify_s),
-        "throughput": float(rule.throughput or 0.0),
-        "next_mean": float(rule.next_mean),
-        "next_slope": float(rule.next_slope),
-        "score_mean": float(rule.score_mean),
-        "prior_accepted": rule.prior_accepted,
-        "prior_extra_s": rule.prior_extra_s,
-        "prior_rounds": rule.prior_rounds,
+        **{name: getattr(rule, name) for name in _RULE},
         "costs": cost.origin,
         "num_prompts": len(dev.rows),
     }

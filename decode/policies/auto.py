@@ -1,32 +1,44 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second spent is lambda tokens lost, so
-drafting one more token after k costs lambda * (t_draft + t_target(k+1) - t_target(k)) tokens and gains S_k * a_{k+1}:
+Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second spent is lambda tokens lost, so each
+further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft goes on while
 
-    S_k      calibrated probability that all k drafted tokens survive (a fed-time head has not scored the newest yet: mean acceptance
-    stands in) a_{k+1}  predicted acceptance of the next token, not drawn yet: m + r (a_k - mean a), linear in the newest score
+    S * g(a) >= price
 
-Continue while the gain is at least the cost. This one-step rule does not see that a hard token may be followed by easy ones; what that
-loses is measured by `python -m decode tune`.
+    S   calibrated probability that all drafted tokens survive; of a fed-time head, all that it has scored: the newest is not among them
+    a   the newest score in S
+    g   the *index*: the most that one more token may cost per unit of S, if one may go on after it as long as that pays,
+
+            g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given a and S = 1
+
+Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
+one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.index` solves
+for g on a trace; here it is a line, first_index standing for it where a fed-time head has scored nothing yet.
 
 lambda is `throughput` as found on a trace (`decode.tuning.fixed_point`), or, with `is_online`, N / T of the generation so far after a
-prior of `prior_tokens` at that throughput; it is at least 1 / t_target(0), what the target alone reaches. Draft length 0: a round does not
-draft while a draft of late did not pay, i.e. while (mean accepted tokens of a drafting round) < lambda * (mean extra seconds of one);
-every `probe_every` rounds it drafts all the same, to find out.
+prior of `prior_tokens` at that throughput. Where no throughput is known the prior is that of the best fixed length if every token were
+accepted with probability `next_mean`, whatever came before. lambda is at least 1 / t_target(0), what the target alone reaches.
+
+Draft length 0: a round drafts while drafting rounds have paid, i.e. while the mean over them of (accepted tokens - extra seconds /
+t_target(0)) is not negative: then the target alone is no better. Every `probe_every` rounds it drafts all the same, to find out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.special import expit
 
 from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
+from decode.policies.sigmoid import sigmoid
 
 if TYPE_CHECKING:
     from heads.head import AcceptanceHead
+
+_LONGEST = 20
+"""Of the fixed lengths that the prior of lambda looks at."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +46,22 @@ class Auto(Policy):
     """`max_rejection_prob: auto`.
 
     Attributes:
-        head: scores tokens; calibrated probabilities are used. A second head of the other timing may go into `also`.
+        head: scores tokens; calibrated probabilities are used. A second head of the other timing may go into `also`: the drawn-time one
+            then scores the newest token and the fed-time one all before it.
         t_draft_s: seconds of one draft forward.
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k).
-        throughput: lambda in tokens per second; None: the target alone's, a prior to learn from.
+        throughput: lambda in tokens per second; None: estimated from `next_mean`.
         is_online: learn lambda in each generation.
-        next_mean: m, the mean acceptance of a token that follows an accepted one.
-        next_slope: r, how much it gains per unit of the score before it.
-        score_mean: the mean of that score.
+        next_mean: mean acceptance of a token that follows an accepted one.
+        index_offset: g(0).
+        index_slope: g(1) - g(0).
+        first_index: of a fed-time head, g after the first token of a round.
         prior_tokens: weight of the prior of lambda.
-        prior_accepted: accepted tokens per drafting round, to begin with; None: `next_mean`, as for drafts of one token.
-        prior_extra_s: extra seconds of one, to begin with; None: those of one token.
-        prior_rounds: weight of these two.
+        prior_profit: mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds, to begin with; None: from `next_mean`.
+        prior_rounds: weight of that.
         probe_every: rounds without a draft before one is tried again.
-        memory: most weight that the past has in the means over drafting rounds.
+        memory: most weight that the past has in the mean over drafting rounds.
     """
 
     head: AcceptanceHead
@@ -58,13 +71,13 @@ class Auto(Policy):
     throughput: Number | None = None
     is_online: bool = True
     next_mean: Number = 0.6
-    next_slope: Number = 0.0
-    score_mean: Number = 0.8
+    index_offset: Number = 0.6
+    index_slope: Number = 0.0
+    first_index: Number = 0.6
     also: AcceptanceHead | None = None
-    prior_tokens: float = 64.0
-    prior_accepted: Number | None = None
-    prior_extra_s: Number | None = None
-    prior_rounds: float = 8.0
+    prior_tokens: float = 512.0
+    prior_profit: Number | None = None
+    prior_rounds: float = 16.0
     probe_every: int = 16
     memory: float = 0.98
 
@@ -91,65 +104,79 @@ class Auto(Policy):
         names = {f.name for f in fields(cls)} - {"head", "also"}
         return cls(head, **{name: value for name, value in known.items() if name in names}, **others)
 
-    @property
+    @cached_property
     def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
         return next((head for head in (self.head, self.also) if head is not None and head.timing == "fed"), None)
 
-    @property
+    @cached_property
     def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
         return next((head for head in (self.head, self.also) if head is not None and head.timing == "drawn"), None)
 
-    @property
+    @cached_property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
 
     def start(self) -> State:
-        prior = 1.0 / self.t_target_s if self.throughput is None else self.throughput
-        floor = np.maximum(prior, 1.0 / self.t_target_s)
-        accepted = self.next_mean if self.prior_accepted is None else self.prior_accepted
-        extra_s = self.t_draft_s + self.t_verify_s if self.prior_extra_s is None else self.prior_extra_s
-        # (survival, tokens, seconds, rounds since a draft, accepted per drafting round, extra seconds per drafting round, drafting rounds)
-        return 1.0, self.prior_tokens, self.prior_tokens / floor, 0.0, accepted, extra_s, self.prior_rounds
+        rate, profit = self._prior()
+        # (survival, share of g, price, tokens, seconds, rounds since a draft, profit per drafting round, drafting rounds)
+        return 1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds
 
     def begin(self, state: State) -> State:
-        return (1.0, *state[1:])
+        share = 1.0 if self.fed_head is None or self.drawn_head is not None else self.first_index / (self.index_offset + self.index_slope)
+        return 1.0, share, self._rate(state) * (self.t_draft_s + self.t_verify_s), *state[3:]
 
     def limit(self, state: State) -> Number:
-        _, _, _, idle, accepted, extra_s, _ = state
-        pays = accepted >= self._rate(state) * extra_s
-        return np.where(pays | (idle >= self.probe_every - 1), np.inf, 0.0)
+        idle, profit = state[5], state[6]
+        return np.where((profit >= 0.0) | (idle >= self.probe_every - 1), np.inf, 0.0)
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        kept, newest = state[0], self.next_mean
+        survival, share, price = state[:3]
+        newest: Number = 1.0
         if self.fed_head is not None:
-            scored = expit(self.fed_head.calibrated_logit(drawn.fed_logit))
-            kept = kept * scored
-            newest = np.where(drawn.position > 0, self._next(scored), newest)
-        survival = kept * newest
+            newest = sigmoid(self.fed_head.calibrated_logit(drawn.fed_logit))
+            survival = survival * newest
+        kept = survival
         if self.drawn_head is not None:
-            newest = expit(self.drawn_head.calibrated_logit(drawn.drawn_logit))
-            survival = kept * newest
+            newest = sigmoid(self.drawn_head.calibrated_logit(drawn.drawn_logit))
+            survival = survival * newest
             kept = survival if self.fed_head is None else kept
-        gain = survival * self._next(newest)
-        return (kept, *state[1:]), gain < self._rate(state) * (self.t_draft_s + self.t_verify_s)
+        return (kept, 1.0, *state[2:]), survival * share * (self.index_offset + self.index_slope * newest) < price
 
     def end(self, state: State, outcome: Outcome) -> State:
-        survival, tokens, seconds, idle, accepted, extra_s, rounds = state
-        extra = outcome.num_drafted * (self.t_draft_s + self.t_verify_s)
+        survival, share, price, tokens, seconds, idle, profit, rounds = state
+        extra_s = outcome.num_drafted * (self.t_draft_s + self.t_verify_s)
         has_drafted = outcome.num_drafted > 0
-        tokens = tokens + outcome.num_accepted + 1.0
-        seconds = seconds + self.t_target_s + extra
         weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (rounds + 1.0))
-        accepted = accepted + weight * (outcome.num_accepted - accepted)
-        extra_s = extra_s + weight * (extra - extra_s)
-        return survival, tokens, seconds, np.where(has_drafted, 0.0, idle + 1.0), accepted, extra_s, rounds + has_drafted
+        profit = profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - profit)
+        tokens, seconds = tokens + outcome.num_accepted + 1.0, seconds + self.t_target_s + extra_s
+        return survival, share, price, tokens, seconds, np.where(has_drafted, 0.0, idle + 1.0), profit, rounds + has_drafted
 
     def _rate(self, state: State) -> Number:
         """lambda."""
-        if not self.is_online:
-            return 1.0 / self.t_target_s if self.throughput is None else np.maximum(self.throughput, 1.0 / self.t_target_s)
-        return np.maximum(state[1] / state[2], 1.0 / self.t_target_s)
+        rate = state[3] / state[4] if self.is_online else self._prior()[0]
+        return np.maximum(rate, 1.0 / self.t_target_s)
 
-    def _next(self, newest: Number) -> Number:
-        """Predicted acceptance of the token after one whose acceptance is predicted as `newest`."""
-        return np.clip(self.next_mean + self.next_slope * (newest - self.score_mean), 0.0, 1.0)
+    def _prior(self) -> tuple[Number, Number]:
+        """(lambda, profit per drafting round) to begin with."""
+        rate, profit = prior_of(self.next_mean, (self.t_draft_s + self.t_verify_s) / self.t_target_s)
+        rate = rate / self.t_target_s if self.throughput is None else self.throughput
+        return np.maximum(rate, 1.0 / self.t_target_s), profit if self.prior_profit is None else self.prior_profit
+
+
+def prior_of(acceptance: Number, cost: Number) -> tuple[Number, Number]:
+    """The best throughput of fixed lengths k >= 1, times t_target, and their best profit, if all tokens are accepted with one probability.
+
+    throughput(k) = (1 + m + ... + m^k) / (1 + k c)          profit(k) = m + ... + m^k - k c
+
+    Args:
+        acceptance: m.
+        cost: c, seconds of one more drafted token over t_target.
+    """
+    accepted, power = acceptance, acceptance
+    rate, profit = (1.0 + acceptance) / (1.0 + cost), acceptance - cost
+    for k in range(2, _LONGEST + 1):
+        power = power * acceptance
+        accepted = accepted + power
+        rate = np.maximum(rate, (1.0 + accepted) / (1.0 + k * cost))
+        profit = np.maximum(profit, accepted - k * cost)
+    return rate, profit

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from scipy.special import expit
-
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Policy, State
 from decode.policies.confidence import check_unit
+from decode.policies.sigmoid import sigmoid
 
 if TYPE_CHECKING:
     from heads.head import AcceptanceHead
@@ -85,4 +84,4 @@ class HeadPolicy(Policy):
     def _prob(self, head: AcceptanceHead, logit: Number) -> Number:
         """sigmoid of the raw or of the calibrated logit."""
         logit = head.calibrated_logit(logit) if self.is_calibrated else logit
-        return expit(logit)
+        return sigmoid(logit)

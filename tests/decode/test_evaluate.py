@@ -11,7 +11,7 @@ from decode.policies.auto import Auto
 from decode.policies.registry import POLICIES, make_policy
 from decode.replay import replay_settings
 from decode.trace import PerfectHead
-from decode.tuning import auto_for, neighbours
+from decode.tuning import auto_for
 from heads import AcceptanceHead
 from heads.provenance import Provenance
 from lm import Sampling
@@ -99,12 +99,6 @@ def test_auto_is_the_rule_that_tune_recommended():
     assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
     with pytest.raises(ValueError, match="decode tune"):
         make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
-
-
-def test_neighbours_are_read_off_accepted_tokens(splits):
-    near = neighbours(splits[0], PerfectHead("drawn"))
-    assert 0 < near.mean < 1
-    assert 0 < near.score_mean <= 1
 
 
 def test_a_head_of_another_sampling_is_refused_with_both_named():
