@@ -47,16 +47,16 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
 
 def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     """The rule with lambda equal to the throughput that it reaches on the trace, and with the profit of a drafting round there."""
-    rate, best = 1.0 / cost.t_target_s[0], (0.0, 0.0)
+    rate = 1.0 / cost.t_target_s[0]
     always = replace(rule, probe_every=1)
     for _ in range(_STEPS):
         reached = float(throughput(replay_settings(trace, replace(always, throughput=rate)), cost)[0])
-        best = max(best, (reached, rate))
-        if abs(reached - rate) <= _TOLERANCE * rate:
-            break
+        is_settled = abs(reached - rate) <= _TOLERANCE * rate
         rate = reached
-    replayed = replay_settings(trace, replace(always, throughput=best[1]))
+        if is_settled:
+            break
+    replayed = replay_settings(trace, replace(always, throughput=rate))
     num_rounds = max(1, int(replayed.lengths[0, :, 1:].sum()))
     extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
     profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
-    return replace(rule, throughput=best[1], prior_profit=profit, prior_rounds=50.0)
+    return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
