@@ -1,7 +1,7 @@
 """`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, stats, tiny."""
 
 from configs.command import Command, run
-from data_gen.official import import_
+from data_gen.imports import import_
 from data_gen.plan import plan
 from data_gen.run import make
 from data_gen.stats import stats

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen import forwards
-from data_gen.labels import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.labels import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_given, label_joint, label_target
 from data_gen.layout import Layout
 from data_gen.numbers import refuse_non_finite
 from data_gen.responses import Progress
@@ -45,8 +45,8 @@ class Labeller:
 
         Args:
             exchanges: the rows of the shard.
-            given: `uniform` [token] to draw Y with; without the draft, its `draft_ids` and `log_q`; perhaps `target_states`
-                [token, hidden], which spare the target's forward.
+            given: `uniform` [token] to draw Y with, or the `draft_ids` that were drawn; without the draft, its `log_q` too; perhaps
+                `target_states` [token, hidden], which spare the target's forward.
         """
         layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
@@ -126,7 +126,10 @@ class Labeller:
         draft_ids, log_q = given.get("draft_ids"), given.get("log_q")
         if self.draft is not None:
             q_logits = self._logits(self.draft, states["draft"], f"the draft {where}")
-            labels, q = label_draft(q_logits, given["uniform"].to(q_logits.device), self.sampling)
+            if draft_ids is None:
+                labels, q = label_draft(q_logits, given["uniform"].to(q_logits.device), self.sampling)
+            else:
+                labels, q = label_given(q_logits, draft_ids, self.sampling)
             columns |= labels._asdict()
             draft_ids, log_q = labels.draft_ids, labels.log_q
         if self.target is not None:

@@ -43,9 +43,16 @@ def label_draft(
     """Draw Y and read the draft's numbers at it; also q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
-    draft_ids = draw(q, uniform)
-    log_token_prob = _at(q_logits, draft_ids) - q_logits.logsumexp(-1)
-    return DraftLabels(draft_ids, _at(q, draft_ids).log(), log_token_prob, entropy(q_logits)), q
+    return _draft_labels(q_logits, q, draw(q, uniform)), q
+
+
+def label_given(
+    q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
+) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
+    """`label_draft` for a Y that was drawn elsewhere: imported data."""
+    q_logits = q_logits.float()
+    q = sampling.probs(q_logits)
+    return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
 
 
 def label_target(
@@ -74,6 +81,11 @@ def acceptance_prob_of(log_p: Float[Tensor, " position"], log_q: Float[Tensor, "
 def mixed(response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " position"], from_target: Tensor) -> Int[Tensor, " position"]:
     """Z: X where the coin says so, else Y."""
     return torch.where(from_target, response_ids, draft_ids)
+
+
+def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels:
+    log_token_prob = _at(q_logits, draft_ids) - q_logits.logsumexp(-1)
+    return DraftLabels(draft_ids, _at(q, draft_ids).log(), log_token_prob, entropy(q_logits))
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""`python -m data_gen import`: data made by the official SpecDec++ code -> our rows.
+"""The official SpecDec++ JSON (`data/gen_*.py` of the released code), object by object.
 
-Its JSON (`data/gen_*.py` of the released code) is one list of objects: prompt, continuation, and prefix, tokens, draft, log_p_7b (draft),
-log_p_70b (target), p_acc, each of the last six a list or a list written as a string. Its numbers are of raw temperature-1 distributions, so
-the manifest says temperature 1 without truncation; what it did not keep (acceptance_rate, entropies, the coins, finish_reason) is null.
+One list of objects: prompt, continuation, and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc, each of the last six a
+list or a list written as a string. Its numbers are of raw temperature-1 distributions; acceptance_rate, entropies, the coins and
+finish_reason it does not keep.
 """
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -14,45 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import Config
-from data_gen import rows
 from data_gen.labels import acceptance_prob_of
-from data_gen.manifest import FORMAT, settle
-from data_gen.prompts import SPLITS
 from data_gen.rows import Exchange
-from data_gen.shards import rows_path, write_shard
 
 _INFINITY = re.compile(r"-inf\b")
 
 
-def import_(config: Config, *, file: str, split: str = "train", draft_key: str = "log_p_7b", target_key: str = "log_p_70b") -> None:
-    """Import the official SpecDec++ JSON as rows of one split.
+def parse(item: Any, where: str, name: str, keys: tuple[str, str]) -> tuple[Exchange, dict[str, Tensor]]:
+    """The row `name` of one object of the JSON, and its columns draft_ids, log_q, log_p, acceptance_prob.
 
     Args:
-        file: the JSON, such as data/alpaca_data/train.json of the official code.
-        split: train, dev or test.
-        draft_key: field with the draft's log probabilities of the draft tokens.
-        target_key: field with the target's.
+        where: file and item, for messages.
+        keys: fields of the draft's and the target's log probabilities.
+
+    Raises:
+        ValueError: a field that is missing or no list of numbers, or lists of different lengths.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
-    items = _read(Path(file))
-    settle(config.data.dir, _manifest(config, draft_key, target_key))
-    size = config.data.rows_per_shard
-    for index, start in enumerate(range(0, len(items), size)):
-        parsed = [
-            _row(items[number], f"{file}: item {number}", f"{split}-{number}", draft_key, target_key)
-            for number in range(start, min(start + size, len(items)))
-        ]
-        columns = {name: torch.cat([values[name] for _, values in parsed]) for name in parsed[0][1]}
-        exchanges = [exchange for exchange, _ in parsed]
-        facts = {"rows": len(exchanges), "tokens": len(columns["log_p"]), "input": len(exchanges), "ok": len(exchanges), "problems": []}
-        write_shard(rows_path(config.data.dir, split, index), rows.to_parquet(exchanges, columns, None), **facts)
-    print(f"{config.data.dir}: {len(items):,} rows of {split} from {file}")
-
-
-def _row(item: Any, where: str, name: str, draft_key: str, target_key: str) -> tuple[Exchange, dict[str, Tensor]]:
-    """One object of the JSON; its lists must be of one length."""
+    draft_key, target_key = keys
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
     prefix, tokens, draft, log_q, log_p = (_list(item, key, where) for key in ("prefix", "tokens", "draft", draft_key, target_key))
@@ -81,7 +58,12 @@ def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
     return value
 
 
-def _read(path: Path) -> list[Any]:
+def read(path: Path) -> list[Any]:
+    """The objects of a file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or none of that shape.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
@@ -91,13 +73,3 @@ def _read(path: Path) -> list[Any]:
     if not isinstance(items, list) or not items:
         raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
     return items
-
-
-def _manifest(config: Config, draft_key: str, target_key: str) -> dict[str, Any]:
-    """What is known about imported data."""
-    names = {
-        name: {"name": getattr(config.pair, name).path, "revision": getattr(config.pair, name).revision} for name in ("target", "draft")
-    }
-    keys = hashlib.sha256(f"{draft_key} {target_key}".encode()).hexdigest()
-    sampling = {"temperature": 1.0, "top_k": None, "top_p": None}
-    return {"format": FORMAT, "source": "specdec++", **names, "sampling": sampling, "keys": keys, "recorded": {}}

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from data_gen.draws import draw, uniforms
 from data_gen.forwards import device_of, logits_of
-from lm.kv_buffer import keep, make_cache
 from data_gen.numbers import refuse_non_finite
 from lm import Sampling
+from lm.kv_buffer import keep, make_cache
 
 _CROWDED = 0.85
 """Ended sequences leave a batch when at most this share is still going: leaving copies the cache, staying costs forwards."""

@@ -11,7 +11,7 @@ the same shard is the same on any engine, in any order, and after any interrupti
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -52,14 +52,13 @@ def label_and_mix(
     labeller: Labeller,
     config: DataConfig,
     progress: Progress,
-    target_states: Tensor | None = None,
+    known: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Everything that the draft decides, and with the target loaded the rest too: columns, `from_target`, and `drawn` and `fed` states
-    as wanted. `target_states` spare the target's forward.
+    as wanted. `known` may hold `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = _layout(exchanges)
-    given = {"uniform": uniforms(seed_of(config.seed, "draft", spec.split, spec.index), layout.num_tokens)}
-    given |= {} if target_states is None else {"target_states": target_states}
+    given = {"uniform": uniforms(seed_of(config.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known or {})}
     columns = labeller.label(exchanges, given, with_hidden="drawn" in config.features, progress=progress)
     coins = uniforms(seed_of(config.seed, "mixing", spec.split, spec.index), layout.num_tokens * config.mixes)
     columns["from_target"] = coins < config.mixing_ratio

@@ -61,7 +61,8 @@ class Worker:
         if self.stage == "target":
             columns = shard_maker.add_target(exchanges, spec, self.labeller, self.data, progress)
         else:
-            columns = shard_maker.label_and_mix(exchanges, spec, self.labeller, self.data, progress, states)
+            known = {} if states is None else {"target_states": states}
+            columns = shard_maker.label_and_mix(exchanges, spec, self.labeller, self.data, progress, known)
         if self.stage == "draft":
             shard_maker.save_drafted(columns, spec, self.data)
             return

@@ -1,16 +1,11 @@
-"""Estimates, statistics and imports: what stands around a run."""
+"""Estimates and statistics: what stands around a run."""
 
-import json
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from configs.schema import DataConfig, ModelSource, PairConfig
-from data_gen.official import import_
 from data_gen.plan import plan
 from data_gen.rows import read_rows
 from data_gen.run import make
@@ -80,54 +75,3 @@ def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_will_not_do(t
     monkeypatch.setattr("data_gen.plan.shutil.disk_usage", lambda folder: usage)
     plan(config, sample=0)
     assert "warning: the disk will not do" in capsys.readouterr().out
-
-
-@pytest.fixture
-def official(tmp_path):
-    """Config of an import, and a writer of the official JSON."""
-    pair = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))
-    config = replace(_config(pair), data=DataConfig(dir=str(tmp_path / "imported"), rows_per_shard=2))
-
-    def write(items):
-        path = tmp_path / "train.json"
-        path.write_text(json.dumps(items, indent=2))
-        return str(path)
-
-    return config, write
-
-
-def _config(pair):
-    from configs.schema import Config
-
-    return Config(pair=pair)
-
-
-def item(**changes):
-    lists = {"prefix": [1, 5], "tokens": [7, 8, 9], "draft": [7, 3, 9], "log_p_7b": [-0.5, -1.0, -2.0], "log_p_70b": [-1.5, -0.25, -2.0]}
-    return {"prompt": "[INST] hi [/INST]", "continuation": "x"} | {name: str(values) for name, values in lists.items()} | changes
-
-
-def test_the_official_json_becomes_rows(official):
-    config, write = official
-    import_(config, file=write([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
-    rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
-    assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
-    assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0])
-    assert rows[1]["acceptance_prob"][0] == 0.0
-    assert rows[0]["draft_ids"] == [7, 3, 9]
-    assert rows[0]["entropy"] is rows[0]["from_target"] is rows[0]["finish_reason"] is None
-
-
-@pytest.mark.parametrize(
-    ("items", "complaint"),
-    [
-        ([item(draft="[7, 3]")], r"item 0: expected one number per response token, got lengths"),
-        ([item(), item(draft="7, 3")], r"item 1: expected draft to be a list of numbers written as a string"),
-        ([{"prompt": "x"}], r"item 0: expected prefix to be a list of numbers, got None"),
-        ({"a": 1}, r"expected a list of objects, got dict"),
-    ],
-)
-def test_an_official_json_of_another_shape_is_refused(official, items, complaint):
-    config, write = official
-    with pytest.raises(ValueError, match=complaint):
-        import_(config, file=write(items))
