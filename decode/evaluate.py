@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from configs.schema import Config
 from data_gen.shards import write_atomic
+from decode.console import wide_console
 from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
@@ -175,12 +175,6 @@ def ordered(results: Sequence[Result]) -> list[Result]:
     """Baselines, training-free policies, heads, the rule, bounds."""
     places = {family: place for place, family in enumerate(NAMES)}
     return sorted(results, key=lambda result: places.get(result.family, len(places)))
-
-
-def wide_console() -> Console:
-    """As wide as the terminal; in a pipe or a file, wide enough that no column folds."""
-    console = Console()
-    return console if console.is_terminal else Console(width=190)
 
 
 def table_of(results: Sequence[Result], cost: CostModel, dataset: str, *, num_prompts: int) -> Table:

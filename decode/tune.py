@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from configs.schema import Config
+from decode.console import wide_console
 from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import throughput
@@ -74,7 +74,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
         )
     dev, test = (join([load_trace(config, name, split) for name in datasets_of(config)]) for split in ("dev", "test"))
     tuned = [tune_head(name, head, dev, test, cost=cost) for name, head in heads.items()]
-    Console().print(table_of(tuned, cost))
+    wide_console().print(table_of(tuned, cost))
     if write:
         for each in tuned:
             update_config(paths[each.head], recommended=each.recommended)

@@ -75,7 +75,7 @@ class Auto(Policy):
     index_slope: Number = 0.0
     first_index: Number = 0.6
     also: AcceptanceHead | None = None
-    prior_tokens: float = 512.0
+    prior_tokens: float = 256.0
     prior_profit: Number | None = None
     prior_rounds: float = 16.0
     probe_every: int = 16
