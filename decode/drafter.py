@@ -79,6 +79,8 @@ class ModelDrafter:
         self.policy = policy
         self._signals = reader_of(policy, self.model)
         self._may_stop_before = type(policy).stop_before is not Policy.stop_before
+        self.is_unread = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
+        """Draft on the device and read the whole draft at once: a policy that looks at no token (fixed length, heuristic) needs no more."""
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -90,6 +92,10 @@ class ModelDrafter:
         state = policy.begin(self._state)
         proposal = Proposal(num_allowed=max_tokens)
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
+        self._state, self._proposal = state, proposal
+        if self.is_unread and num_tokens > 0 and type(session.sampling).probs_after is Sampling.probs_after:
+            self._propose_unread(committed, num_tokens)
+            return proposal
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
             logits = self.model.forward(ids)
@@ -107,8 +113,30 @@ class ModelDrafter:
             if token in session.eos_ids or stop:
                 proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
                 break
-        self._state, self._proposal = state, proposal
+        self._state = state
         return proposal
+
+    def _propose_unread(self, committed: list[int], num_tokens: int) -> None:
+        """Draft without a word to the host, then read the tokens in one transfer and keep those up to the first EOS.
+
+        What lies beyond an EOS was drafted for nothing; its forwards count.
+        """
+        proposal, session = self._proposal, self._session
+        self.model.reserve(len(committed) + num_tokens)
+        logits = self.model.forward(committed)
+        drawn: list[Tensor] = []
+        for place in range(num_tokens):
+            logits = self.model.forward_drawn(drawn[-1]) if place else logits
+            q = session.sampling.probs(logits)[0]
+            drawn.append(session.draws.draw(q))
+            proposal.probs.append(q)
+        tokens = torch.cat(drawn).tolist()
+        if max(tokens) >= proposal.probs[0].shape[-1]:
+            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+        num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
+        proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
+        proposal.tokens, proposal.probs, proposal.entropies = tokens[:num_kept], proposal.probs[:num_kept], [0.0] * num_kept
+        proposal.num_draft_forwards = num_tokens
 
     def roll_back(self, length: int) -> None:
         self.model.roll_back(length)

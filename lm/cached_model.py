@@ -69,6 +69,9 @@ class CachedModel:
         self._is_plain = all(isinstance(layer, BufferLayer) for layer in self._cache.layers)
         self._length = 0
 
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens now; a cache that grows by itself needs no telling."""
+
     def close(self) -> None:
         """Take the hook off the model."""
         if self._hook is not None:
@@ -97,12 +100,23 @@ class CachedModel:
         with torch.inference_mode():
             return self._forward(token_ids, num_rows)
 
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Logits that follow a token which was drawn from the last row of the forward before: it never visits the host."""
+        logits = self._logits(token.view(1, 1), 1)
+        self._length += 1
+        return logits
+
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
         ids = self._one.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
-        logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows).logits[0]
+        logits = self._logits(ids, num_rows)
         self._length = len(token_ids)
+        return logits
+
+    def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows).logits[0]
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
 
     def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ doubling, and each growth compiles anew. Numbers may differ from eager ones in t
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
@@ -46,6 +46,11 @@ class CompiledModel(CachedModel):
                 self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)  # type: ignore[assignment]
         self._set_length(0)
 
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens now, before tokens are fed that the host does not know."""
+        if length > self._capacity:
+            self._grow(length)
+
     def roll_back(self, length: int) -> None:
         """Keep the first `length` tokens; no effect if the cache is shorter."""
         if length < self._length:
@@ -65,17 +70,27 @@ class CompiledModel(CachedModel):
             self._grow(self._length + width)
             return self._forward(token_ids, num_rows)
         ids = torch.tensor([[*fed, *fed[:1] * (width - len(fed))]], device=self._device)
-        if is_compiled and self._is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-        logits, hidden = (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
-        if is_compiled and self._is_cuda:  # a CUDA graph writes its next output over this one
-            logits, hidden = logits.clone(), hidden if hidden is None else hidden.clone()
+        logits, hidden = self._run(ids, is_compiled=is_compiled)
         rows = slice(len(fed) - num_rows, len(fed))
         self.hidden = None if hidden is None else hidden[rows]
         if width > len(fed):
             self._set_length(len(token_ids))
         self._length = len(token_ids)
         return logits[rows, : self.vocab_size]
+
+    def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        """One token that only the device knows (`forward_drawn`)."""
+        assert self._length < self._capacity, "reserve room before feeding tokens that the host does not know"
+        logits, self.hidden = self._run(ids, is_compiled=True)
+        return logits[:, : self.vocab_size]
+
+    def _run(self, ids: Int[Tensor, "1 width"], *, is_compiled: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits and hidden states of every row."""
+        if not (is_compiled and self._is_cuda):
+            return (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
+        torch.compiler.cudagraph_mark_step_begin()
+        logits, hidden = self._compiled(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
+        return logits.clone(), hidden if hidden is None else hidden.clone()  # a CUDA graph writes its next output over this one
 
     def _grow(self, length: int) -> None:
         """Room for `length` tokens, empty: what was cached is fed again."""

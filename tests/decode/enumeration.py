@@ -123,6 +123,9 @@ class ToyModel(CachedModel):
         self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
         return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[:, : self.vocab_size]
 
+    def forward_drawn(self, token: Tensor) -> Tensor:
+        return self.forward([*self.fed, int(token)])
+
     def law(self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]) -> dict[tuple[int, ...], float]:
         """The law of what this model alone generates: products of its probabilities over every sequence."""
         law: dict[tuple[int, ...], float] = {}

@@ -108,6 +108,14 @@ def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_m
     assert_lossless(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"]), 4)
 
 
+@pytest.mark.parametrize("policy", [FixedLength(3), Heuristic(2)])
+def test_a_draft_that_is_read_at_its_end_only_preserves_the_target_law(policy):
+    decoder = decoder_of(policy, eos_ids=(2,))
+    usual = law(decoder, 5)
+    decoder.drafter.is_unread = True  # as on an accelerator
+    assert_same_law(law(decoder, 5), usual)
+
+
 def test_a_prompt_of_one_token_is_enough():
     assert_lossless(decoder_of(FixedLength(2)), 3, prompt=[1])
 
@@ -143,11 +151,12 @@ def test_drafts_from_tokens_that_the_target_never_says_are_all_rejected():
     assert_same_law(law(decoder, 4), ToyModel(1, sharpness=40.0).law(PROMPT, 4, sampling=sampling, eos_ids=frozenset()))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_draft_that_is_the_target_is_always_accepted(sampling):
-    decoder = SpeculativeDecoder(
-        ToyModel(1), ModelDrafter(ToyModel(1), FixedLength(2)), sampling=SAMPLINGS[sampling], eos_ids=frozenset({2})
-    )
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_a_draft_that_is_the_target_is_always_accepted(temperature, top_k, top_p):
+    sampling = Sampling(temperature, top_k, top_p)
+    decoder = SpeculativeDecoder(ToyModel(1), ModelDrafter(ToyModel(1), FixedLength(2)), sampling=sampling, eos_ids=frozenset({2}))
 
     def num_rejected(draws: Draws) -> int:
         return sum(played.next_kind == "residual" for played in decoder.generate(PROMPT, 4, generator=draws).rounds)

@@ -89,3 +89,11 @@ def test_the_compiled_step_gives_the_logits_of_the_eager_one(with_hidden, monkey
     ours.reset()
     plain.reset()
     torch.testing.assert_close(ours.forward([3, 4]), plain.forward([3, 4]), rtol=0, atol=1e-12)
+    expected = plain.forward([3, 4, 5, 6], 2)
+    for model_ in (ours, plain):
+        model_.roll_back(2)
+        model_.reserve(40)
+        model_.forward([3, 4, 5])
+        assert len(model_) == 3
+        torch.testing.assert_close(model_.forward_drawn(torch.tensor([6])), expected[-1:], rtol=0, atol=1e-12)
+        assert len(model_) == 4
