@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
 
@@ -22,7 +23,7 @@ def save_toy(directory: Path, *, hidden_size: int, seed: int, scale: float = 0.4
     """A Llama and its tokenizer; `scale` spreads the weights, so that distributions are neither flat nor one-hot."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<pad>", "<end>", "<u>", "<a>", *alphabet]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
@@ -54,6 +55,12 @@ def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_toy(folder / "target", hidden_size=16, seed=1)
     save_toy(folder / "draft", hidden_size=8, seed=2, scale=0.3)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(toy_pair: Path) -> dict[str, PreTrainedModel]:
+    """The toy pair, loaded."""
+    return {name: AutoModelForCausalLM.from_pretrained(toy_pair / name).eval() for name in ("target", "draft")}
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
-from data_gen import labelling, labels
+from data_gen import labelling, labels, responses, shard_maker
 from data_gen.draws import draw, seed_of, uniforms
 from data_gen.labelling import Labeller
 from data_gen.responses import Request, TargetInProcess
 from data_gen.rows import Exchange
+from data_gen.run import make
 from lm import Sampling
 
 SIGMAS = 4.5
@@ -56,11 +56,6 @@ def test_mean_acceptance_prob_over_draws_is_the_acceptance_rate():
     log_p, p = labels.label_target(p_logits, drawn.draft_ids, Sampling())
     rate = labels.label_joint(q, p, q_logits, p_logits).acceptance_rate[0]
     assert float(labels.acceptance_prob_of(log_p, drawn.log_q).mean()) == pytest.approx(float(rate), abs=SIGMAS * 0.5 / 200)
-
-
-@pytest.fixture(scope="module")
-def models(toy_pair):
-    return {name: AutoModelForCausalLM.from_pretrained(toy_pair / name).eval() for name in ("target", "draft")}
 
 
 def requests(*lengths: int) -> list[Request]:
@@ -150,3 +145,18 @@ def test_seeds_differ_between_stages_splits_and_shards():
     }
     assert len(seeds) == 300
     assert max(seeds) < 2**63
+
+
+def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
+    """Three streams of uniforms a shard: responses, draft tokens, coins; none is used twice in a run."""
+    seeds = []
+
+    def recorded(seed, *shape):
+        seeds.append(seed)
+        return uniforms(seed, *shape)
+
+    for module in (responses, shard_maker):
+        monkeypatch.setattr(module, "uniforms", recorded)
+    make(toy_config)
+    assert len(seeds) == 3 * 5
+    assert len(set(seeds)) == len(seeds)

@@ -1,0 +1,114 @@
+"""Mutants of the data stage: each breaks one law of 4.6. MUTANTS maps a name to (object, attribute, replacement); `monkeypatch.setattr(*
+MUTANTS[name])` takes it.
+
+test_data_mutants.py says which named test each of them fails.
+"""
+
+import torch
+
+from data_gen import conversations, features, forwards, labelling, labels, responses, shard_maker
+from data_gen.draws import draw, seed_of, uniforms
+from data_gen.labelling import Labeller
+from data_gen.labels import acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.responses import TargetInProcess, left_padded
+from data_gen.shard_maker import label_and_mix
+from lm import Sampling, cross_entropy
+
+_label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
+_to_safetensors = features.to_safetensors
+
+
+def _coin_by_equality(exchanges, spec, labeller, config, progress, known=None):
+    """A token counts as the target's wherever Y equals X."""
+    columns = label_and_mix(exchanges, spec, labeller, config, progress, known)
+    columns["from_target"] = columns["draft_ids"] == torch.tensor([token for exchange in exchanges for token in exchange.response_ids])
+    return columns
+
+
+def _coin_inverted(response_ids, draft_ids, from_target):
+    """Z takes Y where the coin says X."""
+    return torch.where(from_target, draft_ids, response_ids)
+
+
+def _drawn_shifted(self, exchanges, given, with_hidden):
+    """Drawn-time states of the position after."""
+    columns = _label_batch(self, exchanges, given, with_hidden)
+    return columns | {name: columns[name].roll(-1, 0) for name in ("drawn",) if name in columns}
+
+
+def _fed_shifted(self, exchanges, mixed_ids, mixes):
+    """Fed-time states of the position before."""
+    return _fed_hidden(self, exchanges, mixed_ids, mixes).roll(1, 0)
+
+
+def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
+    """Positions whose Z came from X are trained on too."""
+    return _to_safetensors(hidden, columns, torch.ones_like(is_drafted), layout, mixes)
+
+
+def _log_q_untruncated(q_logits, uniform, sampling):
+    made, q = label_draft(q_logits, uniform, sampling)
+    return made._replace(log_q=made.log_token_prob), q
+
+
+def _log_p_untruncated(p_logits, draft_ids, sampling):
+    log_p, _ = label_target(p_logits, draft_ids, Sampling())
+    return log_p, sampling.probs(p_logits.float())
+
+
+def _entropy_truncated(q_logits, uniform, sampling):
+    made, q = label_draft(q_logits, uniform, sampling)
+    return made._replace(entropy=torch.special.entr(q).sum(-1)), q
+
+
+def _drawn_before_warping(q_logits, uniform, sampling):
+    """Y comes from the plain softmax, its numbers from the warped q."""
+    q = sampling.probs(q_logits.float())
+    draft_ids = draw(q_logits.float().softmax(-1), uniform)
+    return labels._draft_labels(q_logits.float(), q, draft_ids), q
+
+
+def _cross_entropy_swapped(q, p, q_logits, p_logits):
+    return label_joint(q, p, q_logits, p_logits)._replace(cross_entropy=cross_entropy(p_logits.float(), q_logits.float()))
+
+
+def _eos_dropped(self, requests, seed, progress):
+    """Responses end before their end-of-sequence token."""
+    answers = _respond(self, requests, seed, progress)
+    return [answer._replace(response_ids=answer.response_ids[:-1] or answer.response_ids) for answer in answers]
+
+
+def _padding_seen(rows, device):
+    """Padding on the left is attended to."""
+    ids, mask = left_padded(rows, device)
+    return ids, torch.ones_like(mask)
+
+
+def _uncut_logits(self, model, hidden, whose):
+    """Ids that the tokenizer lacks get probability."""
+    return forwards.logits_of(model, hidden, model.config.vocab_size)
+
+
+MUTANTS = {
+    "acceptance_swapped": (labelling, "acceptance_prob_of", lambda log_p, log_q: acceptance_prob_of(log_q, log_p)),
+    "coin_by_equality": (shard_maker, "label_and_mix", _coin_by_equality),
+    "coin_inverted": (shard_maker, "mixed", _coin_inverted),
+    "drawn_shifted": (Labeller, "_label_batch", _drawn_shifted),
+    "fed_shifted": (Labeller, "fed_hidden", _fed_shifted),
+    "loss_everywhere": (features, "to_safetensors", _loss_everywhere),
+    "log_q_untruncated": (labelling, "label_draft", _log_q_untruncated),
+    "log_p_untruncated": (labelling, "label_target", _log_p_untruncated),
+    "entropy_truncated": (labelling, "label_draft", _entropy_truncated),
+    "drawn_before_warping": (labels, "label_draft", _drawn_before_warping),
+    "cross_entropy_swapped": (labelling, "label_joint", _cross_entropy_swapped),
+    "draws_shared_by_shards": (shard_maker, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
+    "responses_shared_by_shards": (conversations, "seed_of", lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn)),
+    "coins_of_the_drafts_draws": (shard_maker, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
+    "coins_shared_by_mixes": (shard_maker, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
+    "uniforms_shared_by_rows": (responses, "uniforms", lambda seed, rows, steps: uniforms(seed, 1, steps).expand(rows, steps)),
+    "greedy_responses": (responses, "draw", lambda probs, uniform: probs.argmax(-1)),
+    "eos_dropped": (TargetInProcess, "respond", _eos_dropped),
+    "padding_seen": (responses, "left_padded", _padding_seen),
+    "uncut_padding": (Labeller, "_logits", _uncut_logits),
+    "whole_by_name": (shard_maker, "is_whole", lambda path: path.is_file()),
+}
