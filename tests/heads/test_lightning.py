@@ -68,16 +68,28 @@ def test_gradients_accumulate_as_the_command_line_says(data_dir: Path, tmp_path:
     assert (saved["epoch"], saved["global_step"]) == (1, 6)
 
 
+def gradient_norms(run_dir: Path) -> torch.Tensor:
+    """Of each head at the first step: Adam's first moment is then a tenth of the gradient that it was given."""
+    state = torch.load(run_dir / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    return 10 * torch.stack([moments["exp_avg"].flatten(1).norm(dim=1) for moments in state.values()]).norm(dim=0)
+
+
 def test_gradients_are_clipped_per_head_as_the_command_line_says(data_dir: Path, tmp_path: Path):
-    """After one step Adam's first moment is a tenth of the clipped gradient."""
     config = make_config(data_dir, tmp_path / "run", depths=(2,))
     norms = []
     for flags in ([], ["--trainer.gradient_clip_val", "0.001"]):
         train_by_command(config, tmp_path, "--resume", "false", "--trainer.max_steps", "1", *flags)
-        state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-        norms.append(10 * torch.stack([moments["exp_avg"].flatten(1).norm(dim=1) for moments in state.values()]).norm(dim=0))
+        norms.append(gradient_norms(tmp_path / "run"))
     assert (norms[0] > 0.001).all()
     torch.testing.assert_close(norms[1], torch.full((2,), 0.001), rtol=1e-3, atol=0)
+
+
+def test_float16_clips_gradients_that_the_scaler_has_unscaled(data_dir: Path, tmp_path: Path):
+    """What Lightning sets up for 16-mixed on a GPU, here on the CPU: autocast to float16, and a scale of 65,536."""
+    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer = {"max_steps": 1, "gradient_clip_val": 0.001, "plugins": [precision]}
+    train(make_config(data_dir, tmp_path / "run", depths=(2,), trainer=trainer))
+    torch.testing.assert_close(gradient_norms(tmp_path / "run"), torch.full((2,), 0.001), rtol=1e-3, atol=0)
 
 
 def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
