@@ -38,15 +38,23 @@ class Decoded:
     """Wall clock, the prompt included."""
     later: Counts
     """Without the round that reads the prompt."""
-    later_s: float
+    later_draft_s: float
+    """Of the same rounds, drafting."""
+    later_target_s: float
+    """Verifying."""
 
     @classmethod
     def of(cls, generation: Generation) -> "Decoded":
         """The costs of a generation."""
         rounds = generation.rounds
-        seconds = [played.draft_s + played.target_s for played in rounds]
-        later = reduce(add, (played.counts for played in rounds[1:]), Counts())
-        return cls(generation.counts, tuple(len(played.drafted) for played in rounds), sum(seconds), later, sum(seconds[1:]))
+        return cls(
+            counts=generation.counts,
+            lengths=tuple(len(played.drafted) for played in rounds),
+            seconds=sum(played.draft_s + played.target_s for played in rounds),
+            later=reduce(add, (played.counts for played in rounds[1:]), Counts()),
+            later_draft_s=sum(played.draft_s for played in rounds[1:]),
+            later_target_s=sum(played.target_s for played in rounds[1:]),
+        )
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> str:

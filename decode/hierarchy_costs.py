@@ -10,8 +10,9 @@ handed; for the configurations that do not loop the program counts what micro an
 
     T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
 
-fitted by non-negative least squares over generations of all arms, the rounds that read the prompt left out. A verifying forward counts
-like a drafting one; where its time grows with the tokens it verifies, R² says how much that simplification loses.
+fitted by non-negative least squares over generations of all arms, drafting and verifying each by its own clock, the rounds that read the
+prompt left out. A verifying forward counts like a drafting one; where its time grows with the tokens it verifies, R² says how much that
+simplification loses.
 """
 
 from collections.abc import Sequence
@@ -91,21 +92,24 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     Raises:
         ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    rows = [(*_forwards(one.later, micro), one.later_s) for one, micro in zip(decoded, is_micro, strict=True) if one.later.num_target]
-    if len(rows) < 4:
+    pairs = [(one, micro) for one, micro in zip(decoded, is_micro, strict=True) if one.later.num_target]
+    if len(pairs) < 4:
         raise ValueError(
-            f"fitting three times needs at least 4 generations of several rounds, there are {len(rows)}; raise decode.num_test"
+            f"fitting three times needs at least 4 generations of several rounds, there are {len(pairs)}; raise decode.num_test"
         )
-    table = np.array(rows, dtype=np.float64)
-    times, residual = nnls(table[:, :3], table[:, 3])
-    spread = float(((table[:, 3] - table[:, 3].mean()) ** 2).sum())
-    t_micro_s, t_draft_s, t_target_s = (float(time) for time in times)
+    forwards = np.array([_forwards(one.later, micro) for one, micro in pairs], dtype=np.float64)
+    seconds = np.array([(one.later_draft_s, one.later_target_s) for one, _ in pairs])
+    (t_micro_s, t_draft_s), _ = nnls(forwards[:, :2], seconds[:, 0])
+    (t_target_s,), _ = nnls(forwards[:, 2:], seconds[:, 1])
     if not t_draft_s or not t_target_s:
         raise ValueError(
-            f"{len(rows)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
+            f"{len(pairs)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
-    return Times(t_micro_s=t_micro_s, t_draft_s=t_draft_s, t_target_s=t_target_s, r2=1 - float(residual) ** 2 / spread)
+    total = seconds.sum(1)
+    residual = total - forwards @ [t_micro_s, t_draft_s, t_target_s]
+    r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum())
+    return Times(t_micro_s=float(t_micro_s), t_draft_s=float(t_draft_s), t_target_s=float(t_target_s), r2=r2)
 
 
 def _forwards(counts: Counts, is_micro: bool) -> tuple[int, int, int]:

@@ -76,7 +76,10 @@ def directory_of(config: Config, dataset: str) -> Path:
 
 
 def play(config: Config, trio: Trio, arms: Sequence[Arm], prompts: Prompts, *, directory: Path) -> list[Run]:
-    """Every setting of every arm over the prompts; only what is not there yet is decoded, and kept prompt by prompt."""
+    """Every setting of every arm over the prompts, decoded where not all are there yet, and kept prompt by prompt.
+
+    A prompt that lacks one arm is decoded anew by all of them (same seed, same tokens), so that their times are of one moment.
+    """
     pairs = [(arm, setting) for arm in arms for setting in arm.settings]
     keys = [[Key(prompt_key(ids), arm.name, setting.key) for arm, setting in pairs] for ids in prompts]
     kept = read_decoded(directory)
@@ -88,10 +91,9 @@ def play(config: Config, trio: Trio, arms: Sequence[Arm], prompts: Prompts, *, d
             seed = seed_of(config.decode.seed, "hierarchy", row[0].prompt)
             found = {}
             for key in row:
-                if key not in kept:
-                    generator = torch.Generator().manual_seed(seed)
-                    generation = decoders[key.arm, key.setting].generate(ids, config.decode.max_new_tokens, generator=generator)
-                    found[key] = Decoded.of(generation)
+                generator = torch.Generator().manual_seed(seed)
+                generation = decoders[key.arm, key.setting].generate(ids, config.decode.max_new_tokens, generator=generator)
+                found[key] = Decoded.of(generation)
             append_decoded(directory, found)
             kept |= found
     columns = zip(*([kept[key] for key in row] for row in keys), strict=True)

@@ -80,10 +80,8 @@ def gain_table(gain: pd.DataFrame) -> Table:
 
 def verdict(runs: Sequence[Run], gain: pd.DataFrame, times: Times) -> str:
     """What the figures say, in words."""
-    plain, hierarchical = (
-        max((run for run in runs if run.arm.num_levels == levels), key=lambda run: _speed(run, slice(None))) for levels in (2, 3)
-    )
-    here = _speed(hierarchical, slice(None)) / _speed(plain, slice(None)) - 1
+    plain, hierarchical = (max((run for run in runs if run.arm.num_levels == levels), key=lambda run: _speed(run)) for levels in (2, 3))
+    here = _speed(hierarchical) / _speed(plain) - 1
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
     lines = [
         f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best hierarchy, "
@@ -111,7 +109,7 @@ def _row(run: Run, bases: tuple[Run, Run], times: Times, given: Times) -> dict[s
         "target_utilisation": target_utilisation(counts),
         "acceptance_length": counts.acceptance_length,
         "tokens_per_s": counts.num_emitted / sum(run.seconds),
-        "speedup": _speed(run, slice(None)) / _speed(alone, slice(None)),
+        "speedup": _speed(run) / _speed(alone),
         "speedup_se": _standard_error(run, alone),
         "speedup_modelled": times.speedup(counts),
         "speedup_at_ratios": given.speedup(counts),
@@ -126,16 +124,18 @@ def _below(value: float | None) -> str:
     return f"{value:.2f}" if value > 0 else "never"
 
 
-def _speed(run: Run, picked: slice | np.ndarray) -> float:
-    """Tokens per second over some of the prompts."""
-    tokens = np.array([counts.num_emitted for counts in run.each])
-    return float(tokens[picked].sum() / np.array(run.seconds)[picked].sum())
+def _speed(run: Run) -> float:
+    """Tokens per second over all prompts."""
+    return float(run.counts.num_emitted / sum(run.seconds))
 
 
 def _standard_error(run: Run, alone: Run) -> float:
     """Of the measured speed-up of `run` over `alone`, by bootstrap over prompts, both resampled alike."""
     draws = np.random.default_rng(0).integers(len(run.decoded), size=(_RESAMPLES, len(run.decoded)))
-    return float(np.std([_speed(run, picked) / _speed(alone, picked) for picked in draws]))
+    own, base = (
+        np.array([each.num_emitted for each in one.each])[draws].sum(-1) / np.array(one.seconds)[draws].sum(-1) for one in (run, alone)
+    )
+    return float(np.std(own / base))
 
 
 def _right(*names: str) -> list[Column]:

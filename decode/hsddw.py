@@ -19,9 +19,14 @@ here. The first three points are design 4.12's reading of the printed listings, 
   its own state, fed by its own verification: H of its own distribution at the first token that the level above rejected.
 * At a position where the draft is unsure, the program replaces the micro's token from the residual *without having tested it*, which is
   biased (a residual is the law given rejection). Here that token is verified as any other and is the last of the draft; still one forward.
-* The program starts tau at 10 and then at the smallest of the first entropies; the paper says 0, and so does this.
-* In the first two configurations the program lets only the tokens that the draft drew alone move tau_2, and goes on alone whatever the
-  pre-verified ones look like. Here the draft's self-verification looks at every token that it emits.
+* The program starts both tau at 10 in the full algorithm, replacing them in the first inner round by its smallest entropies;
+  in the other two configurations at 0, as the paper says and as this does throughout.
+* In the first two configurations the program goes on alone whatever the pre-verified tokens look like, and of those only the inner round's
+  last moves tau_2, with the entropy of the position after all K micro tokens even if one of them was rejected. Here the draft's
+  self-verification looks at every token that it emits, and tau_2 takes the entropy of the very token that was rejected.
+* The program's entropies are of the distributions after temperature, top-k and top-p; here of untruncated ones at temperature 1 (law 4.1).
+  The paper's runs have temperature 1 and no truncation, where both agree.
+* A draft of the full algorithm has no limit in the program but a test for more than 50 tokens; here the loop's max_draft_length is one.
 * EOS inside an inner block is tested only after the target's verification there; here nothing is drafted after it.
 * The free token after full inner acceptance is always used by the program; `bonus=False` leaves it out.
 

@@ -67,7 +67,7 @@ def theory(
     directory.mkdir(parents=True, exist_ok=True)
     pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(directory / "theory.csv", index=False)
     plot_interleaved(directory / "chen-figure-1.png", rates=(small, medium), costs=costs, num_rounds=num_rounds)
-    console = Console()
+    console = Console() if Console().is_terminal else Console(width=110)
     console.print(_table("tokens per target forward, i.i.d. acceptance", checks))
     console.print(_table("SVIP's lower bounds of the acceptance rate", bounds))
     best = best_settings((small, medium, inner), costs)
@@ -78,10 +78,10 @@ def theory(
     print(json.dumps({"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}))
 
 
-def best_settings(rates: tuple[float, float, float], costs: tuple[float, float]) -> dict[str, dict[str, float]]:
+def best_settings(rates: tuple[float, float, float], costs: tuple[float, float]) -> dict[str, dict[str, int | float]]:
     """The fastest setting of each algorithm at these rates and costs, by the closed forms."""
     small, medium, inner = rates
-    best = {}
+    best: dict[str, dict[str, int | float]] = {}
     for name, rate, cost in (("small alone", small, costs[0]), ("medium alone", medium, costs[1])):
         length = forms.best_draft_length(rate, cost)
         best[name] = {"draft_length": length, "speedup": forms.speedup(rate, length, cost)}
@@ -95,7 +95,7 @@ def best_settings(rates: tuple[float, float, float], costs: tuple[float, float])
     return best
 
 
-def best_table(best: dict[str, dict[str, float]]) -> Table:
+def best_table(best: dict[str, dict[str, int | float]]) -> Table:
     """What to run, by the closed forms."""
     table = Table("drafter", "setting", "speed-up", title="the fastest setting of each, by the closed forms")
     for name, found in best.items():

@@ -14,7 +14,7 @@ def counts(micro: int, draft: int, target: int, **more: int) -> Counts:
 def decoded(micro: int, draft: int, target: int) -> Decoded:
     """Two rounds; the first reads the prompt and takes an hour, which no fit may see."""
     first = Round((), 0, (1,), "limit", counts(9, 9, 1), 3600.0, 0.0)
-    second = Round((), 0, (2,), "limit", counts(micro, draft, target), 0.001 * micro, 0.004 * draft + 0.02 * target)
+    second = Round((), 0, (2,), "limit", counts(micro, draft, target), 0.001 * micro + 0.004 * draft, 0.02 * target)
     return Decoded.of(Generation((1, 2), (first, second), Counts()))
 
 
