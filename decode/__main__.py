@@ -2,11 +2,13 @@
 
 from configs.command import Command, run
 from decode.bench import bench
+from decode.costs import costs
 from decode.evaluate import evaluate
 from decode.generate import generate
 from decode.hierarchy import hierarchy
 from decode.paper_tables import tables
 from decode.record import trace
+from decode.replay_report import replay
 from decode.theory_report import theory
 from decode.tune import tune
 
@@ -14,8 +16,10 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "bench": bench,
     "trace": trace,
+    "replay": replay,
     "evaluate": evaluate,
     "tune": tune,
+    "costs": costs,
     "tables": tables,
     "hierarchy": hierarchy,
     "theory": theory,

@@ -45,8 +45,7 @@ class CostModel:
 
     def with_ratio(self, ratio: float) -> "CostModel":
         """Other hardware: this target's time, constant in k, and a draft that is `ratio` times faster."""
-        if not ratio > 0:
-            raise ValueError(f"t_target / t_draft is {ratio}; it must be positive")
+        check_ratio(ratio)
         return replace(self, t_draft_s=self.t_target_s[0] / ratio, t_target_s=self.t_target_s[:1], origin=f"ratio {ratio:g}")
 
     def target_s(self, length: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -63,3 +62,9 @@ class CostModel:
         mean_length = counts.num_drafted / max(counts.num_target, 1)
         per_round = np.interp(mean_length, np.arange(len(self.t_target_s)), self.t_target_s)
         return float(self.t_draft_s * counts.num_draft_forwards + per_round * counts.num_target)
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise ValueError unless a ratio of times can be one."""
+    if not 0 < ratio < float("inf"):
+        raise ValueError(f"t_target / t_draft is {ratio}; it must be a positive number")

@@ -41,14 +41,14 @@ def time_generations(
     max_new_tokens: int,
     lengths: Sequence[int] = LENGTHS,
 ) -> list[Generation]:
-    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
+    """Real generations with several fixed draft lengths, in turns, that no EOS ends; the first, a warm-up, is left out."""
     decoders = [
         SpeculativeDecoder(
             pair.target,
             ModelDrafter(pair.draft, FixedLength(length), vocab_size=pair.vocab_size),
             sampling=sampling,
             max_draft_length=max_draft_length,
-            eos_ids=pair.eos_ids,
+            eos_ids=frozenset(),
             vocab_size=pair.vocab_size,
         )
         for length in sorted({min(length, max_draft_length) for length in lengths})

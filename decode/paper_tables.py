@@ -1,11 +1,10 @@
 """python -m decode tables --paper NAME: a paper's tables, laid out as printed there, for the pair of a config.
 
-    specdec++   (arXiv 2405.19715) Table 1: tokens/s and speed-up of the target alone, the best fixed length and the head; Table 2: the two
-    times by
-                regression, with R²; Table 3: KL of every head by depth and reject weight. Figure 4 is the Pareto plot that `evaluate`
-                writes.
+    specdec++   (arXiv 2405.19715) Table 1: tokens/s and speed-up of the target alone, the best fixed length and the head; Table 2: the
+                two times by regression, with R²; Table 3: KL of every head by depth and reject weight. Figure 4 is the Pareto plot that
+                `evaluate` writes.
     svip        (arXiv 2411.18462) Table 1: speed-up of a constant length 5, the heuristic and SVIP, by category of the prompts
-    hsddw       has a command of its own: `python -m decode hierarchy`
+    hsddw       Tables 2 and 4, sigma and eta among them: those of `python -m decode hierarchy`, which has further options
 
 Departure: throughputs are those of replay under the cost model (law 4.9), from measured or given times; `python -m decode bench` measures
 wall clock. SpecDec++'s rows use its own head, fed-time, chosen on dev with its threshold.
@@ -17,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from configs.schema import Config
+from decode.console import wide_console
 from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluate import replay_dataset
 from decode.evaluation import Result, results_of
 from decode.grids import load_heads
+from decode.hierarchy import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings
@@ -37,18 +37,21 @@ SVIP: dict[str, Policy] = {"const 5": FixedLength(5), "heuristic": Heuristic(5),
 """As in the paper: the heuristic starts at 5; SVIP's threshold is its official default."""
 
 
-def tables(config: Config, *, paper: Literal["specdec++", "svip"]) -> None:
+def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> None:
     """A paper's tables for this pair.
 
     Args:
         config: the experiment.
-        paper: specdec++ or svip (hsddw: `python -m decode hierarchy`).
+        paper: specdec++, svip, or hsddw (which decodes; no trace can be replayed for three models).
     """
+    if paper == "hsddw":
+        hierarchy(config)
+        return
     record(config)
     cost = costs_for(config)
     made = specdec_tables(config, cost) if paper == "specdec++" else [svip_table(config, cost)]
     for table, _ in made:
-        Console().print(table)
+        wide_console().print(table)
     print(json.dumps({"paper": paper, "tables": [rows for _, rows in made]}))
 
 
@@ -79,9 +82,13 @@ def times_table(config: Config, cost: CostModel) -> _Made:
     path = Path(config.decode.dir) / "costs.json"
     rows = [{"how": cost.origin, "t_draft_s": f"{cost.t_draft_s:.5f}", "t_target_s": f"{cost.t_target_s[0]:.5f}", "R2": ""}]
     if cost.origin == "measured" and path.is_file():
-        fit = json.loads(path.read_text())["fit"]
+        kept = json.loads(path.read_text())
+        fit = kept["fit"]
         times = {name: f"{fit[name]:.5f}" for name in ("t_draft_s", "t_target_s")}
         rows.append({"how": "regression", **times, "R2": f"{fit['r2']:.4f}"})
+        if "standalone" in kept:
+            bare = CostModel(**kept["standalone"])
+            rows.append({"how": bare.origin, "t_draft_s": f"{bare.t_draft_s:.5f}", "t_target_s": f"{bare.t_target_s[0]:.5f}", "R2": ""})
     return _table("SpecDec++ Table 2: forward times", rows), rows
 
 

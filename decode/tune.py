@@ -66,7 +66,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
     record(config)
-    cost = costs_for(config) if ratio is None else costs_for(config).with_ratio(ratio)
+    cost = costs_for(config, ratio)
     heads, paths = load_heads(config), head_paths(config)
     if not heads:
         raise FileNotFoundError(

@@ -29,12 +29,11 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
             False: find its fixed point on the trace.
     """
     index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
-    slope = (cost.t_target_s[-1] - cost.t_target_s[0]) / max(1, len(cost.t_target_s) - 1)
     rule = Auto(
         head,
         cost.t_draft_s,
         cost.t_target_s[0],
-        max(0.0, slope),
+        slope_of(cost),
         is_online=is_online,
         next_mean=index.next_mean,
         index_offset=index.offset,
@@ -60,3 +59,8 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
     profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
     return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
+
+
+def slope_of(cost: CostModel) -> float:
+    """Seconds that each drafted token adds to a verification, at least 0: t_target(k) as the line through its ends."""
+    return max(0.0, (cost.t_target_s[-1] - cost.t_target_s[0]) / max(1, len(cost.t_target_s) - 1))
