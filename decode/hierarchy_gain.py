@@ -16,24 +16,34 @@ MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """t_micro / t_draft, the columns of the table."""
 _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 """t_draft / t_target."""
+_RESAMPLES = 500
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
 def gain_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
-    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one."""
-    totals = [(run.counts, run.arm.num_levels == 3, f"{run.arm.name} {run.label}".strip()) for run in runs]
+    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one.
+
+    `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
+    """
     here = times.t_draft_s / times.t_target_s
+    sides = [[(run, run.counts) for run in runs if (run.arm.num_levels == 3) == is_three] for is_three in (False, True)]
     rows = []
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:
             at = Times(t_micro_s=micro_ratio * draft_ratio, t_draft_s=draft_ratio, t_target_s=1.0)
-            plain, hierarchical = (
-                max((float(at.speedup(counts)), name) for counts, is_three, name in totals if is_three == wanted)
-                for wanted in (False, True)
+            plain, hierarchical = (max(side, key=lambda pair: at.speedup(pair[1])) for side in sides)
+            rows.append(
+                {
+                    "draft_ratio": draft_ratio,
+                    "micro_ratio": micro_ratio,
+                    "is_here": draft_ratio == here,
+                    "gain": at.speedup(hierarchical[1]) / at.speedup(plain[1]) - 1,
+                    "standard_error": _gain_error(hierarchical[0], plain[0], at) if micro_ratio in MICRO_RATIOS else None,
+                    "plain": f"{plain[0].arm.name} {plain[0].label}".strip(),
+                    "hierarchy": f"{hierarchical[0].arm.name} {hierarchical[0].label}".strip(),
+                }
             )
-            rows.append((draft_ratio, micro_ratio, draft_ratio == here, hierarchical[0] / plain[0] - 1, *plain, *hierarchical))
-    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "plain_speedup", "plain", "hierarchy_speedup", "hierarchy"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows)
 
 
 def paying(group: pd.DataFrame) -> str:
@@ -57,3 +67,15 @@ def gain_plot(gain: pd.DataFrame, name: str) -> Plot:
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
     caption = "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for the times."
     return plot_of(f"third-level-{name}", caption, figure)
+
+
+def _gain_error(hierarchical: Run, plain: Run, times: Times) -> float:
+    """Standard error of the modelled gain, by bootstrap over prompts, both resampled alike; NaN for one prompt."""
+    if len(plain.decoded) < 2:
+        return float("nan")
+    draws = np.random.default_rng(0).integers(len(plain.decoded), size=(_RESAMPLES, len(plain.decoded)))
+    speeds = []
+    for run in (hierarchical, plain):
+        tokens, seconds = np.array([(counts.num_emitted, times.seconds(counts)) for counts in run.each]).T
+        speeds.append(tokens[draws].sum(-1) / seconds[draws].sum(-1))
+    return float(np.std(speeds[0] / speeds[1]))

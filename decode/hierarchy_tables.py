@@ -70,11 +70,12 @@ def arms_table(frame: pd.DataFrame, times: Times, given: Times, *, title: str) -
 
 def gain_table(gain: pd.DataFrame) -> Table:
     """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive."""
-    title = "best hierarchy over best plain speculation, modelled, each at its best setting; columns: t_micro / t_draft"
-    table = Table("t_draft / t_target", *_right(*(f"{ratio:g}" for ratio in MICRO_RATIOS)), "pays where", title=title)
+    title = "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: t_micro / t_draft"
+    table = Table("t_draft / t_target", *_right(*(f"{ratio:g}" for ratio in MICRO_RATIOS)), "pays at", title=title)
     for draft_ratio, group in gain.groupby("draft_ratio"):
-        shown = group.set_index("micro_ratio")["gain"]
-        table.add_row(f"{draft_ratio:.3g}", *(f"{100 * shown[ratio]:+.1f} %" for ratio in MICRO_RATIOS), paying(group))
+        shown = group.set_index("micro_ratio")
+        cells = (f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})" for ratio in MICRO_RATIOS)
+        table.add_row(f"{draft_ratio:.3g}" + (" (here)" if group["is_here"].any() else ""), *cells, paying(group))
     return table
 
 
@@ -130,7 +131,9 @@ def _speed(run: Run) -> float:
 
 
 def _standard_error(run: Run, alone: Run) -> float:
-    """Of the measured speed-up of `run` over `alone`, by bootstrap over prompts, both resampled alike."""
+    """Of the measured speed-up of `run` over `alone`, by bootstrap over prompts, both resampled alike; NaN for one prompt."""
+    if len(run.decoded) < 2:
+        return float("nan")
     draws = np.random.default_rng(0).integers(len(run.decoded), size=(_RESAMPLES, len(run.decoded)))
     own, base = (
         np.array([each.num_emitted for each in one.each])[draws].sum(-1) / np.array(one.seconds)[draws].sum(-1) for one in (run, alone)
