@@ -12,6 +12,7 @@ another reason). Arms take turns on every prompt; times are medians. The last li
 """
 
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def bench(
     *,
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10),
     threads: tuple[int, ...] = (1, 2),
-    num_prompts: int = 3,
+    num_prompts: int = 8,
     num_tokens: int = 64,
     compile: bool = True,
 ) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def bench(
     rows, extras, third = [], [], []
     for num_threads in threads:
         torch.set_num_threads(num_threads)
-        arms = Arms(pair, num_tokens, _compiled(pair) if compile else None)
+        arms = Arms(pair, num_tokens, _compiled(pair, max(map(len, prompts)) + num_tokens, max(lengths)) if compile else None)
         for row in _grid(arms, prompts, lengths):
             rows.append({"threads": num_threads, **row})
             console.print(" ".join(f"{name}={_short(value)}" for name, value in rows[-1].items()), soft_wrap=True)
@@ -85,9 +86,13 @@ def bench(
     return document
 
 
-def _compiled(pair: Pair) -> tuple[CompiledModel, CompiledModel]:
-    """Target and draft; each width compiles in its arm's unmeasured turn."""
-    return CompiledModel(pair.target, vocab_size=pair.vocab_size), CompiledModel(pair.draft, vocab_size=pair.vocab_size)
+def _compiled(pair: Pair, num_tokens: int, longest: int) -> tuple[CompiledModel, CompiledModel]:
+    """Target and draft with room for so many tokens and a padded draft, compiled for drafts of up to `longest` tokens."""
+    capacity = 64 * math.ceil((num_tokens + 32) / 64)
+    target, draft = (CompiledModel(model, vocab_size=pair.vocab_size, capacity=capacity) for model in (pair.target, pair.draft))
+    target.warm_up(longest + 1)
+    draft.warm_up(1)
+    return target, draft
 
 
 def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -105,6 +110,8 @@ def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Ite
             row["against_assisted"] = seconds["assisted"] / seconds["ours"]
             if "compiled" in seconds:
                 row["compiled_against_assisted"] = seconds["assisted"] / seconds["compiled"]
+                if sampling.is_greedy:
+                    row["compiled_tokens_differ"] = arms.num_differing(prompts, k)
             yield row
 
 

@@ -62,14 +62,19 @@ class Arms:
 
     def ours(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of our loop with a fixed length; k = 0 never drafts."""
-        target, draft = (CachedModel(model, vocab_size=self.pair.vocab_size) for model in (self.pair.target, self.pair.draft))
-        return self._loop(target, draft, prompt, k, sampling)
+        return self._timed(self._decoder(k, sampling, is_compiled=False), prompt)
 
     def ours_compiled(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """The same with both models compiled."""
-        assert self.compiled is not None, "no compiled models were asked for"
-        target, draft = self.compiled
-        return self._loop(target, draft, prompt, k, sampling)
+        return self._timed(self._decoder(k, sampling, is_compiled=True), prompt)
+
+    def num_differing(self, prompts: Sequence[list[int]], k: int) -> int:
+        """Greedy generations that the compiled loop ends with other tokens than the eager one: near ties that rounding decides."""
+        greedy = Sampling(temperature=0.0)
+        eager, compiled = (self._decoder(k, greedy, is_compiled=is_compiled) for is_compiled in (False, True))
+        return sum(
+            eager.generate(prompt, self.num_tokens).token_ids != compiled.generate(prompt, self.num_tokens).token_ids for prompt in prompts
+        )
 
     def assisted(self, prompt: list[int], k: int, sampling: Sampling) -> float:
         """Seconds of transformers' assisted generation at the same fixed length; k = 0: its plain generation."""
@@ -85,15 +90,17 @@ class Arms:
         assert output.shape[1] == len(prompt) + self.num_tokens, "every arm writes the same number of tokens"
         return seconds
 
-    def _loop(self, target: CachedModel, draft: CachedModel, prompt: list[int], k: int, sampling: Sampling) -> float:
-        self.seed += 1
-        decoder = SpeculativeDecoder(
-            target,
-            ModelDrafter(draft, FixedLength(k)),
-            sampling=sampling,
-            max_draft_length=k,
-            eos_ids=frozenset(),
+    def _decoder(self, k: int, sampling: Sampling, *, is_compiled: bool) -> SpeculativeDecoder:
+        models = (
+            self.compiled if is_compiled else [CachedModel(m, vocab_size=self.pair.vocab_size) for m in (self.pair.target, self.pair.draft)]
         )
+        assert models is not None, "no compiled models were asked for"
+        target, draft = models
+        drafter = ModelDrafter(draft, FixedLength(k))
+        return SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
+
+    def _timed(self, decoder: SpeculativeDecoder, prompt: list[int]) -> float:
+        self.seed += 1
         generator = torch.Generator().manual_seed(self.seed)
         started_s = perf_counter()
         decoder.generate(prompt, self.num_tokens, generator=generator)

@@ -46,6 +46,15 @@ class CompiledModel(CachedModel):
                 self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)  # type: ignore[assignment]
         self._set_length(0)
 
+    def warm_up(self, num_fed: int) -> None:
+        """Compile now what feeds of up to `num_fed` tokens will need; forgets the sequence."""
+        last = next((place for place, width in enumerate(_WIDTHS) if width >= num_fed), len(_WIDTHS) - 1)
+        for width in _WIDTHS[: last + 1]:
+            self.reset()
+            self.forward([0])
+            self.forward([0] * (1 + width), width)
+        self.reset()
+
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens now, before tokens are fed that the host does not know."""
         if length > self._capacity:
