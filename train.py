@@ -21,7 +21,7 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
     checkpoint = directory.prepare(config, resume=resume)
     pl.seed_everything(config.heads.seed, verbose=False)
     sweep, data = build(config)
-    trainer = pl.Trainer(**directory.trainer_arguments(config))
+    trainer = directory.trainer(config)
     trainer.fit(sweep, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     trainer.test(sweep, datamodule=data, verbose=False)
     return report(sweep, directory) if trainer.is_global_zero else sweep.results

@@ -16,9 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins.io import CheckpointIO
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from configs.schema import Config
@@ -68,19 +70,37 @@ class RunDirectory:
         (self.path / "run.json").write_text(json.dumps(described, indent=1) + "\n")
         return str(self.checkpoint) if found else None
 
+    def trainer(self, config: Config) -> pl.Trainer:
+        """The Trainer of a config.
+
+        Raises:
+            ValueError: what Lightning refuses (no such device, arguments that exclude each other), and weights in half precision.
+        """
+        precision = config.trainer.get("precision")
+        if precision in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 bits; use "
+                f"{str(precision).replace('true', 'mixed')}"
+            )
+        try:
+            return pl.Trainer(**self.trainer_arguments(config))
+        except MisconfigurationException as error:
+            raise ValueError(f"trainer: {error}") from error
+
     def trainer_arguments(self, config: Config) -> dict[str, Any]:
         """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), loggers, checkpoints."""
         given = {name: value for name, value in config.trainer.items() if value is not None}
-        if "max_epochs" not in given and given.get("max_steps", -1) == -1 and "max_time" not in given:
+        if "max_epochs" not in given and given.get("max_steps", -1) == -1:
             given["max_epochs"] = _PAPER_EPOCHS
-        if given.get("logger", True) is True:
+        if given.get("logger", True) is True and not given.get("barebones"):
             given["logger"] = [
                 CSVLogger(self.path / "logs", "csv"),
                 TensorBoardLogger(self.path / "logs", name="tb", version=""),
             ]
         place: dict[str, Any] = {"dirpath": self.path, "filename": "last", "enable_version_counter": False}
         every = ModelCheckpoint(**place, every_n_train_steps=config.heads.checkpoint_every_n_steps, save_on_exception=True)
-        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if given.get("enable_checkpointing", True) else []
+        is_kept = given.get("enable_checkpointing", True) and not given.get("barebones")
+        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if is_kept else []
         given["callbacks"] = [*_listed(given.get("callbacks")), *checkpoints]
         plugins = _listed(given.get("plugins"))
         given["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]

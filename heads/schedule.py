@@ -10,11 +10,17 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
 
     Lightning's own `estimated_stepping_batches` sets up the loader, which makes it forget the state of a resumed one; so this one asks the
     data module.
+
+    Raises:
+        ValueError: there is no end.
     """
-    if trainer.max_steps != -1:
+    if trainer.max_epochs in (-1, None):
+        if trainer.max_steps == -1:
+            raise ValueError("trainer.max_epochs and trainer.max_steps are both -1: the cosine schedule needs an end, set one of them")
         return trainer.max_steps
     assert trainer.max_epochs is not None
     batches = trainer.datamodule.num_train_batches  # type: ignore[attr-defined]
     limit = trainer.limit_train_batches
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)

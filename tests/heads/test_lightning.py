@@ -1,5 +1,6 @@
 """Lightning as its users expect it: what the `trainer` section and the command line say is what the Trainer does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from made_up import HIDDEN, make_config, train_by_command, write_yaml
 
 from configs.command import config_of, parser_for
 from heads.export import load_sweep
-from heads.run import RunDirectory
+from heads.run import RunDirectory, build
+from heads.schedule import num_optimizer_steps
 from train import train
 
 EARLY_STOPPING = {"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": {"monitor": "dev/calibrated_kl", "patience": 2}}
@@ -100,3 +102,29 @@ def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
     trainer = pl.Trainer(**RunDirectory(tmp_path / "run").trainer_arguments(config))
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
     assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--trainer.precision", "bf16-true"], r"lost in weights of 16 bits; use bf16-mixed"),
+        (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
+        (["--trainer.devices", "0"], r"trainer: .*devices='0'"),
+        (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),
+    ],
+)
+def test_a_trainer_that_cannot_be_is_one_line(data_dir: Path, tmp_path: Path, capsys, flags: list[str], complaint: str):
+    if "gpu" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="2"):
+        train_by_command(make_config(data_dir, tmp_path / "run"), tmp_path, *flags)
+    assert re.search(f"^error: .*{complaint}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_the_schedule_ends_where_the_first_of_epochs_and_steps_does(data_dir: Path, tmp_path: Path):
+    """8 batches an epoch."""
+    for trainer, expected in (({"max_epochs": 3}, 24), ({"max_epochs": 3, "max_steps": 5}, 5), ({"max_epochs": 1, "max_steps": 50}, 8)):
+        config = make_config(data_dir, tmp_path / "run", trainer=trainer)
+        made = RunDirectory(tmp_path / "run").trainer(config)
+        made.datamodule = build(config)[1]
+        assert num_optimizer_steps(made) == expected
