@@ -53,9 +53,10 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str
 def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4)."""
     figure, axes = figure_of(3.6)
-    for family in dict.fromkeys(arm.grid.family for arm in arms):
+    for place, family in enumerate(dict.fromkeys(arm.grid.family for arm in arms)):
         points = np.concatenate([_rates(arm) for arm in arms if arm.grid.family == family], axis=1)
-        axes.plot(points[0], points[1], ".", markersize=4, label=names.get(family, family))
+        marker = ".x+"[place // 10]  # there are ten colours
+        axes.plot(points[0], points[1], marker, markersize=4, label=names.get(family, family))
     axes.set(xlabel="verification rate", ylabel="discard rate", ylim=(-0.05, 2.5))
     axes.legend(fontsize=6, ncols=2)
     return plot_of("pareto", "Discard rate against verification rate, one point per setting.", figure)
