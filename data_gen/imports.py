@@ -57,38 +57,40 @@ def import_(
             f"pair.sampling is {asdict(config.pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
             "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
         )
-    items = official.read(Path(file))
-    parsed = [official.parse(item, f"{file}: item {n}", f"{split}-{n}", (draft_key, target_key)) for n, item in enumerate(items)]
+    items, size = official.read(Path(file)), config.data.rows_per_shard
+
+    def row(number: int) -> Parsed:
+        return official.parse(items[number], f"{file}: item {number}", f"{split}-{number}", (draft_key, target_key))
+
     claim = partial(_claim, Path(config.data.dir), _manifest(config, features, (draft_key, target_key)), split, Path(file))
     if Path(config.data.dir, "manifest.json").is_file():
         claim()
     clean_partial(config.data.dir)
-    _write(config, split, parsed, features, claim)
+    missing = [index for index in range(-(-len(items) // size)) if not _is_done(config, split, index, features)]
+    worker = Worker(config, "draft") if features and missing else None
+    for number in range(len(items)):  # every item before the first forward; rows are not kept, a file may hold 40,000
+        _check_fit(row(number), worker)
+    for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
+        part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
+        spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
+        _write(config, spec, part, worker, claim)
     print(f"{config.data.dir}: {len(items):,} rows of {split} from {file}" + (", with features" if features else ", no features"))
 
 
-def _write(config: Config, split: str, parsed: Sequence[Parsed], features: bool, claim: Callable[[], None]) -> None:
-    """Every shard that is not there yet; the folder is claimed when the first is about to be written, so that a refusal leaves none."""
-    size = config.data.rows_per_shard
-    missing = [index for index in range(-(-len(parsed) // size)) if not _is_done(config, split, index, features)]
-    worker = Worker(config, "draft") if features and missing else None
-    if worker is not None:
-        _check_fit(parsed, worker)
-    for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
-        part = parsed[index * size : (index + 1) * size]
-        exchanges = [exchange for exchange, _ in part]
-        columns = {name: torch.cat([values[name] for _, values in part]) for name in part[0][1]}
-        spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange in exchanges))
-        if worker is None:
-            claim()
-            facts = {"rows": len(part), "tokens": len(columns["log_p"]), "input": len(part), "ok": len(part), "problems": []}
-            write_shard(rows_path(config.data.dir, split, index), rows.to_parquet(exchanges, columns, None), **facts)
-        else:
-            known = {"draft_ids": columns["draft_ids"]}
-            ours = shard_maker.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None, known)
-            _check_draft(ours["log_q"], columns["log_q"], config.pair.draft.path)
-            claim()
-            shard_maker.write_files(exchanges, [], ours | columns, spec, config.data)
+def _write(config: Config, spec: ShardSpec, part: Sequence[Parsed], worker: Worker | None, claim: Callable[[], None]) -> None:
+    """One shard; the folder is claimed when the first is about to be written, so that a refusal leaves none."""
+    exchanges = [exchange for exchange, _ in part]
+    columns = {name: torch.cat([values[name] for _, values in part]) for name in part[0][1]}
+    if worker is None:
+        claim()
+        facts = {"rows": len(part), "tokens": len(columns["log_p"]), "input": len(part), "ok": len(part), "problems": []}
+        write_shard(rows_path(config.data.dir, spec.split, spec.index), rows.to_parquet(exchanges, columns, None), **facts)
+        return
+    known = {"draft_ids": columns["draft_ids"]}
+    ours = shard_maker.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None, known)
+    _check_draft(ours["log_q"], columns["log_q"], config.pair.draft.path)
+    claim()
+    shard_maker.write_files(exchanges, [], ours | columns, spec, config.data)
 
 
 def _is_done(config: Config, split: str, index: int, features: bool) -> bool:
@@ -97,22 +99,21 @@ def _is_done(config: Config, split: str, index: int, features: bool) -> bool:
     return is_whole(rows_path(config.data.dir, split, index))
 
 
-def _check_fit(parsed: Sequence[Parsed], worker: Worker) -> None:
-    """Raise ValueError for a row that the draft cannot read."""
+def _check_fit(row: Parsed, worker: Worker | None) -> None:
+    """Raise ValueError for a row that the draft, if there is one, cannot read."""
+    if worker is None:
+        return
     assert worker.labeller.draft is not None
     limit = getattr(worker.labeller.draft.config.get_text_config(), "max_position_embeddings", None)
-    for exchange, columns in parsed:
-        ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
-        if not exchange.prompt_ids or not exchange.response_ids:
-            raise ValueError(f"{exchange.id} has no prompt or no response tokens; remove it from the file")
-        if not 0 <= min(ids) <= max(ids) < worker.labeller.vocab_size:
-            last = worker.labeller.vocab_size - 1
-            raise ValueError(
-                f"{exchange.id} has token ids {min(ids)} to {max(ids)} and pair.draft's tokenizer 0 to {last}"
-            )
-        length = len(exchange.prompt_ids) + len(exchange.response_ids)
-        if limit is not None and length > limit:
-            raise ValueError(f"{exchange.id} is {length} tokens long and pair.draft reads at most {limit}; remove it from the file")
+    (exchange, columns), last = row, worker.labeller.vocab_size - 1
+    ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
+    if not exchange.prompt_ids or not exchange.response_ids:
+        raise ValueError(f"{exchange.id} has no prompt or no response tokens; remove it from the file")
+    if not 0 <= min(ids) <= max(ids) <= last:
+        raise ValueError(f"{exchange.id} has token ids {min(ids)} to {max(ids)} and pair.draft's tokenizer 0 to {last}")
+    length = len(exchange.prompt_ids) + len(exchange.response_ids)
+    if limit is not None and length > limit:
+        raise ValueError(f"{exchange.id} is {length} tokens long and pair.draft reads at most {limit}; remove it from the file")
 
 
 def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
