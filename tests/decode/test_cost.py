@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_replay import traced
+from toy_traces import traced
 
 from decode import Counts
 from decode.cost import CostModel
