@@ -34,7 +34,7 @@ class Diary(Policy):
         return 0.1, 0.0
 
     def begin(self, state):
-        return clear(state[0] * 0.37 + 0.3), state[1] + 1
+        return clear(state[0] * 3.7 + 0.3), state[1] + 1
 
     def limit(self, state):
         return 1.0 + 3.0 * clear((state[0] * 10.0 + state[1]) / 3.0, 1 / 3, 2 / 3)
