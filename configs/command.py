@@ -5,6 +5,7 @@ flags of that command alone.
 What a user can cause is a `ValueError` or a `FileNotFoundError` anywhere below: it ends here as one line on stderr and exit code 2.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -80,6 +81,9 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
         return commands[name](*configs, **own)
     except (ValueError, FileNotFoundError) as error:
         _fail(str(error))
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None

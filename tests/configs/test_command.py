@@ -1,5 +1,7 @@
 """The command line: what a YAML and its overrides parse to, and how a user's mistake ends."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from pytorch_lightning import Trainer
 from configs import Config
 from configs.command import config_of, parser_for, run
 
-YAMLS = sorted(Path(__file__, "../../../configs").resolve().glob("*.yaml"))
+ROOT = Path(__file__, "../../..").resolve()
+YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
@@ -86,3 +89,14 @@ def test_without_a_config_the_message_says_where_to_start(capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         run({"show": show}, argv=["show"])
     assert "configs/tiny.yaml" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_leaves_no_traceback():
+    """As in `python -m data_gen stats … | head -1`."""
+    talk = "from configs.command import run; run({'talk': lambda: [print('x' * 1000) for _ in range(1000)]}, argv=['talk'])"
+    process = subprocess.Popen([sys.executable, "-c", talk], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
