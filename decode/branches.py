@@ -155,13 +155,17 @@ def grow(
         steps.append(read_signals(logits, tokens, q, hidden))
         owners.append(alive)
     if not steps:
-        nothing = torch.zeros(0, device=device)
-        width = tree.model.config.get_text_config().hidden_size
-        hidden = torch.zeros(0, width, device=device, dtype=tree.model.dtype)
-        return Branches(Drawn(first[:0], nothing, nothing, nothing, nothing, hidden), torch.zeros_like(first))
+        return Branches(_nothing(tree, first), torch.zeros_like(first))
     owner = torch.cat(owners)
     order = owner.argsort(stable=True)
     return Branches(Drawn.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
+
+
+def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> Drawn:
+    """No draws."""
+    empty = torch.zeros(0, device=first.device)
+    hidden = torch.zeros(0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype)
+    return Drawn(first[:0], empty, empty, empty, empty, hidden)
 
 
 @torch.inference_mode()

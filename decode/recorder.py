@@ -98,28 +98,22 @@ class Recorder:
         path = self._path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
         positions = path.is_rejected.nonzero().squeeze(-1)
         limits = (limit - 1 - positions).clamp(0, self.max_draft_length)
-        has_branch = limits > 0
         lengths = torch.zeros_like(positions)
-        parts: list[Drawn] = []
-        probs: list[Tensor] = []
-        for group in has_branch.nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
+        parts, probs = [path.drawn], [path.acceptance_prob]
+        for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
             roots = positions[group] + len(prompt_ids)
-            drawn, lengths[group] = self._branches(
-                Tree(self.draft, self.vocab_size, draft_cache, roots),
-                path.rejected.at(group),
-                limits[group],
-                chance[positions[group].cpu(), 2:],
-            )
+            tree = Tree(self.draft, self.vocab_size, draft_cache, roots)
+            drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
             parts.append(drawn)
             probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
-        joined = Drawn.joined([path.drawn, *parts])
+        draws = Drawn.joined(parts)
         return Recorded(
-            joined.token.int(),
-            joined.entropy,
-            joined.max_prob,
-            joined.log_token_prob,
-            torch.cat([path.acceptance_prob, *probs]),
-            joined.hidden,
+            draws.token.int(),
+            draws.entropy,
+            draws.max_prob,
+            draws.log_token_prob,
+            torch.cat(probs),
+            draws.hidden,
             path.is_rejected,
             path.acceptance_rate,
             lengths,
