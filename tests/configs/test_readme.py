@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError
 from configs.command import parser_for
 
 ROOT = Path(__file__, "../../..").resolve()
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text().replace("\\\n", " ")  # a command may go on in the next line
 COMMANDS = [
     (module or script, shlex.split(rest.replace("…", "configs/tiny.yaml"), comments=True))
     for module, script, rest in re.findall(r"python (?:-m (\w+)|(train\.py))([^`\n]*)", README)
