@@ -23,7 +23,7 @@ from decode.policies import Policy
 from decode.policies.auto import Auto
 from decode.record import SPLITS, datasets_of, load_trace, record
 from decode.replay import Replayed, replay_settings
-from decode.tuning import slope_of
+from decode.tuning import times_of
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -78,11 +78,10 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     """`auto` at these times; where they are not those it was tuned for, its lambda is estimated anew. Other policies know no times."""
     if not isinstance(policy, Auto):
         return policy
-    times = cost.t_draft_s, cost.t_target_s[0], slope_of(cost)
-    if np.allclose((policy.t_draft_s, policy.t_target_s, policy.t_verify_s), times, rtol=0.01, atol=0.0):
+    times = times_of(cost)
+    if np.allclose([getattr(policy, name) for name in times._fields], times, rtol=0.01, atol=0.0):
         return policy
-    t_draft_s, t_target_s, t_verify_s = times
-    return replace(policy, t_draft_s=t_draft_s, t_target_s=t_target_s, t_verify_s=t_verify_s, throughput=None, prior_profit=None)
+    return replace(policy, **times._asdict(), throughput=None, prior_profit=None)
 
 
 def play(replayed: Replayed, cost: CostModel, *, dataset: str, split: str, num_prompts: int) -> Played:

@@ -26,6 +26,7 @@ _RULE = (
     "t_draft_s",
     "t_target_s",
     "t_verify_s",
+    "t_start_s",
     "throughput",
     "next_mean",
     "index_offset",

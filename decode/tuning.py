@@ -4,7 +4,7 @@ lambda <- N / T of the rule run with lambda          (Dinkelbach): settles where
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode.cost import CostModel
 from decode.evaluation import throughput
@@ -31,9 +31,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
     index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
     rule = Auto(
         head,
-        cost.t_draft_s,
-        cost.t_target_s[0],
-        slope_of(cost),
+        **times_of(cost)._asdict(),
         is_online=is_online,
         next_mean=index.next_mean,
         index_offset=index.offset,
@@ -61,6 +59,17 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
 
 
-def slope_of(cost: CostModel) -> float:
-    """Seconds that each drafted token adds to a verification, at least 0: t_target(k) as the line through its ends."""
-    return max(0.0, (cost.t_target_s[-1] - cost.t_target_s[0]) / max(1, len(cost.t_target_s) - 1))
+class Times(NamedTuple):
+    """A cost model as the rule sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
+
+    t_draft_s: float
+    t_target_s: float
+    t_verify_s: float
+    t_start_s: float
+
+
+def times_of(cost: CostModel) -> Times:
+    """The line through t_target(1) and t_target at its last k, neither part of it below 0."""
+    alone, *longer = cost.t_target_s
+    slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
+    return Times(cost.t_draft_s, alone, slope, max(0.0, longer[0] - slope - alone) if longer else 0.0)

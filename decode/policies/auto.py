@@ -50,7 +50,8 @@ class Auto(Policy):
             then scores the newest token and the fed-time one all before it.
         t_draft_s: seconds of one draft forward.
         t_target_s: seconds of a verification without a draft, t_target(0).
-        t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k).
+        t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
+        t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of the three.
         throughput: lambda in tokens per second; None: estimated from `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.
@@ -68,6 +69,7 @@ class Auto(Policy):
     t_draft_s: Number
     t_target_s: Number
     t_verify_s: Number = 0.0
+    t_start_s: Number = 0.0
     throughput: Number | None = None
     is_online: bool = True
     next_mean: Number = 0.6
@@ -77,7 +79,7 @@ class Auto(Policy):
     also: AcceptanceHead | None = None
     prior_tokens: float = 256.0
     prior_profit: Number | None = None
-    prior_rounds: float = 16.0
+    prior_rounds: float = 32.0
     probe_every: int = 16
     memory: float = 0.98
 
@@ -144,8 +146,8 @@ class Auto(Policy):
 
     def end(self, state: State, outcome: Outcome) -> State:
         survival, share, price, tokens, seconds, idle, profit, rounds = state
-        extra_s = outcome.num_drafted * (self.t_draft_s + self.t_verify_s)
         has_drafted = outcome.num_drafted > 0
+        extra_s = outcome.num_drafted * (self.t_draft_s + self.t_verify_s) + has_drafted * self.t_start_s
         weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (rounds + 1.0))
         profit = profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - profit)
         tokens, seconds = tokens + outcome.num_accepted + 1.0, seconds + self.t_target_s + extra_s
@@ -158,25 +160,27 @@ class Auto(Policy):
 
     def _prior(self) -> tuple[Number, Number]:
         """(lambda, profit per drafting round) to begin with."""
-        rate, profit = prior_of(self.next_mean, (self.t_draft_s + self.t_verify_s) / self.t_target_s)
+        cost, start = (self.t_draft_s + self.t_verify_s) / self.t_target_s, self.t_start_s / self.t_target_s
+        rate, profit = prior_of(self.next_mean, cost, start)
         rate = rate / self.t_target_s if self.throughput is None else self.throughput
         return np.maximum(rate, 1.0 / self.t_target_s), profit if self.prior_profit is None else self.prior_profit
 
 
-def prior_of(acceptance: Number, cost: Number) -> tuple[Number, Number]:
-    """The best throughput of fixed lengths k >= 1, times t_target, and their best profit, if all tokens are accepted with one probability.
+def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
+    """Of fixed lengths k >= 1 the best throughput, times t_target(0), and the best profit, if all tokens are accepted with one probability.
 
-    throughput(k) = (1 + m + ... + m^k) / (1 + k c)          profit(k) = m + ... + m^k - k c
+    throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 
     Args:
         acceptance: m.
-        cost: c, seconds of one more drafted token over t_target.
+        cost: c, seconds of one more drafted token over t_target(0).
+        start: s, seconds of a drafting round that do not depend on k, over t_target(0).
     """
     accepted, power = acceptance, acceptance
-    rate, profit = (1.0 + acceptance) / (1.0 + cost), acceptance - cost
+    rate, profit = (1.0 + acceptance) / (1.0 + start + cost), acceptance - start - cost
     for k in range(2, _LONGEST + 1):
         power = power * acceptance
         accepted = accepted + power
-        rate = np.maximum(rate, (1.0 + accepted) / (1.0 + k * cost))
-        profit = np.maximum(profit, accepted - k * cost)
+        extra = start + k * cost
+        rate, profit = np.maximum(rate, (1.0 + accepted) / (1.0 + extra)), np.maximum(profit, accepted - extra)
     return rate, profit

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from small_pair import trace
 
+from decode.cost import CostModel
+from decode.evaluation import throughput
 from decode.index import Pairs, index_of, pairs_of, scores_of, solve
 from decode.policies.auto import Auto, prior_of
-from decode.policies.base import AfterDraw
+from decode.policies.base import AfterDraw, Outcome
 from decode.policies.sigmoid import sigmoid
+from decode.replay import replay_settings
 from decode.trace import PerfectHead
+from decode.tuning import auto_for, times_of
 from lm import Sampling
 
 GOOD, BAD = 0.95, 0.2
@@ -99,9 +103,31 @@ def test_the_prior_is_the_best_fixed_length_of_equal_acceptances():
     series = [sum(0.8**i for i in range(k + 1)) for k in range(21)]
     assert rate == pytest.approx(max(series[k] / (1 + 0.2 * k) for k in range(1, 21)))
     assert profit == pytest.approx(max(series[k] - 1 - 0.2 * k for k in range(1, 21)))
+    assert prior_of(0.8, 0.2, 0.5)[0] == pytest.approx(max(series[k] / (1.5 + 0.2 * k) for k in range(1, 21)))
+    assert prior_of(0.8, 0.2, 0.5)[1] == pytest.approx(profit - 0.5)
     assert prior_of(np.array([0.8, 0.1]), np.array([0.2, 0.5]))[1][1] < 0
 
 
 @pytest.mark.parametrize("logit", [-1e9, -800.0, -3.0, 0.0, 2.5, 800.0, math.inf])
 def test_sigmoid_of_a_float_is_that_of_an_array(logit):
     assert sigmoid(logit) == pytest.approx(float(sigmoid(np.array([logit]))[0]), abs=1e-300)
+
+
+def test_times_of_the_rule_are_those_of_the_cost_model():
+    assert times_of(CostModel.constant(0.1, 1.0)) == (0.1, 1.0, 0.0, 0.0)
+    assert times_of(CostModel(0.1, (1.0, 1.5))) == (0.1, 1.0, 0.0, 0.5)
+    cost = CostModel(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
+    times = times_of(cost)
+    assert times == pytest.approx((0.1, 1.0, 0.05, 0.4))
+    rule = Auto(PerfectHead("drawn"), **times._asdict())  # type: ignore[arg-type]
+    state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
+    assert state[4] - rule.start()[4] == pytest.approx(3 * 0.1 + cost.target_s(np.array([3]))[0])
+
+
+def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
+    """t_target jumps from k = 0 to k = 1, as it does on small CPU models: the last token's price says nothing of that."""
+    traced = trace(Sampling(temperature=0.6))
+    cost = CostModel(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
+    for is_online in (False, True):
+        replayed = replay_settings(traced, auto_for(PerfectHead("drawn"), traced, cost, is_online=is_online))
+        assert throughput(replayed, cost)[0] > 0.9
