@@ -51,7 +51,7 @@ def hierarchy(
 
     Args:
         config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
-        level_heads: exported heads for a further arm: one trained on (micro, draft), one on (draft, target).
+        level_heads: exported heads for two further arms: one trained on (micro, draft), one on (draft, target).
         max_rejection_prob: threshold of both heads, on their calibrated probabilities.
         ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
     """
@@ -116,10 +116,10 @@ def _level_policies(config: Config, paths: tuple[str, str], max_rejection_prob: 
         check_sampling(head, path, vars(config.pair.sampling))
         _check_model(config, path, head.provenance.draft, drafting)
         _check_model(config, path, head.provenance.target, verifying)
-    label = " + ".join(Path(path).name for path in paths) + f" r<={max_rejection_prob:g}"
+    labels = tuple(f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
     weights = sha256(b"".join(save(dict(head.state_dict())) for head in heads)).hexdigest()[:8]
     first, second = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
-    return LevelPolicies(micro=first, draft=second, label=label, version=weights)
+    return LevelPolicies(micro=first, draft=second, labels=(labels[0], labels[1]), version=weights)
 
 
 def _check_model(config: Config, path: str, trained: Mapping[str, Any], level: str) -> None:

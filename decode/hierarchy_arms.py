@@ -54,11 +54,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class LevelPolicies:
-    """Policies of a further arm, full HSDDW with trained heads in place of entropies."""
+    """Trained heads in place of entropies: of full HSDDW, and, so that two and three levels are compared alike, of plain speculation."""
 
     micro: Policy
     draft: Policy
-    label: str
+    labels: tuple[str, str]
     version: str
 
 
@@ -89,7 +89,8 @@ def arms_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Arm]:
     ]
     if policies is not None:
         build = full(policies=(policies.micro, policies.draft))
-        arms.append(Arm("HSDDW with heads", 3, (Setting(policies.label, build, policies.version),)))
+        arms.append(Arm("sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)))
+        arms.append(Arm("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),)))
     return arms
 
 

@@ -10,19 +10,22 @@ handed; for the configurations that do not loop the program counts what micro an
 
     T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
 
-fitted by non-negative least squares over generations of all arms, drafting and verifying each by its own clock, the rounds that read the
-prompt left out. A verifying forward counts like a drafting one; where its time grows with the tokens it verifies, R² says how much that
-simplification loses.
+fitted by non-negative least absolute deviations over generations of all arms (a stall of the machine moves no time), drafting and verifying
+each by its own clock, the rounds that read the prompt left out. A verifying forward counts like a drafting one. R² is of the whole, stalls
+included: a low one says that the machine was not quiet, or that verification grows with what it verifies.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 from scipy.optimize import nnls
 
 from decode.counts import Counts
 from decode.decoded import Decoded
+
+_REWEIGHTINGS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,8 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
         )
     forwards = np.array([_forwards(one.later, micro) for one, micro in pairs], dtype=np.float64)
     seconds = np.array([(one.later_draft_s, one.later_target_s) for one, _ in pairs])
-    (t_micro_s, t_draft_s), _ = nnls(forwards[:, :2], seconds[:, 0])
-    (t_target_s,), _ = nnls(forwards[:, 2:], seconds[:, 1])
+    t_micro_s, t_draft_s = _least_absolute(forwards[:, :2], seconds[:, 0])
+    (t_target_s,) = _least_absolute(forwards[:, 2:], seconds[:, 1])
     if not t_draft_s or not t_target_s:
         raise ValueError(
             f"{len(pairs)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
@@ -110,6 +113,17 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     residual = total - forwards @ [t_micro_s, t_draft_s, t_target_s]
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum())
     return Times(t_micro_s=float(t_micro_s), t_draft_s=float(t_draft_s), t_target_s=float(t_target_s), r2=r2)
+
+
+def _least_absolute(
+    forwards: Float[np.ndarray, "generation model"], seconds: Float[np.ndarray, " generation"]
+) -> Float[np.ndarray, " model"]:
+    """argmin over times >= 0 of the sum of |seconds - forwards @ times|, by reweighted least squares."""
+    weights = np.ones_like(seconds)
+    for _ in range(_REWEIGHTINGS):
+        times, _ = nnls(forwards * weights[:, None], seconds * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(seconds - forwards @ times), 1e-4 * np.median(seconds) + 1e-12))
+    return np.asarray(times)
 
 
 def _forwards(counts: Counts, is_micro: bool) -> tuple[int, int, int]:

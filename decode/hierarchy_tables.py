@@ -27,6 +27,8 @@ _COUNTS = {
     "F_draft": "num_draft_forwards",
 }
 _RESAMPLES = 1000
+_QUIET = 0.9
+"""R² of the fit below which wall clock is not to be trusted."""
 
 
 def arms_frame(runs: Sequence[Run], times: Times, given: Times) -> pd.DataFrame:
@@ -94,6 +96,11 @@ def verdict(runs: Sequence[Run], gain: pd.DataFrame, times: Times) -> str:
         lines.append(
             f"From the counts, with t_draft / t_target {name}, a third level pays at t_micro / t_draft: {paying(group)}; "
             f"best gain {100 * group['gain'].max():+.1f} %."
+        )
+    if times.r2 is not None and times.r2 < _QUIET:
+        lines.append(
+            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was not quiet. Trust what comes from the "
+            "counts at given ratios; for measured speed-ups delete the folder and run again."
         )
     return "\n".join(lines)
 

@@ -61,8 +61,8 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     assert "HSDDW, Table 2" in printed
     assert "a third level pays at" in printed
     arms = json.loads(printed.splitlines()[-1])["datasets"]["stories"]["arms"]
-    assert len(arms) == 12
-    assert arms[-1]["arm"] == "HSDDW with heads"
+    assert len(arms) == 13
+    assert [arm["arm"] for arm in arms[-2:]] == ["sd with head", "HSDDW with heads"]
     for arm in arms:
         assert arm["num_emitted"] <= 16
         assert arm["num_accepted"] <= arm["num_drafted"]

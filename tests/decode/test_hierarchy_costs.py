@@ -1,5 +1,7 @@
 """sigma, eta and the cost model with three times (HSDDW; law 4.9)."""
 
+from dataclasses import replace
+
 import pytest
 
 from decode import Counts, Generation, Round
@@ -31,6 +33,14 @@ def test_the_three_times_are_found_again_from_generations_that_obey_them():
     times = fit_times(generations, is_micro=[False] * 4)
     assert (times.t_micro_s, times.t_draft_s, times.t_target_s) == pytest.approx((0.001, 0.004, 0.02))
     assert times.r2 == pytest.approx(1.0)
+
+
+def test_a_stalled_generation_moves_no_time():
+    generations = [decoded(5, 2, 1), decoded(0, 3, 2), decoded(7, 7, 1), decoded(1, 0, 5), decoded(2, 9, 3), decoded(8, 1, 4)]
+    stalled = replace(generations[4], later_draft_s=2.0, later_target_s=3.0)
+    times = fit_times([*generations, *generations, stalled], is_micro=[False] * 13)
+    assert (times.t_micro_s, times.t_draft_s, times.t_target_s) == pytest.approx((0.001, 0.004, 0.02), rel=0.02)
+    assert times.r2 < 0.5
 
 
 def test_the_speedup_is_over_a_target_forward_per_token():
