@@ -73,7 +73,7 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
     reached = throughput(replay_settings(test, rule), cost)[0]
     grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
     assert reached > 0.97
-    assert reached > 0.97 * throughput(grid.test, cost).max()
+    assert reached > 0.98 * throughput(grid.test, cost).max()
 
 
 def test_auto_learns_online_what_it_is_told_offline(splits):
