@@ -32,7 +32,7 @@ from data_gen.templates import encode
 from decode.bench_arms import Arms, head_cost, outside_share, timed_in_turns
 from decode.bench_hierarchies import hierarchy_rows, hierarchy_table
 from decode.grids import load_heads
-from decode.trio import NO_MICRO
+from decode.trio import check_micro
 from heads.head import AcceptanceHead
 from lm import CompiledModel, Pair, Sampling, load_pair
 
@@ -59,31 +59,36 @@ def bench(
         compile: also time the loop with both models compiled (each width of a verification compiles once, for seconds).
     """
     logging.disable_progress_bar()
-    if config.decode.hierarchies and config.pair.micro is None:
-        raise ValueError(NO_MICRO)
+    check_micro(config.pair, is_needed=config.decode.hierarchies)
     pair = load_pair(config.pair)
     prompts = [encode(prompt, pair.tokenizer, config.data.template) for prompt in load_prompts(config.data, "test")[:num_prompts]]
     head = next(iter(load_heads(config).values()), None) or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
     console = Console(highlight=False)
-    rows, extras, third = [], [], []
+    found: dict[str, list[dict[str, Any]]] = {"grid": [], "overheads": [], "hierarchies": []}
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         arms = Arms(pair, num_tokens, _compiled(pair, max(map(len, prompts)) + num_tokens, max(lengths)) if compile else None)
-        for row in _grid(arms, prompts, lengths):
-            rows.append({"threads": num_threads, **row})
-            console.print(" ".join(f"{name}={_short(value)}" for name, value in rows[-1].items()), soft_wrap=True)
-        extras.append({"threads": num_threads, **_extras(pair, head, prompts, num_tokens)})
-        console.print(" ".join(f"{name}={_short(value)}" for name, value in extras[-1].items()), soft_wrap=True)
-        if config.decode.hierarchies:
-            found = hierarchy_rows(pair, prompts, SAMPLINGS, lengths=lengths, num_tokens=num_tokens)
-            third += [{"threads": num_threads, **row} for row in found]
-    console.print(_table(rows))
-    if third:
-        console.print(hierarchy_table(third))
-    document = {"where": _where(config), "num_tokens": num_tokens, "num_prompts": len(prompts), "grid": rows, "overheads": extras}
-    document |= {"hierarchies": third} if third else {}
+        for kind, row in _measured(arms, head, prompts, lengths, hierarchies=config.decode.hierarchies):
+            found[kind].append({"threads": num_threads, **row})
+            console.print(_line(found[kind][-1]), soft_wrap=True)
+    console.print(_table(found["grid"]))
+    if found["hierarchies"]:
+        console.print(hierarchy_table(found["hierarchies"]))
+    document = {"where": _where(config), "num_tokens": num_tokens, "num_prompts": len(prompts), **found}
     print(json.dumps(document))
     return document
+
+
+def _measured(
+    arms: Arms, head: AcceptanceHead, prompts: list[list[int]], lengths: tuple[int, ...], *, hierarchies: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, row), each as soon as it is there."""
+    for row in _grid(arms, prompts, lengths):
+        yield "grid", row
+    yield "overheads", _extras(arms.pair, head, prompts, arms.num_tokens)
+    if hierarchies:
+        for row in hierarchy_rows(arms.pair, prompts, SAMPLINGS, lengths=lengths, num_tokens=arms.num_tokens):
+            yield "hierarchies", row
 
 
 def _compiled(pair: Pair, num_tokens: int, longest: int) -> tuple[CompiledModel, CompiledModel]:
@@ -157,6 +162,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _ratios(row: dict[str, Any]) -> str:
     compiled = row.get("compiled_against_assisted")
     return f"{row['against_assisted']:.2f}" + (f" ({compiled:.2f})" if compiled else "")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_short(value)}" for name, value in row.items())
 
 
 def _short(value: Any) -> str:

@@ -23,7 +23,7 @@ from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings
 from decode.report import ReportArm, ReportHierarchy, report_hierarchies, write_report
 from decode.trace import Trace
-from decode.trio import NO_MICRO
+from decode.trio import check_micro
 from decode.tuning import auto_for
 from heads.head import AcceptanceHead
 
@@ -54,8 +54,7 @@ NAMES = {
 
 def evaluate(config: Config) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
-    if config.decode.hierarchies and config.pair.micro is None:
-        raise ValueError(NO_MICRO)
+    check_micro(config.pair, is_needed=config.decode.hierarchies)
     directory = Path(config.decode.dir)
     record(config)
     cost = costs_for(config)

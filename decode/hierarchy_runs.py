@@ -18,7 +18,7 @@ from decode.hierarchy_arms import Arm, Setting
 from decode.hierarchy_costs import Times, fit_times, swapped
 from decode.loop import SpeculativeDecoder
 from decode.trace_files import settle
-from decode.trio import NO_MICRO, Trio
+from decode.trio import Trio, check_micro
 from lm import Sampling
 
 MICRO_ALONE = "sd with the micro"
@@ -64,8 +64,7 @@ def directory_of(config: Config, dataset: str) -> Path:
     Raises:
         ValueError: the config has no micro model, or another run's generations lie there.
     """
-    if config.pair.micro is None:
-        raise ValueError(NO_MICRO)
+    check_micro(config.pair)
     sources = {name: getattr(config.pair, name) for name in ("target", "draft", "micro")}
     described = {name: describe_model(source, trust_remote_code=config.pair.trust_remote_code) for name, source in sources.items()}
     settings = {name: getattr(config.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}

@@ -3,9 +3,14 @@
 from collections.abc import Callable
 from functools import cached_property
 
+from configs.schema import PairConfig
 from lm import CachedModel, Pair
 
-NO_MICRO = "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
+
+def check_micro(pair: PairConfig | Pair, *, is_needed: bool = True) -> None:
+    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    if is_needed and pair.micro is None:
+        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
 
 
 class Trio:
@@ -33,6 +38,6 @@ class Trio:
     @cached_property
     def micro(self) -> CachedModel:
         """Raises ValueError where the config names none."""
-        if self.pair.micro is None:
-            raise ValueError(NO_MICRO)
+        check_micro(self.pair)
+        assert self.pair.micro is not None
         return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size, with_hidden=self._with_hidden)
