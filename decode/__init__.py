@@ -4,10 +4,10 @@ from decode import policies
 from decode.counts import Counts
 from decode.custom_generate import SpeculativeOutput, speculative_generate
 from decode.drafter import Drafter, ModelDrafter, Proposal, Session
-from decode.hsddw import hsddw
-from decode.interleaved import InterleavedDrafter
+from decode.hierarchies.hsddw import hsddw
+from decode.hierarchies.interleaved import InterleavedDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop import Generation, Round, SpeculativeDecoder
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.record import record_trace
 from decode.recorder import Recorder
 from decode.replay import replay

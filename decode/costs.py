@@ -17,7 +17,7 @@ from configs.schema import Config
 from data_gen.prompts import load_prompts
 from data_gen.shards import write_atomic
 from data_gen.templates import encode
-from decode.bench_arms import head_cost
+from decode.bench.arms import head_cost
 from decode.console import wide_console
 from decode.cost import CostModel, check_ratio
 from decode.cost_measure import costs_of, fit_costs, time_forwards, time_generations

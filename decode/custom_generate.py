@@ -73,11 +73,7 @@ def speculative_generate(
     """The prompt and what the target says after it, as `generate` returns them.
 
     Args:
-        model: the target; `generate` passes it and the next four.
-        input_ids: one prompt.
-        logits_processor: processors and warpers of the generation config.
-        stopping_criteria: of the generation config and of the caller.
-        generation_config: resolved by `generate`.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: what `generate` passes: the target, one prompt, …
         draft_model: drafts; its logits may be narrower or wider than the target's, ids must mean the same tokens.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.
@@ -87,10 +83,8 @@ def speculative_generate(
     Raises:
         ValueError: something of this module's list of what is not supported.
     """
-    if generation_config is None:
-        raise ValueError("speculative_generate is called by generate: target.generate(**inputs, custom_generate=speculative_generate, …)")
-    if draft_model is None:
-        raise ValueError("speculative_generate needs a draft: target.generate(**inputs, custom_generate=…, draft_model=draft)")
+    if generation_config is None or draft_model is None:
+        raise ValueError("it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)")
     _check(model, input_ids, generation_config, logits_processor or [], model_kwargs)
     decoder = SpeculativeDecoder(
         CachedModel(model),
@@ -101,8 +95,7 @@ def speculative_generate(
     )
     rounds = decoder.stream(input_ids[0].tolist(), generation_config.max_length - input_ids.shape[1], generator=generator)
     generation = _until(rounds, input_ids, stopping_criteria)
-    token_ids = torch.tensor([generation.token_ids], dtype=input_ids.dtype, device=input_ids.device).view(1, -1)
-    sequences = torch.cat([input_ids, token_ids], dim=-1)
+    sequences = torch.cat([input_ids, input_ids.new_tensor([generation.token_ids]).view(1, -1)], dim=-1)
     return SpeculativeOutput(sequences=sequences, generation=generation) if generation_config.return_dict_in_generate else sequences  # type: ignore[arg-type]
 
 

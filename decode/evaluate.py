@@ -16,14 +16,14 @@ from decode.cost import CostModel
 from decode.costs import costs_for
 from decode.evaluation import Arm, Result, replay_arms, results_of, throughput
 from decode.grids import Grid, both_grid, bounds, grids_of, load_heads
-from decode.hierarchy_results import NAMES as HIERARCHY_NAMES
-from decode.hierarchy_results import decode_hierarchies
+from decode.hierarchies.results import NAMES as HIERARCHY_NAMES
+from decode.hierarchies.results import decode_hierarchies
+from decode.hierarchies.trio import check_micro
 from decode.plots import Plot, draft_lengths, entropies, pareto, reliability, speed_up_bars, thresholds
 from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings
 from decode.report import ReportArm, ReportHierarchy, report_hierarchies, write_report
 from decode.trace import Trace
-from decode.trio import check_micro
 from decode.tuning import auto_for
 from heads.head import AcceptanceHead
 

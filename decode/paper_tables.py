@@ -25,7 +25,7 @@ from decode.costs import costs_for
 from decode.evaluate import replay_dataset
 from decode.evaluation import Result, results_of
 from decode.grids import load_heads
-from decode.hierarchy import hierarchy
+from decode.hierarchies.command import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from decode.record import datasets_of, load_trace, record
 from decode.replay import replay_settings

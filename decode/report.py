@@ -16,8 +16,8 @@ import numpy as np
 
 from data_gen.shards import write_atomic
 from decode.evaluation import Arm
-from decode.hierarchy_results import FAMILIES, DecodedHierarchies
-from decode.hierarchy_runs import Run
+from decode.hierarchies.results import FAMILIES, DecodedHierarchies
+from decode.hierarchies.runs import Run
 from decode.plots import Plot
 from decode.replay import Replayed
 

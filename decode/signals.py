@@ -44,7 +44,7 @@ class SignalReader(Protocol):
             logits: of the draft's last forward.
             q: the distribution to draw from, made of them.
             draws: the source of chance.
-            row: which of that forward's rows they are; a level that verifies (`decode.pre_verified`) reads several of one forward.
+            row: which of that forward's rows they are; a level that verifies reads several of one forward.
 
         Raises:
             ValueError: q is not finite.

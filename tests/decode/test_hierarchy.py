@@ -9,9 +9,9 @@ from enumeration import ToyModel, assert_same_law, law_of
 from test_losslessness import POLICIES, PROMPT, SAMPLINGS
 
 from decode import Drafter, ModelDrafter, SpeculativeDecoder
-from decode.interleaved import InterleavedDrafter
+from decode.hierarchies.interleaved import InterleavedDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from lm import Sampling
 
 TARGET, DRAFT, MICRO, NANO = 1, 2, 3, 4

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from configs.command import config_of, parser_for, run
-from decode import hierarchy_arms
 from decode.__main__ import COMMANDS
-from decode.bench_hierarchies import hierarchy_rows, hierarchy_table
+from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
+from decode.hierarchies import arms as hierarchy_arms
 from heads import AcceptanceHead
 from heads.provenance import Provenance
 from lm import Sampling, load_pair

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from decode import Counts, Generation, Round
-from decode.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
-from decode.hierarchy_costs import Times, break_even, fit_times, redundancy, swapped, target_utilisation
+from decode.hierarchies.costs import Times, break_even, fit_times, redundancy, swapped, target_utilisation
+from decode.hierarchies.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
 
 
 def counts(micro: int, draft: int, target: int, **more: int) -> Counts:

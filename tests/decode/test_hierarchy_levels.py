@@ -8,10 +8,10 @@ from enumeration import ToyModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
-from decode.hsddw import CONFIGURATIONS, hsddw
-from decode.interleaved import InterleavedDrafter
+from decode.hierarchies.hsddw import CONFIGURATIONS, hsddw
+from decode.hierarchies.interleaved import InterleavedDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy, SelfVerify
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from lm import CachedModel, Sampling, entropy
 
 PROMPT = [0, 1, 2]

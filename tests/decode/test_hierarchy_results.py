@@ -10,14 +10,14 @@ from small_pair import trace
 
 from decode import Counts
 from decode.cost import CostModel
-from decode.decoded import Decoded
 from decode.evaluation import replay_arms, results_of
 from decode.grids import bounds, make_grid
-from decode.hierarchy_arms import Arm, Setting
-from decode.hierarchy_costs import Times
-from decode.hierarchy_gain import gain_frame, paying
-from decode.hierarchy_results import DecodedHierarchies
-from decode.hierarchy_runs import Run, chosen
+from decode.hierarchies.arms import Arm, Setting
+from decode.hierarchies.costs import Times
+from decode.hierarchies.decoded import Decoded
+from decode.hierarchies.gain import gain_frame, paying
+from decode.hierarchies.results import DecodedHierarchies
+from decode.hierarchies.runs import Run, chosen
 from decode.report import ReportArm, report_hierarchies, write_report
 from lm import Sampling
 

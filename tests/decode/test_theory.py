@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 
-from decode import theory
-from decode.monte_carlo import acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
+from decode.theory import closed_forms as theory
+from decode.theory.monte_carlo import acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
 from lm import acceptance_rate
 
 NUM_ROUNDS = 300

@@ -19,13 +19,13 @@ from rich.table import Table
 from configs.schema import Config
 from decode.cost import CostModel
 from decode.evaluation import BASELINE, Arm, Result, chosen
-from decode.hierarchy_arms import arms_of
-from decode.hierarchy_costs import redundancy, target_utilisation
-from decode.hierarchy_runs import MICRO_ALONE, Run, directory_of, play, times_of
-from decode.hierarchy_runs import chosen as chosen_on_dev
+from decode.hierarchies.arms import arms_of
+from decode.hierarchies.costs import redundancy, target_utilisation
+from decode.hierarchies.runs import MICRO_ALONE, Run, directory_of, play, times_of
+from decode.hierarchies.runs import chosen as chosen_on_dev
+from decode.hierarchies.trio import Trio
 from decode.replay import Array
 from decode.trace import Trace
-from decode.trio import Trio
 from lm import load_pair
 
 FAMILIES = {

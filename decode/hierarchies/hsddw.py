@@ -38,10 +38,10 @@ from typing import Literal, get_args
 from transformers import PreTrainedModel
 
 from decode.drafter import ModelDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies.base import Policy
 from decode.policies.entropy import SelfVerify
 from decode.policies.length import FixedLength
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from lm import CachedModel
 
 Configuration = Literal["pre-verify", "pre-verify + self-verify", "full"]

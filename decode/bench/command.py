@@ -5,7 +5,7 @@
     against_plain     tokens per second of the loop / of the target's plain generation
     head_share        what a head adds to a draft step / the step without it
 
-With `decode.hierarchies` also three models beside two (`decode.bench_hierarchies`).
+With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`).
 
 Greedy, and sampled at temperature 1 without warpers (with warpers assisted generation applies them to the draft twice and would lose for
 another reason). Arms take turns on every prompt; times are medians. The last line is one JSON document.
@@ -29,10 +29,10 @@ from transformers.utils import logging
 from configs.schema import Config
 from data_gen.prompts import load_prompts
 from data_gen.templates import encode
-from decode.bench_arms import Arms, head_cost, outside_share, timed_in_turns
-from decode.bench_hierarchies import hierarchy_rows, hierarchy_table
+from decode.bench.arms import Arms, head_cost, outside_share, timed_in_turns
+from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.grids import load_heads
-from decode.trio import check_micro
+from decode.hierarchies.trio import check_micro
 from heads.head import AcceptanceHead
 from lm import CompiledModel, Pair, Sampling, load_pair
 
@@ -60,10 +60,9 @@ def bench(
     """
     logging.disable_progress_bar()
     check_micro(config.pair, is_needed=config.decode.hierarchies)
-    pair = load_pair(config.pair)
+    pair, console = load_pair(config.pair), Console(highlight=False)
     prompts = [encode(prompt, pair.tokenizer, config.data.template) for prompt in load_prompts(config.data, "test")[:num_prompts]]
     head = next(iter(load_heads(config).values()), None) or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
-    console = Console(highlight=False)
     found: dict[str, list[dict[str, Any]]] = {"grid": [], "overheads": [], "hierarchies": []}
     for num_threads in threads:
         torch.set_num_threads(num_threads)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from decode.bench_arms import timed_in_turns
+from decode.bench.arms import timed_in_turns
 from decode.drafter import Drafter, ModelDrafter
-from decode.hierarchy_arms import arms_of
+from decode.hierarchies.arms import arms_of
+from decode.hierarchies.trio import Trio
 from decode.loop import SpeculativeDecoder
 from decode.policies import FixedLength
-from decode.trio import Trio
 from lm import Pair, Sampling
 
 

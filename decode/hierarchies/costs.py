@@ -23,7 +23,7 @@ from jaxtyping import Float
 from scipy.optimize import nnls
 
 from decode.counts import Counts
-from decode.decoded import Decoded
+from decode.hierarchies.decoded import Decoded
 
 _REWEIGHTINGS = 30
 

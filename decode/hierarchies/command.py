@@ -2,8 +2,9 @@
 
 Every arm runs in the real loop, prompt by prompt in turns. Arms with an open length choose it on dev, by the modelled throughput at the
 fitted times. Beside the measured speed-ups stand those that the same counts give at other times; and, from dev, where in the plane of
-ratios the best hierarchy beats the best plain speculation. Generations are kept (`decode.decoded`): a killed run goes on, and times are
-those of the run that decoded. `decode evaluate` shows the same generations beside the replayed policies if `decode.hierarchies` is set.
+ratios the best hierarchy beats the best plain speculation. Generations are kept (`decode.hierarchies.decoded`): a killed run goes on, and
+times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `decode evaluate` shows them beside the replayed
+policies.
 
 Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s on that of
 tests/benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
@@ -28,14 +29,14 @@ from data_gen.prompts import Split, load_prompts
 from data_gen.shards import write_atomic
 from data_gen.templates import encode
 from decode.grids import check_sampling
-from decode.hierarchy_arms import LevelPolicies, arms_of
-from decode.hierarchy_costs import Times
-from decode.hierarchy_gain import gain_frame, gain_plot
-from decode.hierarchy_runs import Run, chosen, directory_of, play, times_of
-from decode.hierarchy_tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from decode.hierarchies.arms import LevelPolicies, arms_of
+from decode.hierarchies.costs import Times
+from decode.hierarchies.gain import gain_frame, gain_plot
+from decode.hierarchies.runs import Run, chosen, directory_of, play, times_of
+from decode.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from decode.hierarchies.trio import Trio
 from decode.policies.head import HeadPolicy
 from decode.record import datasets_of
-from decode.trio import Trio
 from heads.head import AcceptanceHead
 from lm import Pair, load_pair
 

@@ -1,4 +1,4 @@
-"""The closed forms of `decode.theory` against the real loop: tokens per target forward, measured under i.i.d. acceptance.
+"""The closed forms of `decode.theory.closed_forms` against the real loop: tokens per target forward, measured under i.i.d. acceptance.
 
 Models that give the same distribution after every prefix make acceptance i.i.d.: a token drawn from q passes with probability
 sum_v min(p, q), whatever came before. Nothing of the loop is replaced, only the models:
@@ -18,11 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decode.drafter import Drafter, ModelDrafter
-from decode.interleaved import InterleavedDrafter
+from decode.hierarchies.interleaved import InterleavedDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop import SpeculativeDecoder
 from decode.policies.base import Policy
 from decode.policies.length import FixedLength
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
 from lm import CachedModel
 
 _ROUNDS_PER_GENERATION = 200

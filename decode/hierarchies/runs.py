@@ -13,12 +13,12 @@ from configs.schema import Config
 from data_gen.draws import seed_of
 from data_gen.manifest import describe_model
 from decode.counts import Counts
-from decode.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
-from decode.hierarchy_arms import Arm, Setting
-from decode.hierarchy_costs import Times, fit_times, swapped
+from decode.hierarchies.arms import Arm, Setting
+from decode.hierarchies.costs import Times, fit_times, swapped
+from decode.hierarchies.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
+from decode.hierarchies.trio import Trio, check_micro
 from decode.loop import SpeculativeDecoder
 from decode.trace_files import settle
-from decode.trio import Trio, check_micro
 from lm import Sampling
 
 MICRO_ALONE = "sd with the micro"

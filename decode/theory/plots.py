@@ -6,8 +6,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode import theory as forms
-from decode.monte_carlo import interleaved_rounds
+from decode.theory import closed_forms as forms
+from decode.theory.monte_carlo import interleaved_rounds
 
 _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
 """m -> colour"""

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from configs.schema import Config
-from decode import theory as forms
-from decode.monte_carlo import Estimate, acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
-from decode.theory_plots import plot_interleaved
+from decode.theory import closed_forms as forms
+from decode.theory.monte_carlo import Estimate, acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
+from decode.theory.plots import plot_interleaved
 
 _NUMBERS = ("closed form", "loop", "s.e.", "z", "speed-up")
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))

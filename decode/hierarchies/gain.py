@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from decode.hierarchy_costs import Times
-from decode.hierarchy_runs import Run
+from decode.hierarchies.costs import Times
+from decode.hierarchies.runs import Run
 from decode.plots import Plot, figure_of, plot_of
 
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)

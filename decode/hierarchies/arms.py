@@ -9,13 +9,13 @@ from itertools import product
 from typing import Any
 
 from decode.drafter import Drafter, ModelDrafter
-from decode.hsddw import hsddw
-from decode.interleaved import InterleavedDrafter
+from decode.hierarchies.hsddw import hsddw
+from decode.hierarchies.interleaved import InterleavedDrafter
+from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.hierarchies.trio import Trio
 from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.length import FixedLength
-from decode.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.trio import Trio
 from lm import CachedModel
 
 WINDOW = 10

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 from rich.table import Column, Table
 
-from decode.hierarchy_costs import Times, break_even, redundancy, target_utilisation
-from decode.hierarchy_gain import MICRO_RATIOS, paying
-from decode.hierarchy_runs import Run
+from decode.hierarchies.costs import Times, break_even, redundancy, target_utilisation
+from decode.hierarchies.gain import MICRO_RATIOS, paying
+from decode.hierarchies.runs import Run
 
 _ABLATION = {
     "sd": (False, False),

@@ -1,0 +1,1 @@
+"""Wall clock of the loop beside transformers' assisted generation."""
