@@ -48,8 +48,22 @@ def policies_of(config: Config) -> dict[str, Policy]:
     return named
 
 
-def traced(pair: Pair, sampling: Sampling, prompts: list[list[int]], config: Config, *, seed: int) -> Trace:
-    """One response to each of `prompts`, as a trace."""
+def decoder_of(pair: Pair, policy: Policy, sampling: Sampling, config: Config) -> SpeculativeDecoder:
+    """The real loop."""
+    return SpeculativeDecoder(
+        pair.target,
+        ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size),
+        sampling=sampling,
+        max_draft_length=config.decode.max_draft_length,
+        eos_ids=pair.eos_ids,
+        vocab_size=pair.vocab_size,
+    )
+
+
+def traced(
+    pair: Pair, sampling: Sampling, prompts: list[list[int]], config: Config, *, seed: int, has_target_branches: bool = False
+) -> Trace:
+    """One response to each of `prompts`, as a trace; with target branches, for the bound of the perfect head too."""
     source = TargetInProcess(pair.target, sampling, pair.vocab_size, pair.eos_ids, config.decode.max_new_tokens, 32)
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
     exchanges = [
@@ -57,9 +71,8 @@ def traced(pair: Pair, sampling: Sampling, prompts: list[list[int]], config: Con
         for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
         if isinstance(answer, Response)
     ]
-    recorder = Recorder(
-        pair.draft, pair.target, sampling, pair.vocab_size, pair.eos_ids, config.decode.max_draft_length, has_target_branches=False
-    )
+    length = config.decode.max_draft_length
+    recorder = Recorder(pair.draft, pair.target, sampling, pair.vocab_size, pair.eos_ids, length, has_target_branches=has_target_branches)
     return record_trace(recorder, exchanges, max_new_tokens=config.decode.max_new_tokens, seed=seed + 1)
 
 
@@ -77,17 +90,7 @@ def replay_exactness(config: Config, *, prompts: int = 20, copies: int = 8, seed
     for name, policy in policies.items():
         replayed, greedy = replay_settings(warm, policy).counts, replay_settings(cold, policy).counts
         scores[name] = {}
-        decoders = [
-            SpeculativeDecoder(
-                pair.target,
-                ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size),
-                sampling=each,
-                max_draft_length=config.decode.max_draft_length,
-                eos_ids=pair.eos_ids,
-                vocab_size=pair.vocab_size,
-            )
-            for each in (sampling, Sampling(temperature=0))
-        ]
+        decoders = [decoder_of(pair, policy, each, config) for each in (sampling, Sampling(temperature=0))]
         real = [decoders[0].generate(prompt, config.decode.max_new_tokens, generator=generator).counts for prompt in ids]
         exact = [decoders[1].generate(prompt, config.decode.max_new_tokens).counts for prompt in ids]
         for what in ("num_drafted", "num_target"):

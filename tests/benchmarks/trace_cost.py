@@ -8,9 +8,11 @@ last line is one JSON document.
 """
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +21,13 @@ from configs.command import run
 from configs.schema import Config
 from data_gen.prompts import load_prompts
 from data_gen.templates import encode
-from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from decode.replay import replay_settings
 from decode.trace import Trace, join
 from lm import Sampling, load_pair
-from tests.benchmarks.replay_exactness import traced
+from tests.benchmarks.replay_exactness import decoder_of, traced
+
+ARMS = ("record", "record_with_perfect_head", "fixed_length_run")
 
 
 def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None:
@@ -32,54 +35,47 @@ def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None
     pair, sampling = load_pair(config.pair), Sampling(**vars(config.pair.sampling))
     found = load_prompts(replace(config.data, num_test=prompts), "test")
     ids = [encode(prompt, pair.tokenizer, config.data.template) for prompt in found]
-    batches = [ids[start : start + 4] for start in range(0, prompts, 4)]
-    length = config.decode.max_draft_length
     grid = np.linspace(0.02, 0.98, settings)
-    measured = grid[:: settings // 5][:5].tolist()
-    policies: list[Policy] = [FixedLength(length), *map(CumulativeTokenProb, measured)]
-    decoders = [
-        SpeculativeDecoder(
-            pair.target,
-            ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size),
-            sampling=sampling,
-            max_draft_length=length,
-            eos_ids=pair.eos_ids,
-            vocab_size=pair.vocab_size,
-        )
-        for policy in policies
-    ]
+    policies: list[Policy] = [FixedLength(config.decode.max_draft_length), *map(CumulativeTokenProb, grid[:: settings // 5][:5].tolist())]
+    decoders = [decoder_of(pair, policy, sampling, config) for policy in policies]
     generator = torch.Generator().manual_seed(0)
-    decoders[0].generate(batches[0][0], 16, generator=generator)
-    per_token: list[list[float]] = [[] for _ in decoders]
-    recording: list[float] = []
+    decoders[0].generate(ids[0], 16, generator=generator)
+    seconds: dict[str, list[float]] = defaultdict(list)
     parts: list[Trace] = []
-    for index, batch in enumerate(batches):
-        started_s = perf_counter()
-        parts.append(traced(pair, sampling, batch, config, seed=index))
-        recording.append((perf_counter() - started_s) / parts[-1].num_positions)
-        for times, decoder in zip(per_token, decoders, strict=True):
+    for start in range(0, prompts, 4):
+        batch = ids[start : start + 4]
+        for name, is_whole in (("record", False), ("record_with_perfect_head", True)):
             started_s = perf_counter()
-            emitted = sum(decoder.generate(ids, config.decode.max_new_tokens, generator=generator).counts.num_emitted for ids in batch)
-            times.append((perf_counter() - started_s) / emitted)
+            part = traced(pair, sampling, batch, config, seed=start, has_target_branches=is_whole)
+            seconds[name].append((perf_counter() - started_s) / part.num_positions)
+        parts.append(part)
+        for place, decoder in enumerate(decoders):
+            started_s = perf_counter()
+            emitted = sum(
+                decoder.generate(prompt, config.decode.max_new_tokens, generator=generator).counts.num_emitted for prompt in batch
+            )
+            seconds[f"run_{place}" if place else "fixed_length_run"].append((perf_counter() - started_s) / emitted)
     started_s = perf_counter()
     replay_settings(join(parts), CumulativeTokenProb(grid))
     replay_s = (perf_counter() - started_s) / sum(part.num_positions for part in parts)
-    fixed_s, record_s = median(per_token[0]), median(recording)
-    runs_s = settings * float(np.mean([median(times) for times in per_token[1:]]))
-    result = {
-        "recording_over_fixed_length_run": record_s / fixed_s,
+    _print(seconds, replay_s, settings=settings, prompts=prompts, num_runs=len(policies) - 1)
+
+
+def _print(seconds: dict[str, list[float]], replay_s: float, **facts: int) -> None:
+    """The two ratios, and one JSON document."""
+    per_token = {name: median(seconds[name]) for name in ARMS}
+    runs_s = facts["settings"] * float(np.mean([median(seconds[f"run_{place}"]) for place in range(1, facts["num_runs"] + 1)]))
+    result: dict[str, Any] = {
+        "recording_over_fixed_length_run": per_token["record"] / per_token["fixed_length_run"],
+        "with_perfect_head_over_fixed_length_run": per_token["record_with_perfect_head"] / per_token["fixed_length_run"],
         "limit_recording": 1.5,
-        "decoding_runs_over_trace_and_replay": runs_s / (record_s + replay_s),
+        "decoding_runs_over_trace_and_replay": runs_s / (per_token["record_with_perfect_head"] + replay_s),
         "limit_speed_up": 50,
-        "per_emitted_token_s": {"record": record_s, "replay_all_settings": replay_s, "fixed_length_run": fixed_s, "decoding_runs": runs_s},
-        "settings": settings,
-        "decoding_runs_measured": len(policies) - 1,
-        "prompts": prompts,
-        "num_threads": torch.get_num_threads(),
     }
-    for key in ("recording_over_fixed_length_run", "decoding_runs_over_trace_and_replay"):
+    for key in result:
         print(f"{key}: {result[key]:.2f}")
-    print(json.dumps(result))
+    result["per_emitted_token_s"] = per_token | {"replay_all_settings": replay_s, "decoding_runs": runs_s}
+    print(json.dumps(result | facts | {"num_threads": torch.get_num_threads()}))
 
 
 if __name__ == "__main__":
