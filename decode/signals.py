@@ -98,7 +98,7 @@ class HostSignals(_Reader):
         self, position: int, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], draws: Draws, *, row: int = -1
     ) -> tuple[int, AfterDraw]:
         token_id = draws.token(q)
-        return token_id, self.read(position, logits, token_id, row=row)
+        return token_id, self.read(position, logits, token_id, row=row) if self._asked else AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
         if not self._asked:

@@ -37,6 +37,8 @@ class CompiledModel(CachedModel):
         self._capacity = capacity
         super().__init__(model, vocab_size=vocab_size)
         self._is_cuda = self.device.type == "cuda"
+        # every width of every model is one compilation of `_step`; the default allows eight in a process
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, mode="reduce-overhead" if self._is_cuda else None)
 
     def reset(self) -> None:

@@ -28,8 +28,7 @@ def acceptance_prob(
 ) -> Float[Tensor, "*draft"]:
     """min(1, p(y) / q(y)) of each token y under its own row of q and p; 0 where p(y) = 0."""
     index = tokens.unsqueeze(-1)
-    p_token, q_token = (probs.gather(-1, index).squeeze(-1) for probs in (p, q))
-    return (p_token / q_token).clamp_(max=1.0).nan_to_num_(0.0)
+    return (p.gather(-1, index) / q.gather(-1, index)).squeeze(-1).clamp_(max=1.0).nan_to_num_(0.0)
 
 
 def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft"]:
@@ -39,9 +38,9 @@ def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft v
 
 def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft vocab"]:
     """norm(max(0, p - q)); p itself where that mass is zero (p = q: a rejection there has probability zero up to rounding)."""
-    excess = (p - q).clamp(min=0.0)
+    excess = (p - q).clamp_(min=0.0)
     mass = excess.sum(-1, keepdim=True)
-    return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(p.dtype).tiny), p)
+    return torch.where(mass > 0, excess / mass, p)
 
 
 def verify(
