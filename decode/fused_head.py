@@ -51,7 +51,8 @@ class HostHead:
         dtype = torch.promote_types(head.out.weight.dtype, torch.float32)
         weights = {name: value.to(dtype).numpy() for name, value in head.state_dict().items()}
         self._takes = head.scalars, head.embedding
-        self._blocks = [(weights[f"blocks.{d}.weight"], weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
+        # SiLU(z) = z / 2 (1 + tanh(z / 2)) cannot overflow; the halves are taken of the weights
+        self._halves = [(0.5 * weights[f"blocks.{d}.weight"], 0.5 * weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
         self._out, self._out_bias = weights["out.weight"][0], float(weights["out.bias"][0])
         self._mix = None if head.mix is None else (weights["mix.weight"], weights["mix.bias"])
         self._skip = None if head.skip is None else weights["skip.weight"][0]
@@ -63,14 +64,17 @@ class HostHead:
         embedding: Float[np.ndarray, " hidden"] | None = None,
     ) -> float:
         """The logit f."""
-        beside = self._beside(hidden, scalars, embedding)
+        beside = None if self._skip is None else self._beside(hidden, scalars, embedding)
         stream = hidden if self._mix is None or beside is None else hidden + self._mix[0] @ beside + self._mix[1]
-        for weight, bias in self._blocks:
-            half = weight @ stream
+        for weight, bias in self._halves:
+            half = weight.dot(stream)
             half += bias
-            half *= 0.5
-            stream = stream + half * (1.0 + np.tanh(half))  # SiLU(z) = z / 2 (1 + tanh(z / 2)), which cannot overflow
-        logit = float(self._out @ stream) + self._out_bias
+            risen = np.tanh(half)
+            risen += 1.0
+            risen *= half
+            risen += stream
+            stream = risen
+        logit = float(self._out.dot(stream)) + self._out_bias
         return logit if self._skip is None or beside is None else logit + float(self._skip @ beside)
 
     def _beside(self, hidden: np.ndarray, scalars: tuple[float, float] | None, embedding: np.ndarray | None) -> np.ndarray | None:
