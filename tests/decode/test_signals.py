@@ -78,15 +78,19 @@ def test_only_what_a_policy_asks_for_is_computed():
 @pytest.mark.parametrize("scalars", [False, True])
 @pytest.mark.parametrize("embedding", [False, True])
 def test_the_fused_head_equals_the_head(depth, scalars, embedding):
-    head = AcceptanceHead(8, depth, "drawn", scalars, embedding)
+    torch.manual_seed(depth)
+    head = AcceptanceHead(8, depth, "drawn", scalars, embedding).double()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    given = [torch.randn(8), torch.randn(2) if scalars else None, torch.randn(8) if embedding else None]
-    expected = head(*given)
-    torch.testing.assert_close(FusedHead(head)(*given)[0], expected)
-    scalars_given = None if given[1] is None else tuple(given[1].tolist())
-    on_host = HostHead(head)(given[0].numpy(), scalars_given, None if given[2] is None else given[2].numpy())
-    assert on_host == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    hidden, pair, token = (
+        torch.randn(8).double(),
+        torch.randn(2).double() if scalars else None,
+        torch.randn(8).double() if embedding else None,
+    )
+    expected = head(hidden, pair, token)
+    torch.testing.assert_close(FusedHead(head)(hidden, pair, token)[0], expected)
+    on_host = HostHead(head)(hidden.numpy(), None if pair is None else tuple(pair.tolist()), None if token is None else token.numpy())
+    assert on_host == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
