@@ -43,6 +43,16 @@ class Proposal:
     num_micro: int = 0
     num_micro_forwards: int = 0
 
+    def outcome(self, num_accepted: int) -> Outcome:
+        """What the round came to, as policies are told."""
+        is_rejected = num_accepted < len(self.tokens)
+        return Outcome(
+            num_drafted=len(self.tokens),
+            num_accepted=num_accepted,
+            num_allowed=self.num_allowed,
+            rejected_entropy=self.entropies[num_accepted] if is_rejected else 0.0,
+        )
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -143,15 +153,7 @@ class ModelDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
-        proposal = self._proposal
-        is_rejected = num_accepted < len(proposal.tokens)
-        outcome = Outcome(
-            num_drafted=len(proposal.tokens),
-            num_accepted=num_accepted,
-            num_allowed=proposal.num_allowed,
-            rejected_entropy=proposal.entropies[num_accepted] if is_rejected else 0.0,
-        )
-        self._state = self.policy.end(self._state, outcome)
+        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))
 
 
 def stacked(probs: list[Float[Tensor, " draft_vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:

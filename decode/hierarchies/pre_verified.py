@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.drafter import Drafter, Proposal, Session, stacked
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
+from decode.policies.base import AfterDraw, BeforeDraw, Policy
 from decode.signals import reader_of
 from lm import CachedModel, acceptance_prob, residual_probs
 
@@ -103,15 +103,7 @@ class PreVerifiedDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.roll_back(len(committed) - 1)
-        proposal = self._proposal
-        is_rejected = num_accepted < len(proposal.tokens)
-        outcome = Outcome(
-            num_drafted=len(proposal.tokens),
-            num_accepted=num_accepted,
-            num_allowed=proposal.num_allowed,
-            rejected_entropy=proposal.entropies[num_accepted] if is_rejected else 0.0,
-        )
-        self._state = self.policy.end(self._state, outcome)
+        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))
 
     def roll_back(self, length: int) -> None:
         self.model.roll_back(length)
