@@ -40,13 +40,13 @@ class ProcessedSampling(Sampling):
 
     processors: LogitsProcessorList | None = None
 
-    def probs_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """One distribution per row; row i follows all but the last rows - 1 - i of `token_ids`."""
+    def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """Row i follows all but the last rows - 1 - i of `token_ids`."""
         ids = torch.tensor([token_ids], device=logits.device)
         first = len(token_ids) - len(logits) + 1
         logits = logits.to(torch.float32, copy=True)  # as transformers does, and processors may write in place
         rows = [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))] if self.processors else [logits]  # type: ignore[arg-type]
-        return self.probs(torch.cat(rows))
+        return torch.cat(rows)
 
 
 @dataclass

@@ -9,12 +9,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.policies.base import BeforeDraw, Outcome, Policy
 from decode.signals import reader_of
-from lm import CachedModel, Draws, Sampling
+from lm import CachedModel, Draws, GreedyDraws, Sampling
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,11 @@ class Session:
     sampling: Sampling
     eos_ids: frozenset[int]
     draws: Draws
+    """At temperature 0 `GreedyDraws`, whatever is given."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.is_greedy:
+            object.__setattr__(self, "draws", GreedyDraws())
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Float[Tensor, " vocab"]] = field(default_factory=list)
-    """q of each token: the very distribution that it was drawn from."""
+    """q of each token: the very distribution that it was drawn from; at temperature 0, where nobody asks, the draft's logits."""
     entropies: list[float] = field(default_factory=list)
     """H(q) in nats of each token, where the policy asked for it."""
     stop_reason: str = "limit"
@@ -103,14 +107,14 @@ class ModelDrafter:
         proposal = Proposal(num_allowed=max_tokens)
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         self._state, self._proposal = state, proposal
-        if self.is_unread and num_tokens > 0 and type(session.sampling).probs_after is Sampling.probs_after:
+        if self.is_unread and num_tokens > 0 and type(session.sampling).processed is Sampling.processed:
             self._propose_unread(committed, num_tokens)
             return proposal
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
             logits = self.model.forward(ids)
             proposal.num_draft_forwards += 1
-            q = session.sampling.probs_after(logits, ids)[0]
+            q = session.sampling.scores_after(logits, ids)[0]
             token, drawn = self._signals.draw(len(proposal.tokens), logits[0], q, session.draws)
             if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
@@ -136,8 +140,9 @@ class ModelDrafter:
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
         for place in range(num_tokens):
-            logits = self.model.forward_drawn(drawn[-1]) if place else logits
-            q = session.sampling.probs(logits)[0]
+            # a row with NaN draws an id that is none; the embeddings must not see it before the host has
+            logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if place else logits
+            q = session.sampling.scores_after(logits, ())[0]
             drawn.append(session.draws.draw(q))
             proposal.probs.append(q)
         tokens = torch.cat(drawn).tolist()
@@ -154,12 +159,3 @@ class ModelDrafter:
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
         self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))
-
-
-def stacked(probs: list[Float[Tensor, " draft_vocab"]], like: Float[Tensor, "rows vocab"]) -> Float[Tensor, "draft vocab"]:
-    """Rows of a proposal as one tensor on the device of `like` (the target's distributions); a narrower q gets zeros, none is rounded."""
-    if not probs:
-        return like[:0]
-    q = torch.stack(probs)
-    q = q if q.device == like.device else q.to(like.device)
-    return q if q.shape[-1] == like.shape[-1] else functional.pad(q, (0, like.shape[-1] - q.shape[-1]))

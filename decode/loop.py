@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.counts import Counts
-from decode.drafter import Drafter, Proposal, Session, stacked
+from decode.drafter import Drafter, Proposal, Session
 from lm import CachedModel, Draws, RandomDraws, Sampling, eos_ids_of, verify
 
 
@@ -120,12 +120,13 @@ class SpeculativeDecoder:
         """Rounds, each as soon as it is verified."""
         self._check(len(prompt_ids), max_new_tokens)
         draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
+        session = Session(self.sampling, self.eos_ids, draws)
         self.target.reset()
-        self.drafter.start(Session(self.sampling, self.eos_ids, draws))
+        self.drafter.start(session)
         committed = list(prompt_ids)
         end = len(committed) + max_new_tokens
         while len(committed) < end:
-            played = self._round(committed, end - len(committed), draws)
+            played = self._round(committed, end - len(committed), session.draws)
             yield played
             if played.emitted[-1] in self.eos_ids:
                 return
@@ -151,11 +152,8 @@ class SpeculativeDecoder:
         num_drafted = len(proposal.tokens)
         fed = committed + proposal.tokens
         logits = self.target.forward(fed, num_drafted + 1)
-        if self.sampling.is_greedy and logits.isnan().any():  # a draw notices by itself, an argmax does not
-            raise ValueError(f"the target's logits after {len(committed)} tokens have NaN in them; load it in float32 or check its weights")
-        p = self.sampling.probs_after(logits, fed)
-        tokens = torch.tensor(proposal.tokens, dtype=torch.long, device=p.device)
-        verdict = verify(tokens, stacked(proposal.probs, p), p, draws)
+        scores = self.sampling.scores_after(logits, fed)
+        verdict = verify(proposal.tokens, proposal.probs, scores, draws)
         emitted = proposal.tokens[: verdict.num_accepted]
         if not (emitted and emitted[-1] in self.eos_ids):
             emitted = [*emitted, verdict.next_token]

@@ -21,13 +21,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.fused_head import FusedHead, HostHead
+from decode.fused_head import FusedHead
 from decode.policies.base import AfterDraw, Policy
 from heads.head import AcceptanceHead
-from lm import CachedModel, Draws
+from lm import CachedModel, Draws, array_of
 
+_INFINITY = float("inf")
+_NOTHING = (0.0, 0.0, 0.0)
 _OF_DISTRIBUTION = frozenset({"entropy", "max_prob", "token_prob"})
-_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": float("inf"), "token_prob": 0.0, "drawn_logit": 0.0}
+_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "token_prob": 0.0, "drawn_logit": 0.0}
 
 
 @runtime_checkable
@@ -72,15 +74,14 @@ def reader_of(policy: Policy, model: CachedModel) -> SignalReader:
 class _Reader:
     """What both readers know of policy and model."""
 
-    head_class: Any
-
     def __init__(self, policy: Policy, model: CachedModel) -> None:
         unknown = policy.signals - frozenset(AfterDraw._fields)
         if unknown:
             raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
         self._asked = policy.signals
         heads = (policy.fed_head, policy.drawn_head)
-        self._fed, self._drawn = (None if head is None else self.head_class(_placed(head, model)) for head in heads)
+        self._fed, self._drawn = (None if head is None else FusedHead(_placed(head, model)) for head in heads)
+        self._has_head = self._fed is not None or self._drawn is not None
         self._has_scalars = any(head is not None and head.scalars for head in heads)
         self._has_embedding = any(head is not None and head.embedding for head in heads)
         self._needs_distribution = self._has_scalars or bool(self._asked & _OF_DISTRIBUTION)
@@ -92,36 +93,32 @@ class _Reader:
 class HostSignals(_Reader):
     """`SignalReader` of a draft on the CPU."""
 
-    head_class = HostHead
-
     def draw(
         self, position: int, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], draws: Draws, *, row: int = -1
     ) -> tuple[int, AfterDraw]:
         token_id = draws.token(q)
-        return token_id, self.read(position, logits, token_id, row=row) if self._asked else AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return token_id, self.read(position, logits, token_id, row=row) if self._asked else _nothing_of(position)
 
     def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
         if not self._asked:
-            return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
-        entropy, max_prob, log_prob = _of_row(_array(logits), token_id) if self._needs_distribution else (0.0, 0.0, 0.0)
-        scalars = (log_prob, entropy) if self._has_scalars else None
-        embedding = _array(self._model.embedding(torch.tensor([token_id]))[0].detach()) if self._has_embedding else None
-        (before, embedding_before), self._inputs = self._inputs, (scalars, embedding)
-        fed_logit, drawn_logit = float("inf"), 0.0
-        if self._fed is not None or self._drawn is not None:
+            return _nothing_of(position)
+        entropy, max_prob, log_prob = _of_row(array_of(logits), token_id) if self._needs_distribution else _NOTHING
+        before, fed_logit, drawn_logit = self._inputs, _INFINITY, 0.0
+        if self._has_scalars or self._has_embedding:
+            embedding = self._model.embedding(torch.tensor([token_id]))[0].detach() if self._has_embedding else None
+            self._inputs = torch.tensor((log_prob, entropy), dtype=torch.float64) if self._has_scalars else None, embedding
+        if self._has_head:
             assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
-            hidden = _array(self._model.hidden)[row]
+            hidden = self._model.hidden[row]
             if self._fed is not None and position > 0:
-                fed_logit = self._fed(hidden, before, embedding_before)
+                fed_logit = self._fed(hidden, *before).item()
             if self._drawn is not None:
-                drawn_logit = self._drawn(hidden, scalars, embedding)
+                drawn_logit = self._drawn(hidden, *self._inputs).item()
         return AfterDraw(position, entropy, max_prob, fed_logit, math.exp(log_prob), drawn_logit)
 
 
 class DeviceSignals(_Reader):
     """`SignalReader` of a draft on an accelerator: nothing waits for the device but the one transfer at the end."""
-
-    head_class = FusedHead
 
     @torch.inference_mode()
     def draw(
@@ -138,7 +135,7 @@ class DeviceSignals(_Reader):
 
     def _read(self, position: int, logits: Tensor, token: Tensor, row: int) -> tuple[int, AfterDraw]:
         if not self._asked:
-            return int(token), AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return int(token), _nothing_of(position)
         columns = self._of_distribution(logits, token) if self._needs_distribution else {}
         previous, self._inputs = self._inputs, self._inputs_of(columns, token)
         if self._fed is not None and position > 0:
@@ -184,9 +181,9 @@ def _of_row(logits: np.ndarray, token_id: int) -> tuple[float, float, float]:
     return log_total - float(weights @ np.maximum(shifted, -1e4)) / float(total), 1.0 / float(total), float(shifted[token_id]) - log_total
 
 
-def _array(tensor: Tensor) -> np.ndarray:
-    """The same memory, or float32 where numpy has no such dtype."""
-    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
+def _nothing_of(position: int) -> AfterDraw:
+    """The signals of a step, where none is asked for."""
+    return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _placed(head: AcceptanceHead, model: CachedModel) -> AcceptanceHead:

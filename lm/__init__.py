@@ -8,24 +8,27 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
     acceptance_rate  at a position: sum over v of min(p(v), q(v)) = 1 - TV(p, q), the mean of acceptance_prob under q
 """
 
+from lm.arrays import array_of
 from lm.cached_model import CachedModel
 from lm.compiled_model import CompiledModel
-from lm.draws import Draws, RandomDraws
+from lm.draws import Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
 from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer
 from lm.sampling import Sampling
-from lm.verification import Verdict, acceptance_prob, acceptance_rate, residual_probs, verify
+from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
 
 __all__ = [
     "CachedModel",
     "CompiledModel",
     "Draws",
+    "GreedyDraws",
     "Pair",
     "RandomDraws",
     "Sampling",
     "Verdict",
     "acceptance_prob",
     "acceptance_rate",
+    "array_of",
     "check_width",
     "cross_entropy",
     "entropy",
@@ -34,6 +37,8 @@ __all__ = [
     "load_pair",
     "load_pair_tokenizer",
     "load_tokenizer",
+    "next_law",
+    "num_accepted",
     "residual_probs",
     "verify",
 ]

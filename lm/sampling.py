@@ -59,9 +59,14 @@ class Sampling:
             logits = self._warpers(None, rows).reshape(logits.shape)  # type: ignore[arg-type]  # no warper reads the ids
         return logits.softmax(-1)
 
-    def probs_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """The same for the last rows of a sequence; a subclass may look at its tokens (transformers' processors do), this one does not."""
-        return self.probs(logits)
+    def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """Logits of the last rows of a sequence as `probs` takes them; a subclass may look at the tokens (transformers' processors do)."""
+        return logits
+
+    def scores_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """What `Draws` draw from: `probs` of the processed logits, or at temperature 0, where only the largest counts, those themselves."""
+        logits = self.processed(logits, token_ids)
+        return logits if self.is_greedy else self.probs(logits)
 
     @cached_property
     def _warpers(self) -> LogitsProcessorList:

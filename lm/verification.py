@@ -3,15 +3,23 @@
 Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i); at the first rejection emit one token from
 norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one token from p_{K+1}, the *bonus* token.
 Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is passed here.
+
+At temperature 0 (`GreedyDraws`) every distribution is one-hot, and this comes to: accept while y_i is the target's most probable token,
+then emit the target's own. No row is normalised for that.
 """
 
+from collections.abc import Iterable, Sequence
+from operator import eq
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-from lm.draws import Draws, RandomDraws
+from lm.arrays import array_of
+from lm.draws import Draws, GreedyDraws, RandomDraws
 
 
 class Verdict(NamedTuple):
@@ -43,22 +51,77 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
     return torch.where(mass > 0, excess / mass, p)
 
 
+def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> int:
+    """Length of the accepted prefix of a draft.
+
+    Args:
+        tokens: drafted token ids y_1 … y_K.
+        q: the distribution that each was drawn from, on any device; not looked at by `GreedyDraws`.
+        p: the target's distributions at the same positions, and rows after them or not; logits do for `GreedyDraws`.
+        draws: source of chance.
+    """
+    if not tokens:
+        return 0
+    if isinstance(draws, GreedyDraws):
+        return draws.num_accepted(map(eq, tokens, _places_of_largest(p)))
+    return draws.num_accepted(_acceptance_probs(tokens, q, p))
+
+
+def next_law(
+    num_accepted: int, q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> Float[Tensor, " vocab"]:
+    """What the token after the accepted ones is drawn from: the residual where one was rejected, else p (the bonus token).
+
+    One-hot distributions that disagree have the residual p.
+    """
+    row = p[num_accepted]
+    if num_accepted == len(q) or isinstance(draws, GreedyDraws):
+        return row
+    return residual_probs(_widened(q[num_accepted].to(row.device), row.shape[-1]), row)
+
+
 def verify(
-    tokens: Int[Tensor, " draft"],
-    q: Float[Tensor, "draft vocab"],
-    p: Float[Tensor, "draft+1 vocab"],
+    tokens: Sequence[int],
+    q: Sequence[Float[Tensor, " draft_vocab"]],
+    p: Float[Tensor, "rows vocab"],
     generator: torch.Generator | Draws | None = None,
 ) -> Verdict:
     """One verification of a draft (K = 0 is allowed: the bonus token is drawn from p).
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each was drawn from.
+        q: the distribution that each was drawn from; one narrower than p gets zeros.
         p: the target's distribution at the same positions and at the one after.
         generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
+
+    Raises:
+        ValueError: the row that the next token is drawn from is not finite.
     """
     draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-    num_accepted = draws.num_accepted(acceptance_prob(tokens, q, p[:-1])) if len(tokens) else 0
-    if num_accepted == len(tokens):
-        return Verdict(num_accepted, draws.token(p[-1]))
-    return Verdict(num_accepted, draws.token(residual_probs(q[num_accepted], p[num_accepted])))
+    count = num_accepted(tokens, q, p, draws)
+    return Verdict(count, draws.token(next_law(count, q, p, draws)))
+
+
+def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"]) -> Iterable[float]:
+    """`acceptance_prob` of each drafted token as a number: on the CPU one by one as they are asked for, from a device in one transfer."""
+    rows = q if q[0].device == p.device else torch.stack(list(q)).to(p.device)
+    if p.is_cpu:
+        return map(_ratio, tokens, map(array_of, rows), array_of(p))
+    index = torch.tensor(tokens, device=p.device)
+    return acceptance_prob(index, torch.stack(list(rows)), p[: len(tokens)]).tolist()
+
+
+def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
+    """min(1, p(token) / q(token)); 0 where p is 0."""
+    drafted, wanted = float(q[token]), float(p[token])
+    return min(wanted / drafted, 1.0) if drafted != 0.0 else float(wanted > 0.0)  # NaN stays NaN, which no uniform is below
+
+
+def _places_of_largest(p: Float[Tensor, "rows vocab"]) -> list[int]:
+    """Where each row is largest; torch on the CPU takes five times as long as numpy."""
+    return (array_of(p) if p.is_cpu else p).argmax(-1).tolist()
+
+
+def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vocab"]:
+    """With zeros for the tokens that only the target has."""
+    return q if q.shape[-1] == width else functional.pad(q, (0, width - q.shape[-1]))

@@ -21,15 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafter import Drafter, Proposal, Session, stacked
+from decode.drafter import Drafter, Proposal, Session
 from decode.policies.base import AfterDraw, BeforeDraw, Policy
 from decode.signals import reader_of
-from lm import CachedModel, acceptance_prob, residual_probs
+from lm import CachedModel, next_law, num_accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,23 +113,19 @@ class PreVerifiedDrafter:
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()
         fed = ids + inner.tokens
         logits = self.model.forward(fed, len(inner.tokens) + 1)
-        q = self._session.sampling.probs_after(logits, fed)
-        inner_q = stacked(inner.probs, q)
-        tokens = torch.tensor(inner.tokens, dtype=torch.long, device=q.device)
-        num_accepted = self._session.draws.num_accepted(acceptance_prob(tokens, inner_q, q[:-1]))
-        is_full = num_accepted == len(tokens)
-        for row, token_id in enumerate(inner.tokens[:num_accepted]):
+        q = self._session.sampling.scores_after(logits, fed)
+        count = num_accepted(inner.tokens, inner.probs, q, self._session.draws)
+        for row, token_id in enumerate(inner.tokens[:count]):
             if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
                 break
         else:
-            if not is_full or self.rounds.bonus or not inner.tokens:
-                law = q[-1] if is_full else residual_probs(inner_q[num_accepted], q[num_accepted])
-                place = len(self._proposal.tokens)
-                token_id, drawn = self._signals.draw(place, logits[num_accepted], law, self._session.draws, row=num_accepted)
-                self._emit(ids, token_id, drawn, q[num_accepted])
+            if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
+                law = next_law(count, inner.probs, q, self._session.draws)
+                token_id, drawn = self._signals.draw(len(self._proposal.tokens), logits[count], law, self._session.draws, row=count)
+                self._emit(ids, token_id, drawn, q[count])
         self.model.roll_back(len(ids) - 1)
         if window > 0:
-            self.inner.conclude(ids, num_accepted)
+            self.inner.conclude(ids, count)
         self._count(inner)
 
     def _emit(self, ids: list[int], token_id: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:

@@ -7,7 +7,7 @@ a cache that is off by one position changes the law.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -44,9 +44,9 @@ class Branches(Draws):
     def token(self, probs: Tensor) -> int:
         return self._answer(probs.tolist())
 
-    def num_accepted(self, acceptance_probs: Tensor) -> int:
+    def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         weights, survival = [], 1.0
-        for acceptance_prob in acceptance_probs.tolist():
+        for acceptance_prob in acceptance_probs:
             weights.append(survival * (1 - acceptance_prob))
             survival *= acceptance_prob
         return self._answer([*weights, survival])

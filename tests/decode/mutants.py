@@ -13,9 +13,9 @@ import decode.loop
 import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
-from lm import RandomDraws, Sampling, Verdict, acceptance_prob, residual_probs, verify
+from lm import GreedyDraws, RandomDraws, residual_probs, verify
 
-_propose, _probs, _round = ModelDrafter.propose, Sampling.probs, SpeculativeDecoder._round
+_propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
 
 
 def _residual_sign(q, p):
@@ -26,17 +26,16 @@ def _no_residual(q, p):
     return p
 
 
-def _accept_by_target_prob(tokens, q, p):
-    return p.gather(-1, tokens[:, None])[:, 0]
+def _accept_by_target_prob(token, q, p):
+    return float(p[token])
 
 
-def _accept_swapped(tokens, q, p):
-    return acceptance_prob(tokens, p, q)
+def _accept_swapped(token, q, p):
+    return _ratio(token, p, q)
 
 
-def _last_row_residual(tokens, q, p, draws):
-    count = draws.num_accepted(acceptance_prob(tokens, q, p[:-1]))
-    return Verdict(count, draws.token(p[-1] if count == len(tokens) else residual_probs(q[-1], p[-2])))
+def _last_row_residual(count, q, p, draws):
+    return p[-1] if count == len(q) else residual_probs(q[-1], p[-2])
 
 
 def _bonus_from_previous_row(tokens, q, p, draws):
@@ -75,8 +74,12 @@ def _draft_past_eos(self, committed, max_tokens):
     return _propose(self, committed, max_tokens)
 
 
-def _soft_greedy(self, logits, dtype=None):
-    return logits.softmax(-1) if self.is_greedy else _probs(self, logits, dtype)
+def _second_best(self, probs):
+    return int(probs.argsort()[-2])
+
+
+def _all_agree(self, acceptance_probs):
+    return len(list(acceptance_probs))
 
 
 def _emit_past_eos(self, committed, num_left, draws):
@@ -135,7 +138,7 @@ class _CountAll(RandomDraws):
     """Counts every token that passes, and not only those before the first that fails."""
 
     def num_accepted(self, acceptance_probs):
-        return sum(self._accepts.next() < acceptance_prob for acceptance_prob in acceptance_probs.tolist())
+        return sum(self._accepts.next() < acceptance_prob for acceptance_prob in acceptance_probs)
 
 
 def _uncut_forward(self, token_ids, num_rows=1):
@@ -152,15 +155,16 @@ _forward = ToyModel.forward
 MUTANTS = {
     "residual_sign": (lm.verification, "residual_probs", _residual_sign),
     "no_residual": (lm.verification, "residual_probs", _no_residual),
-    "accept_by_target_prob": (lm.verification, "acceptance_prob", _accept_by_target_prob),
-    "accept_swapped": (lm.verification, "acceptance_prob", _accept_swapped),
-    "last_row_residual": (decode.loop, "verify", _last_row_residual),
+    "accept_by_target_prob": (lm.verification, "_ratio", _accept_by_target_prob),
+    "accept_swapped": (lm.verification, "_ratio", _accept_swapped),
+    "last_row_residual": (lm.verification, "next_law", _last_row_residual),
     "bonus_from_previous_row": (decode.loop, "verify", _bonus_from_previous_row),
     "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
     "q_shifted": (ModelDrafter, "propose", _q_shifted),
     "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
     "draft_past_eos": (ModelDrafter, "propose", _draft_past_eos),
-    "soft_greedy": (Sampling, "probs", _soft_greedy),
+    "second_best": (GreedyDraws, "token", _second_best),
+    "all_agree": (GreedyDraws, "num_accepted", _all_agree),
     "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
     "overrun": (SpeculativeDecoder, "_round", _overrun),
     "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),

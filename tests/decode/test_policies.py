@@ -48,7 +48,7 @@ def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int
         accepted = 0
         if drafted:
             stacked = torch.stack(qs), torch.stack(ps[:-1])
-            accepted = draws.num_accepted(acceptance_prob(torch.tensor(drafted), *stacked))
+            accepted = draws.num_accepted(acceptance_prob(torch.tensor(drafted), *stacked).tolist())
         end = ps[-1] if accepted == len(drafted) else residual_probs(qs[accepted], ps[accepted])
         ids += [*drafted[:accepted], draws.token(end)]
         rounds.append((len(drafted), accepted))

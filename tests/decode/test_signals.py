@@ -8,7 +8,7 @@ from enumeration import ToyModel
 from test_losslessness import PROMPT, decoder_of, toy_head
 
 from decode import ModelDrafter, Session
-from decode.fused_head import FusedHead, HostHead
+from decode.fused_head import FusedHead
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from decode.signals import DeviceSignals, HostSignals
 from heads import AcceptanceHead
@@ -64,8 +64,8 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
         else:
             before = model.embedding(torch.tensor([tokens[i - 1]]))[0]
             assert shown.fed_logit == pytest.approx(float(fed.requires_grad_(False)(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
-        assert torch.equal(proposal.probs[i], sampling.probs(logits))
-        assert proposal.probs[i][token] > 0
+        assert sampling.probs(logits)[token] > 0
+        assert sampling.is_greedy or torch.equal(proposal.probs[i], sampling.probs(logits))
 
 
 def test_only_what_a_policy_asks_for_is_computed():
@@ -89,8 +89,6 @@ def test_the_fused_head_equals_the_head(depth, scalars, embedding):
     )
     expected = head(hidden, pair, token)
     torch.testing.assert_close(FusedHead(head)(hidden, pair, token)[0], expected)
-    on_host = HostHead(head)(hidden.numpy(), None if pair is None else tuple(pair.tolist()), None if token is None else token.numpy())
-    assert on_host == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
