@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lm.halves import halves_of, head_of
 from lm.kv_buffer import BufferLayer, make_cache
 
 _CAPACITY = 256
@@ -22,22 +23,26 @@ class CachedModel:
 
     Attributes:
         hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows that the last
-            `forward` returned; None unless `with_hidden`.
+            `forward` returned; may be None unless `with_hidden`.
     """
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
         model: any transformers causal language model with a `DynamicCache`.
         vocab_size: width that logits are cut to (a padded vocabulary's extra ids get probability zero); None keeps all.
-        with_hidden: also keep the final hidden states, at the price of a hook.
+        with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.halves`) pays with a hook.
         """
         self.model = model
         self.vocab_size = vocab_size
         self.hidden: Float[Tensor, "rows hidden"] | None = None
-        self._hook = _head_of(model).register_forward_pre_hook(self._keep_hidden) if with_hidden else None
+        self._halves = halves_of(model)
+        is_watched = with_hidden and self._halves is None
+        self._hook = head_of(model).register_forward_pre_hook(self._keep_hidden) if is_watched else None
         self._device: torch.device = next(model.get_input_embeddings().parameters()).device
         self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._positions = torch.arange(_CAPACITY, device=self._device)[None]
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
+        self._is_plain = False
         self.reset()
 
     def __len__(self) -> int:
@@ -65,6 +70,9 @@ class CachedModel:
 
     def reset(self) -> None:
         """Empty the cache, for a new sequence."""
+        if self._is_plain:
+            self.roll_back(0)
+            return
         self._cache = make_cache(self.model, _CAPACITY)
         self._is_plain = all(isinstance(layer, BufferLayer) for layer in self._cache.layers)
         self._length = 0
@@ -116,16 +124,21 @@ class CachedModel:
         return logits
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows).logits[0]
+        if self._halves is None:
+            logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=num_rows).logits[0]
+        else:
+            positions = self._positions_of(ids.shape[1])
+            output = self._halves.body(input_ids=ids, past_key_values=self._cache, use_cache=True, position_ids=positions)
+            self.hidden = output.last_hidden_state[0][-num_rows:]
+            logits = self._halves.head(self.hidden)
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
+
+    def _positions_of(self, num_fed: int) -> Int[Tensor, "1 fed"]:
+        """Positions of the tokens that are fed next."""
+        end = self._length + num_fed
+        if end > self._positions.shape[1]:
+            self._positions = torch.arange(2 * end, device=self._device)[None]
+        return self._positions[:, self._length : end]
 
     def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.hidden = inputs[0][0]
-
-
-def _head_of(model: PreTrainedModel) -> nn.Module:
-    """The module that maps the final hidden state to logits."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with AutoModelForCausalLM")
-    return head

@@ -33,8 +33,9 @@ class BufferLayer(DynamicLayer):
         start, self.length = self.length, self.length + key_states.shape[-2]
         if self.length > self.capacity:
             self._grow(start)
-        self._keys[:, :, start : self.length] = key_states
-        self._values[:, :, start : self.length] = value_states
+        num_new = self.length - start
+        self._keys.narrow(2, start, num_new).copy_(key_states)
+        self._values.narrow(2, start, num_new).copy_(value_states)
         return self._view()
 
     def get_seq_length(self) -> int:
@@ -64,7 +65,7 @@ class BufferLayer(DynamicLayer):
         self._keys, self._values = larger
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._keys[:, :, : self.length], self._values[:, :, : self.length]
+        self.keys, self.values = self._keys.narrow(2, 0, self.length), self._values.narrow(2, 0, self.length)
         return self.keys, self.values
 
 

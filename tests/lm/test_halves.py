@@ -1,0 +1,57 @@
+"""A forward of the two halves is the forward of the whole, or is not taken."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+
+from lm import CachedModel
+from lm.halves import halves_of
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
+GPT2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
+TOKENS = [1, 2, 3, 4, 5, 6, 7]
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def assert_rows_are_those_of_the_whole(model):
+    cached = CachedModel(model, with_hidden=True)
+    for length in (3, 5, 6, 7):
+        logits = cached.forward(TOKENS[:length], 1 if length == 3 else length - len(cached))
+        hidden = cached.hidden
+        with torch.no_grad():
+            expected = model(torch.tensor([TOKENS[:length]]), output_hidden_states=True)
+        torch.testing.assert_close(logits, expected.logits[0, -len(logits) :], rtol=0, atol=1e-12)
+        torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -len(logits) :], rtol=0, atol=1e-12)
+    cached.close()
+
+
+@pytest.mark.parametrize(("config", "has_halves"), [(LLAMA, True), (GPT2, True), (SOFT_CAPPED, False)])
+def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_halves):
+    model = model_of(config)
+    assert (halves_of(model) is not None) == has_halves
+    assert_rows_are_those_of_the_whole(model)
+
+
+def test_a_model_whose_whole_is_watched_is_called_as_a_whole():
+    model, seen = model_of(LLAMA), []
+    hook = model.register_forward_hook(lambda *_: seen.append(1))
+    assert_rows_are_those_of_the_whole(model)
+    assert len(seen) >= 4
+    hook.remove()
+    assert halves_of(model) is not None
+
+
+def test_positions_go_on_beyond_the_first_that_were_prepared():
+    model = model_of(LLAMA)
+    tokens = [1 + place % 19 for place in range(600)]
+    cached = CachedModel(model)
+    cached.forward(tokens[:300])
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0, -300:]
+    torch.testing.assert_close(cached.forward(tokens, 300), expected, rtol=0, atol=1e-10)
