@@ -3,14 +3,20 @@
 The cache is a `StaticCache`: its tensors have one shape and one address for good, and rolling back is writing a smaller length into it.
 A feed is padded on the right up to one of a few widths, each compiled once; what padding writes lies beyond the length, where no query
 looks, and is overwritten by the next feed. Two tokens of which one row is asked (a draft after full acceptance) are two steps of one;
-longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph
-(`mode="reduce-overhead"`); on a CPU it is C++ made by the compiler.
+longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph; on a CPU it
+is C++ made by the compiler, and so is what calls it.
+
+What is compiled holds for one model as it was then: of the hundreds of guards that would check it before every step, which costs a quarter
+of a small model's, those on its modules and parameters are left out. Do not change the model's dtype, device or structure while a
+`CompiledModel` of it is in use; new values in its weights are seen.
 
 Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs time; it grows by
 doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
 """
 
 from collections.abc import Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +27,8 @@ from lm.cached_model import CachedModel
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
+_GUARDED = frozenset({"", "model", "ids", "cache", "cache.layers[0].keys", "with_hidden", "owner"})
+_OWNERS = count()
 
 
 class CompiledModel(CachedModel):
@@ -36,10 +44,12 @@ class CompiledModel(CachedModel):
         self._with_hidden = with_hidden
         self._capacity = capacity
         super().__init__(model, vocab_size=vocab_size)
+        self._owner = next(_OWNERS)
         self._is_cuda = self.device.type == "cuda"
         # every width of every model is one compilation of `_step`; the default allows eight in a process
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, mode="reduce-overhead" if self._is_cuda else None)
+        options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self._is_cuda, "cpp_wrapper": not self._is_cuda}
+        self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, options=options)
 
     def reset(self) -> None:
         """Forget the sequence; the cache's memory and the compiled forwards stay."""
@@ -98,9 +108,9 @@ class CompiledModel(CachedModel):
     def _run(self, ids: Int[Tensor, "1 width"], *, is_compiled: bool) -> tuple[Tensor, Tensor | None]:
         """Logits and hidden states of every row."""
         if not (is_compiled and self._is_cuda):
-            return (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
+            return (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden, self._owner)  # type: ignore[arg-type]
         torch.compiler.cudagraph_mark_step_begin()
-        logits, hidden = self._compiled(self.model, ids, self._cache, self._with_hidden)  # type: ignore[arg-type]
+        logits, hidden = self._compiled(self.model, ids, self._cache, self._with_hidden, self._owner)  # type: ignore[arg-type]
         return logits.clone(), hidden if hidden is None else hidden.clone()  # a CUDA graph writes its next output over this one
 
     def _grow(self, length: int) -> None:
@@ -116,9 +126,18 @@ class CompiledModel(CachedModel):
             layer.cumulative_length.fill_(length)  # type: ignore[union-attr]
 
 
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to keep: the arguments, the cache's capacity, and torch's own settings (threads, inference mode)."""
+    return [guard.name in _GUARDED for guard in guards]
+
+
 def _step(
-    model: PreTrainedModel, ids: Tensor, cache: StaticCache, with_hidden: bool
+    model: PreTrainedModel, ids: Tensor, cache: StaticCache, with_hidden: bool, owner: int
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows hidden"] | None]:
-    """Logits, and final hidden states if asked for, of every row of one forward."""
+    """Logits, and final hidden states if asked for, of every row of one forward.
+
+    `owner` is read so that it is guarded: each `CompiledModel` has its own compilations, since what tells models apart is not looked at.
+    """
+    assert owner >= 0
     output = model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=with_hidden)
     return output.logits[0], output.hidden_states[-1][0] if with_hidden else None
