@@ -107,16 +107,28 @@ class Arms:
         return perf_counter() - started_s
 
 
-def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> tuple[float, float]:
-    """(1 - counts of forwards x bare forward medians / wall time, that wall time in seconds), medians over prompts.
+class Outside(NamedTuple):
+    """Time outside model forwards, medians over prompts."""
 
-    A bare forward is the model called on ids that are already a tensor. Each generation is followed by its own forwards once more, bare and
-    in their order, so that both see the same caches of the machine; medians are per model, tokens fed, and cache length to within 16.
+    share: float
+    """1 - counts of forwards x bare forward medians / wall time. A bare forward is the transformers model called with its own cache on ids
+    that are already a tensor; the loop calls the model's halves, which is faster, so this may be below zero."""
+    own_share: float
+    """The same with the loop's own forwards (`CachedModel`) in place of the bare ones."""
+    wall_s: float
+
+
+def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> Outside:
+    """What the loop spends outside forwards.
+
+    Each generation is followed by its own forwards once more, bare and in their order, so that both see the same caches of the machine;
+    medians are per model, tokens fed, and cache length to within 16.
     """
     log: list[Call] = []
     drafter = ModelDrafter(TalliedModel("draft", pair, log), FixedLength(k))
     decoder = SpeculativeDecoder(TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
     bare: dict[Call, Seconds] = defaultdict(list)
+    own: dict[Call, Seconds] = defaultdict(list)
     runs = []
     for seed, prompt in enumerate([prompts[0], *prompts]):
         log.clear()
@@ -125,10 +137,14 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         decoder.generate(prompt, num_tokens, generator=generator)
         runs.append((perf_counter() - started_s, [call.shape for call in log]))
         _repeat_bare(pair, log, bare)
-    shares = [1 - sum(median(bare[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:]]
-    return median(shares), median(wall_s for wall_s, _ in runs[1:])
+        _repeat_own(pair, log, own)
+    share, own_share = (
+        median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:]) for seconds in (bare, own)
+    )
+    return Outside(share, own_share, median(wall_s for wall_s, _ in runs[1:]))
 
 
+@torch.inference_mode()  # as the loop drafts
 def head_cost(pair: Pair, head: AcceptanceHead, prompt: list[int], *, num_steps: int = 10, repeats: int = 60) -> tuple[float, float]:
     """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
     policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
@@ -160,6 +176,19 @@ def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, Seconds]) -
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=call.num_rows)
         _wait(model.device)
         bare[call.shape].append(perf_counter() - started_s)
+
+
+@torch.inference_mode()
+def _repeat_own(pair: Pair, calls: Sequence[Call], own: dict[Call, Seconds]) -> None:
+    """The same by the loop's own `CachedModel`s."""
+    models = {name: CachedModel(getattr(pair, name), vocab_size=pair.vocab_size) for name in ("target", "draft")}
+    for call in calls:
+        model, ids = models[call.name], [5] * (call.length + call.num_fed)
+        model.roll_back(call.length)
+        started_s = perf_counter()
+        model.forward(ids, call.num_rows)
+        _wait(model.device)
+        own[call.shape].append(perf_counter() - started_s)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """python -m decode bench: wall clock of the loop beside transformers' assisted generation, as ratios in one interleaved run.
 
-    outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time
+    outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time;
+                      outside_own_share: the same with the loop's own forwards, which are faster than bare ones
     against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
     against_plain     tokens per second of the loop / of the target's plain generation
     head_share        what a head adds to a draft step / the step without it
@@ -123,7 +124,8 @@ def _extras(pair: Pair, head: AcceptanceHead, prompts: list[list[int]], num_toke
     """Time outside forwards at K = 5, and what a head adds."""
     found: dict[str, Any] = {}
     for name, sampling in SAMPLINGS.items():
-        found[f"outside_share_{name}"], found[f"wall_s_{name}"] = outside_share(pair, prompts, 5, sampling, num_tokens)
+        outside = outside_share(pair, prompts, 5, sampling, num_tokens)
+        found |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
     found["draft_step_s"], found["head_s"] = head_cost(pair, head, prompts[0])
     found["head_share"], found["head_depth"] = found["head_s"] / found["draft_step_s"], head.depth
     return found
