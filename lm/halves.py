@@ -1,13 +1,14 @@
 """A causal model as its two halves: the body, which ends in the final norm, and the output embeddings.
 
-transformers wraps both in a forward that builds two output objects and asks for losses and flags; with a small draft that is a tenth of the
-step. Called one after the other the halves give the same logits, and the final hidden state that heads read lies between them. Some
-models do more after the head (soft caps, scales): whether the halves are the whole is tried once per model, bit by bit, and a model of
-which they are not is called as a whole.
+transformers wraps both in a forward that builds two output objects and asks for losses, flags and outputs to record; with a small draft
+that is a tenth of the step. Called one after the other, and without what is wrapped around them, the halves give the same logits, and the
+final hidden state that heads read lies between them. Some models do more after the head (soft caps, scales): whether the halves are the
+whole is tried once per model, bit by bit, and a model of which they are not is called as a whole.
 """
 
 from collections.abc import Callable
-from inspect import signature
+from functools import partial
+from inspect import signature, unwrap
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,18 +52,30 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-@torch.inference_mode()
 def _tried(model: PreTrainedModel) -> Halves | None:
+    """The barest halves that are the whole of the model."""
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or head is None or "position_ids" not in signature(body.forward).parameters:
         return None
+    is_watched = body._forward_hooks or body._forward_pre_hooks or "forward" in vars(body)
+    bare = Halves(partial(unwrap(type(body).forward), body), head)
+    wrapped = Halves(body, head)
+    return next((halves for halves in ([wrapped] if is_watched else [bare, wrapped]) if _is_whole(halves, model)), None)
+
+
+@torch.inference_mode()
+def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
+    """Do both give the same bits, for a prompt and for a token after it?"""
     whole, apart = (make_cache(model, 4) for _ in range(2))
     device = next(model.get_input_embeddings().parameters()).device
     for first, end in ((0, 2), (2, 3)):
         ids = torch.arange(first, end, device=device)[None] % 2
         expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
         positions = torch.arange(first, end, device=device)[None]
-        states = body(input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions).last_hidden_state
-        if states.device != expected.device or not torch.equal(head(states), expected):
-            return None
-    return Halves(body, head)
+        try:
+            states = halves.body(input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions).last_hidden_state
+        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it
+            return False
+        if states.device != expected.device or not torch.equal(halves.head(states), expected):
+            return False
+    return True
