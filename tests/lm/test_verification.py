@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from lm import acceptance_prob, acceptance_rate, residual_probs, verify
+from lm import GreedyDraws, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
 
 
 class Scripted:
@@ -76,3 +76,41 @@ def test_no_draft_is_a_token_of_the_target():
 def test_a_distribution_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="not finite"):
         verify([], [], torch.tensor([[torch.nan, 0.0]]), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_greedy_verification_keeps_what_the_target_would_have_said_and_reads_logits(dtype):
+    logits = torch.tensor([[0.0, 2.0, -1.0], [3.0, 3.0, 1.0], [-5.0, -6.0, -4.0]], dtype=dtype)
+    for tokens, expected in {(): (0, 1), (1, 0): (2, 2), (1, 1): (1, 0), (2, 0): (0, 1)}.items():
+        rows = logits[: len(tokens) + 1]
+        assert verify(list(tokens), [torch.empty(3)] * len(tokens), rows, GreedyDraws()) == expected
+    assert GreedyDraws().draw(logits[1]).tolist() == [0]
+
+
+def test_greedy_draws_refuse_what_is_not_finite():
+    row = torch.tensor([1.0, torch.nan, 0.0])
+    assert GreedyDraws().draw(row).tolist() == [3]
+    with pytest.raises(ValueError, match="not finite"):
+        GreedyDraws().token(row)
+
+
+def test_a_narrower_draft_vocabulary_has_probability_zero_beyond_its_end():
+    q, p = torch.tensor([0.5, 0.5]), torch.tensor([[0.2, 0.2, 0.6], [0.0, 0.0, 1.0]])
+    draws = Scripted(0)
+    assert next_law(0, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
+    assert next_law(1, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
+
+
+def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_are_no_numbers_reject():
+    class Watching(Scripted):
+        def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
+            self.seen = list(acceptance_probs)
+            return 0
+
+    nan = torch.tensor([torch.nan, 1.0])
+    q, p = torch.tensor([0.25, 0.75]), torch.tensor([[0.5, 0.5], [0.0, 1.0], [torch.nan, 0.5], [0.5, 0.5], [0.5, 0.5]])
+    watching = Watching(0)
+    num_accepted([0, 0, 0, 0, 1], [q, q, q, nan, torch.tensor([1.0, 0.0])], p, watching)
+    assert watching.seen[:2] == [1.0, 0.0]
+    assert watching.seen[4] == 1.0
+    assert not any(value > 0.0 for value in watching.seen[2:4])
