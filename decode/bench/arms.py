@@ -211,9 +211,13 @@ def _fixed_length(pair: Pair, k: int) -> Any:
             model.generation_config.update(**values)
 
 
-def timed_in_turns(arms: Sequence[Callable[[list[int]], float]], prompts: Sequence[list[int]]) -> list[float]:
-    """Median seconds of each arm, the arms taking turns on every prompt; one unmeasured turn first."""
+def timed_in_turns(arms: Sequence[Callable[[list[int]], float]], prompts: Sequence[list[int]]) -> list[Seconds]:
+    """Seconds of each arm, prompt by prompt, the arms taking turns on every prompt; one unmeasured turn first."""
     for arm in arms:
         arm(prompts[0])
-    times: list[Seconds] = [[arm(prompt) for arm in arms] for prompt in prompts]
-    return [median(column) for column in zip(*times, strict=True)]
+    return [list(column) for column in zip(*([arm(prompt) for arm in arms] for prompt in prompts), strict=True)]
+
+
+def median_ratio(slower: Seconds, faster: Seconds) -> float:
+    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt alike."""
+    return median(slow / fast for slow, fast in zip(slower, faster, strict=True))

@@ -9,7 +9,7 @@
 With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`).
 
 Greedy, and sampled at temperature 1 without warpers (with warpers assisted generation applies them to the draft twice and would lose for
-another reason). Arms take turns on every prompt; times are medians. The last line is one JSON document.
+another reason). Arms take turns on every prompt; times, and ratios prompt by prompt, are medians. The last line is one JSON document.
 """
 
 import json
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.utils import logging
 from configs.schema import Config
 from data_gen.prompts import load_prompts
 from data_gen.templates import encode
-from decode.bench.arms import Arms, head_cost, outside_share, timed_in_turns
+from decode.bench.arms import Arms, head_cost, median_ratio, outside_share, timed_in_turns
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.grids import load_heads
 from decode.hierarchies.trio import check_micro
@@ -110,11 +111,11 @@ def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Ite
                 timed["compiled"] = partial(arms.ours_compiled, k=k, sampling=sampling)
             seconds = dict(zip(timed, timed_in_turns(list(timed.values()), prompts), strict=True))
             row: dict[str, Any] = {"sampling": name, "k": k}
-            row |= {f"{arm}_tokens_per_s": arms.num_tokens / taken_s for arm, taken_s in seconds.items()}
-            row["against_plain"] = seconds["plain"] / seconds["ours"]
-            row["against_assisted"] = seconds["assisted"] / seconds["ours"]
+            row |= {f"{arm}_tokens_per_s": arms.num_tokens / median(taken_s) for arm, taken_s in seconds.items()}
+            row["against_plain"] = median_ratio(seconds["plain"], seconds["ours"])
+            row["against_assisted"] = median_ratio(seconds["assisted"], seconds["ours"])
             if "compiled" in seconds:
-                row["compiled_against_assisted"] = seconds["assisted"] / seconds["compiled"]
+                row["compiled_against_assisted"] = median_ratio(seconds["assisted"], seconds["compiled"])
                 if sampling.is_greedy:
                     row["compiled_tokens_differ"] = arms.num_differing(prompts, k)
             yield row
