@@ -62,7 +62,7 @@ class RandomDraws(Draws):
         """
         if probs.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
             rising, numbers = self._cumulative.get(probs.shape[-1]) or self._prepared(probs.shape[-1])
-            torch.cumsum(probs, -1, dtype=torch.float64, out=rising)
+            torch.cumsum(probs.detach() if probs.requires_grad else probs, -1, dtype=torch.float64, out=rising)
             token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * _BELOW_ONE))
         else:
             token = int(self.draw(probs))
@@ -74,7 +74,8 @@ class RandomDraws(Draws):
         return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * _BELOW_ONE), right=True)
 
     def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
-        rising = torch.empty(width, dtype=torch.float64)
+        with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
+            rising = torch.empty(width, dtype=torch.float64)
         self._cumulative[width] = rising, rising.numpy().data
         return self._cumulative[width]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from lm import GreedyDraws, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
+from lm import GreedyDraws, RandomDraws, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
 
 
 class Scripted:
@@ -114,3 +114,13 @@ def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_ar
     assert watching.seen[:2] == [1.0, 0.0]
     assert watching.seen[4] == 1.0
     assert not any(value > 0.0 for value in watching.seen[2:4])
+
+
+def test_draws_serve_inside_and_outside_inference_mode_and_where_gradients_are_kept():
+    generator = torch.Generator().manual_seed(0)
+    draws = RandomDraws(generator)
+    logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 5.0]], requires_grad=True)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            p = logits.softmax(-1)
+            assert 0 <= verify([1], [p[0]], p, draws).next_token < 3
