@@ -147,6 +147,19 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.generate_model_card().save(save_directory / "README.md")
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **how: Any) -> "AcceptanceHead":
+        """A head from a directory or from the hub.
+
+        Raises:
+            FileNotFoundError: a path, not a name on the hub, and nothing there.
+        """
+        path = Path(pretrained_model_name_or_path)
+        is_path = path.is_absolute() or len(path.parts) != 2 or path.parent.exists()  # the hub's names are owner/name
+        if is_path and not path.is_dir():
+            raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+        return super().from_pretrained(pretrained_model_name_or_path, **how)
+
+    @classmethod
     def _from_pretrained(cls, *, model_id: str, config: dict[str, Any] | None = None, **where: Any) -> "AcceptanceHead":
         """Strict: every tensor of the architecture, none besides, of the right shape, finite, from safetensors.
 

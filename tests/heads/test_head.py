@@ -166,3 +166,9 @@ def test_update_config_changes_a_saved_head(tmp_path: Path):
     assert AcceptanceHead.from_pretrained(tmp_path).provenance.recommended == {"max_rejection_prob": 0.3}
     with pytest.raises(ValueError, match="reject_weight is 0"):
         update_config(tmp_path, reject_weight=0.0)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "heads/nothing", "no/such/head", "/no/such"])
+def test_a_path_where_nothing_is_is_said_at_once_and_never_looked_up(missing):
+    with pytest.raises(FileNotFoundError, match="no exported head at"):
+        AcceptanceHead.from_pretrained(missing)
