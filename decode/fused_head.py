@@ -22,6 +22,8 @@ class FusedHead:
         self._takes = head.scalars, head.embedding
         self._mix = None if head.mix is None else (head.mix.weight.detach(), head.mix.bias.detach())
         self._skip = None if head.skip is None else head.skip.weight.detach()
+        self._columns = None if self._mix is None else [column.contiguous() for column in self._mix[0].T[:2]]
+        self._slopes = [] if self._skip is None else self._skip[0, :2].tolist()
 
     def __call__(
         self,
@@ -34,10 +36,28 @@ class FusedHead:
         beside = None if self._skip is None else self._beside(scalars, embedding)
         if self._mix is not None and beside is not None:
             stream = stream + torch.addmv(self._mix[1], self._mix[0], beside)
+        logit = self._of_stream(stream)
+        return logit if self._skip is None or beside is None else torch.addmv(logit, self._skip, beside)
+
+    def score(
+        self,
+        hidden: Float[Tensor, " hidden"],
+        scalars: tuple[float, float] | None = None,
+        embedding: Float[Tensor, " hidden"] | None = None,
+    ) -> float:
+        """The same as a number, from scalars that are numbers: on the CPU a tensor made of them would cost as much as a block."""
+        if self._takes != (True, False) or scalars is None:
+            return self(hidden, None if scalars is None else torch.tensor(scalars, dtype=torch.float64), embedding).item()
+        stream = hidden if hidden.dtype == self._dtype else hidden.to(self._dtype)
+        if self._mix is not None and self._columns is not None:
+            mixed = torch.add(self._mix[1], self._columns[0], alpha=scalars[0]).add_(self._columns[1], alpha=scalars[1])
+            stream = mixed.add_(stream)
+        return self._of_stream(stream).item() + self._slopes[0] * scalars[0] + self._slopes[1] * scalars[1]
+
+    def _of_stream(self, stream: Float[Tensor, " hidden"]) -> Float[Tensor, " 1"]:
         for weight, bias in self._blocks:
             stream = functional.silu(torch.addmv(bias, weight, stream), True).add_(stream)
-        logit = torch.addmv(self._out[1], self._out[0], stream)
-        return logit if self._skip is None or beside is None else torch.addmv(logit, self._skip, beside)
+        return torch.addmv(self._out[1], self._out[0], stream)
 
     def _beside(self, scalars: Tensor | None, embedding: Tensor | None) -> Tensor | None:
         """Scalars and embedding side by side, those that the head takes."""

@@ -106,14 +106,14 @@ class HostSignals(_Reader):
         before, fed_logit, drawn_logit = self._inputs, _INFINITY, 0.0
         if self._has_scalars or self._has_embedding:
             embedding = self._model.embedding(torch.tensor([token_id]))[0].detach() if self._has_embedding else None
-            self._inputs = torch.tensor((log_prob, entropy), dtype=torch.float64) if self._has_scalars else None, embedding
+            self._inputs = (log_prob, entropy) if self._has_scalars else None, embedding
         if self._has_head:
             assert self._model.hidden is not None, "a head scores hidden states: the draft must keep them"
             hidden = self._model.hidden[row]
             if self._fed is not None and position > 0:
-                fed_logit = self._fed(hidden, *before).item()
+                fed_logit = self._fed.score(hidden, *before)
             if self._drawn is not None:
-                drawn_logit = self._drawn(hidden, *self._inputs).item()
+                drawn_logit = self._drawn.score(hidden, *self._inputs)
         return AfterDraw(position, entropy, max_prob, fed_logit, math.exp(log_prob), drawn_logit)
 
 

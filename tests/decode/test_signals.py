@@ -89,6 +89,7 @@ def test_the_fused_head_equals_the_head(depth, scalars, embedding):
     )
     expected = head(hidden, pair, token)
     torch.testing.assert_close(FusedHead(head)(hidden, pair, token)[0], expected)
+    assert FusedHead(head).score(hidden, None if pair is None else tuple(pair.tolist()), token) == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
