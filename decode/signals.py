@@ -9,8 +9,8 @@ Entropy, largest probability and token probability are those of the untruncated 
 
 Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals travel together; a
 policy that stops before the draw is asked about distributions alone and its token is thrown away unseen. `DeviceSignals` computes on the
-draft's device and reads everything with one host transfer; `HostSignals` does the same for a draft on the CPU with numpy, where torch's
-calls on single rows would be a fifth of a small model's step.
+draft's device and reads everything with one host transfer; `HostSignals` does the same for a draft on the CPU, distributions with numpy,
+since torch's calls on single rows would be a fifth of a small model's step.
 """
 
 import math

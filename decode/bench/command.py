@@ -4,7 +4,8 @@
                       outside_own_share: the same with the loop's own forwards, which are faster than bare ones
     against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
     against_plain     tokens per second of the loop / of the target's plain generation
-    head_share        what a head adds to a draft step / the step without it
+    head_share        what a head adds to a draft step / the step without it; the first of the config's heads, or where there are none an
+                      untrained one of depth 3 on the hidden state alone. Scalars cost more than a block
 
 With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`).
 
