@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 
 from configs.command import run
 from configs.schema import Config
-from heads.run import RunDirectory, build, quiet, report
+from heads.training.run import RunDirectory, build, quiet, report
 
 
 def train(config: Config, *, resume: bool = True) -> dict[str, Any]:

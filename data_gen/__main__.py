@@ -1,10 +1,10 @@
 """`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, stats, tiny."""
 
 from configs.command import Command, run
-from data_gen.imports import import_
-from data_gen.plan import plan
-from data_gen.run import make
-from data_gen.stats import stats
+from data_gen.official.command import import_
+from data_gen.pipeline.command import make
+from data_gen.pipeline.plan import plan
+from data_gen.stats.command import stats
 
 
 def tiny(*, dir: str = "checkpoints/tiny", seed: int = 0, overwrite: bool = False) -> None:
@@ -15,7 +15,7 @@ def tiny(*, dir: str = "checkpoints/tiny", seed: int = 0, overwrite: bool = Fals
         seed: of the weights and of the stories.
         overwrite: replace models that are there already.
     """
-    from data_gen.tiny import make_trio
+    from data_gen.tiny.recipe import make_trio
 
     make_trio(dir, seed=seed, overwrite=overwrite)
 

@@ -1,17 +1,17 @@
 """The speculative loop: stopping policies, drafters, the lossless loop, traces and replay, evaluation."""
 
 from decode import policies
-from decode.counts import Counts
-from decode.custom_generate import SpeculativeOutput, speculative_generate
-from decode.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
 from decode.hierarchies.hsddw import hsddw
 from decode.hierarchies.interleaved import InterleavedDrafter
 from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.loop import Generation, Round, SpeculativeDecoder
-from decode.record import record_trace
-from decode.recorder import Recorder
-from decode.replay import replay
-from decode.trace import Trace
+from decode.loop.counts import Counts
+from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.traces.command import record_trace
+from decode.traces.coupling import Recorder
+from decode.traces.replay import replay
+from decode.traces.trace import Trace
 
 __all__ = [
     "Counts",

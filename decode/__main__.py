@@ -2,15 +2,15 @@
 
 from configs.command import Command, run
 from decode.bench.command import bench
-from decode.costs import costs
-from decode.evaluate import evaluate
-from decode.generate import generate
+from decode.costs.command import costs
+from decode.evaluation.command import evaluate
+from decode.evaluation.one_policy import replay
+from decode.evaluation.papers import tables
+from decode.generate.command import generate
 from decode.hierarchies.command import hierarchy
-from decode.paper_tables import tables
-from decode.record import trace
-from decode.replay_report import replay
-from decode.theory.report import theory
-from decode.tune import tune
+from decode.theory.command import theory
+from decode.traces.command import trace
+from decode.tuning.command import tune
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from configs.schema import HeadsConfig
-from heads.head import Timing, check_shape
+from heads.model.head import Timing, check_shape
 
 
 @dataclass(frozen=True, order=True)

@@ -30,13 +30,13 @@ from rich.table import Table
 from transformers.utils import logging
 
 from configs.schema import Config
-from data_gen.prompts import load_prompts
-from data_gen.templates import encode
-from decode.bench.arms import Arms, head_cost, median_ratio, outside_share, timed_in_turns
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.templates import encode
+from decode.bench.generations import Arms, head_cost, median_ratio, outside_share, timed_in_turns
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
-from decode.grids import load_heads
+from decode.evaluation.grids import load_heads
 from decode.hierarchies.trio import check_micro
-from heads.head import AcceptanceHead
+from heads.model.head import AcceptanceHead
 from lm import CompiledModel, Pair, Sampling, load_pair
 
 SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling()}

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from decode.bench.arms import timed_in_turns
-from decode.drafter import Drafter, ModelDrafter
-from decode.hierarchies.arms import arms_of
+from decode.bench.generations import timed_in_turns
+from decode.hierarchies.contenders import arms_of
 from decode.hierarchies.trio import Trio
-from decode.loop import SpeculativeDecoder
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from lm import Pair, Sampling
 

@@ -2,8 +2,8 @@
 
 Every arm runs in the real loop, prompt by prompt in turns. Arms with an open length choose it on dev, by the modelled throughput at the
 fitted times. Beside the measured speed-ups stand those that the same counts give at other times; and, from dev, where in the plane of
-ratios the best hierarchy beats the best plain speculation. Generations are kept (`decode.hierarchies.decoded`): a killed run goes on, and
-times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `decode evaluate` shows them beside the replayed
+ratios the best hierarchy beats the best plain speculation. Generations are kept (`decode.hierarchies.generations`): a killed run goes on,
+and times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `decode evaluate` shows them beside the replayed
 policies.
 
 Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s on that of
@@ -24,20 +24,21 @@ from rich.console import Console
 from safetensors.torch import save
 
 from configs.schema import Config
-from data_gen.manifest import describe_model
-from data_gen.prompts import Split, load_prompts
-from data_gen.shards import write_atomic
-from data_gen.templates import encode
-from decode.grids import check_sampling
-from decode.hierarchies.arms import LevelPolicies, arms_of
-from decode.hierarchies.costs import Times
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.splits import Split
+from data_gen.prompts.templates import encode
+from data_gen.store.manifest import describe_model
+from data_gen.store.shards import write_atomic
+from decode.evaluation.grids import check_sampling
+from decode.hierarchies.contenders import LevelPolicies, arms_of
 from decode.hierarchies.gain import gain_frame, gain_plot
 from decode.hierarchies.runs import Run, chosen, directory_of, play, times_of
 from decode.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from decode.hierarchies.times import Times
 from decode.hierarchies.trio import Trio
 from decode.policies.head import HeadPolicy
-from decode.record import datasets_of
-from heads.head import AcceptanceHead
+from decode.traces.command import datasets_of
+from heads.model.head import AcceptanceHead
 from lm import Pair, load_pair
 
 

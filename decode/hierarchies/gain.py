@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from decode.hierarchies.costs import Times
+from decode.evaluation.plots import Plot, figure_of, plot_of
 from decode.hierarchies.runs import Run
-from decode.plots import Plot, figure_of, plot_of
+from decode.hierarchies.times import Times
 
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """t_micro / t_draft, the columns of the table."""

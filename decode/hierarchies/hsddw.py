@@ -37,8 +37,8 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedModel
 
-from decode.drafter import ModelDrafter
 from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.entropy import SelfVerify
 from decode.policies.length import FixedLength

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafter import Proposal, Session
+from decode.loop.drafter import Proposal, Session
 from lm import CachedModel
 
 

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafter import Drafter, Proposal, Session
+from decode.loop.drafter import Drafter, Proposal, Session
+from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, BeforeDraw, Policy
-from decode.signals import reader_of
 from lm import CachedModel, next_law, num_accepted
 
 

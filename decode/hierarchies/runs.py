@@ -10,16 +10,16 @@ import torch
 from tqdm import tqdm
 
 from configs.schema import Config
-from data_gen.draws import seed_of
-from data_gen.manifest import describe_model
-from decode.counts import Counts
-from decode.hierarchies.arms import Arm, Setting
-from decode.hierarchies.costs import Times, fit_times, swapped
-from decode.hierarchies.decoded import Decoded, Key, append_decoded, prompt_key, read_decoded
+from data_gen.store.manifest import describe_model
+from decode.hierarchies.contenders import Arm, Setting
+from decode.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
+from decode.hierarchies.times import Times, fit_times, swapped
 from decode.hierarchies.trio import Trio, check_micro
-from decode.loop import SpeculativeDecoder
-from decode.trace_files import settle
+from decode.loop.counts import Counts
+from decode.loop.decoder import SpeculativeDecoder
+from decode.traces.disk import settle
 from lm import Sampling
+from lm.uniforms import seed_of
 
 MICRO_ALONE = "sd with the micro"
 Prompts = Sequence[Sequence[int]]

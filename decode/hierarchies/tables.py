@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 from rich.table import Column, Table
 
-from decode.hierarchies.costs import Times, break_even, redundancy, target_utilisation
 from decode.hierarchies.gain import MICRO_RATIOS, paying
 from decode.hierarchies.runs import Run
+from decode.hierarchies.times import Times, break_even, redundancy, target_utilisation
 
 _ABLATION = {
     "sd": (False, False),

@@ -12,10 +12,10 @@ further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, an
             g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given a and S = 1
 
 Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
-one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.index` solves
-for g on a trace; here it is a line, first_index standing for it where a fed-time head has scored nothing yet.
+one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.tuning.index`
+solves for g on a trace; here it is a line, first_index standing for it where a fed-time head has scored nothing yet.
 
-lambda is `throughput` as found on a trace (`decode.tuning.fixed_point`), or, with `is_online`, N / T of the generation so far after a
+lambda is `throughput` as found on a trace (`decode.tuning.rule.fixed_point`), or, with `is_online`, N / T of the generation so far after a
 prior of `prior_tokens` at that throughput. Where no throughput is known the prior is that of the best fixed length if every token were
 accepted with probability `next_mean`, whatever came before. lambda is at least 1 / t_target(0), what the target alone reaches.
 
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
-from decode.policies.sigmoid import sigmoid
+from decode.policies.scores import sigmoid
 
 if TYPE_CHECKING:
-    from heads.head import AcceptanceHead
+    from heads.model.head import AcceptanceHead
 
 _LONGEST = 20
 """Of the fixed lengths that the prior of lambda looks at."""

@@ -27,7 +27,7 @@ A policy of your own, in full:
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from heads.head import AcceptanceHead
+    from heads.model.head import AcceptanceHead
 
 Number = Any
 """A float, or an array of one number per lane."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Policy, State
 from decode.policies.confidence import check_unit
-from decode.policies.sigmoid import sigmoid
+from decode.policies.scores import sigmoid
 
 if TYPE_CHECKING:
-    from heads.head import AcceptanceHead
+    from heads.model.head import AcceptanceHead
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
-from heads.head import AcceptanceHead
+from heads.model.head import AcceptanceHead
 
 POLICIES: dict[str, type[Policy]] = {
     "fixed_length": FixedLength,

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.drafter import Drafter, ModelDrafter
 from decode.hierarchies.interleaved import InterleavedDrafter
 from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.loop import SpeculativeDecoder
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.length import FixedLength
 from lm import CachedModel

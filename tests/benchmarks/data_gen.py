@@ -27,16 +27,17 @@ import torch
 
 from configs.command import run
 from configs.schema import Config
-from data_gen import forwards, shard_maker
-from data_gen.conversations import ShardSpec, ask
-from data_gen.labelling import Labeller
-from data_gen.prompts import load_prompts
-from data_gen.records import Prompt
-from data_gen.rows import Exchange
-from data_gen.run import make
-from data_gen.shards import read_sidecar, rows_path
-from data_gen.templates import encode
-from data_gen.worker import Worker
+from data_gen.labels.labeller import Labeller
+from data_gen.pipeline import stages
+from data_gen.pipeline.command import make
+from data_gen.pipeline.worker import Worker
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.templates import encode
+from data_gen.responses.conversation import ShardSpec, ask
+from data_gen.responses.exchange import Exchange
+from data_gen.store.shards import read_sidecar, rows_path
+from lm import forwards
 
 _OFFICIAL_COLUMNS = {"prompt", "prompt_ids", "response_ids", "draft_ids", "log_p", "log_q", "acceptance_prob"}
 _MEMORY_ROWS, _MEMORY_TOKENS = 16, 16
@@ -132,8 +133,8 @@ def labelling(config: Config, worker: Worker, spec: ShardSpec, repeats: int) -> 
     num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
 
     def label() -> None:
-        columns = shard_maker.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None)
-        shard_maker.write_files(exchanges, problems, columns, spec, config.data)
+        columns = stages.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None)
+        stages.write_files(exchanges, problems, columns, spec, config.data)
 
     bare: Callable[[], None] = lambda: bare_forwards(worker.labeller, exchanges, config.data.batch_size)  # noqa: E731
     bare()

@@ -31,10 +31,10 @@ import torch
 
 from configs.command import run
 from configs.schema import Config, HeadsConfig
-from data_gen.forwards import hidden_states
-from heads.online import RowData
-from heads.run import build, quiet
+from heads.batches.online import RowData
+from heads.training.run import build, quiet
 from lm import load_pair
+from lm.forwards import hidden_states
 
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
 

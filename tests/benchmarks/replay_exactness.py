@@ -16,14 +16,14 @@ import torch
 
 from configs.command import run
 from configs.schema import Config
-from data_gen.prompts import load_prompts
-from data_gen.responses import Request, Response, TargetInProcess
-from data_gen.rows import Exchange
-from data_gen.templates import encode
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.templates import encode
+from data_gen.responses.exchange import Exchange, Request, Response
+from data_gen.responses.in_process import TargetInProcess
 from decode import ModelDrafter, Recorder, SpeculativeDecoder, Trace, record_trace
-from decode.grids import load_heads
+from decode.evaluation.grids import load_heads
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
-from decode.replay import replay_settings
+from decode.traces.replay import replay_settings
 from lm import Pair, Sampling, load_pair
 
 LIMIT = 4.0

@@ -19,11 +19,11 @@ import torch
 
 from configs.command import run
 from configs.schema import Config
-from data_gen.prompts import load_prompts
-from data_gen.templates import encode
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.templates import encode
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
-from decode.replay import replay_settings
-from decode.trace import Trace, join
+from decode.traces.replay import replay_settings
+from decode.traces.trace import Trace, join
 from lm import Sampling, load_pair
 from tests.benchmarks.replay_exactness import decoder_of, traced
 

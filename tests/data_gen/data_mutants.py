@@ -6,13 +6,16 @@ test_data_mutants.py says which named test each of them fails.
 
 import torch
 
-from data_gen import conversations, features, forwards, labelling, labels, responses, shard_maker
-from data_gen.draws import draw, seed_of, uniforms
-from data_gen.labelling import Labeller
-from data_gen.labels import acceptance_prob_of, label_draft, label_joint, label_target
-from data_gen.responses import TargetInProcess, left_padded
-from data_gen.shard_maker import label_and_mix
-from lm import Sampling, cross_entropy
+from data_gen.labels import labeller, laws
+from data_gen.labels.labeller import Labeller
+from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.pipeline import stages
+from data_gen.pipeline.stages import label_and_mix
+from data_gen.responses import conversation, in_process
+from data_gen.responses.in_process import TargetInProcess, left_padded
+from data_gen.store import features
+from lm import Sampling, cross_entropy, forwards
+from lm.uniforms import draw, seed_of, uniforms
 
 _label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
 _to_safetensors = features.to_safetensors
@@ -65,7 +68,7 @@ def _drawn_before_warping(q_logits, uniform, sampling):
     """Y comes from the plain softmax, its numbers from the warped q."""
     q = sampling.probs(q_logits.float())
     draft_ids = draw(q_logits.float().softmax(-1), uniform)
-    return labels._draft_labels(q_logits.float(), q, draft_ids), q
+    return laws._draft_labels(q_logits.float(), q, draft_ids), q
 
 
 def _cross_entropy_swapped(q, p, q_logits, p_logits):
@@ -90,25 +93,25 @@ def _uncut_logits(self, model, hidden, whose):
 
 
 MUTANTS = {
-    "acceptance_swapped": (labelling, "acceptance_prob_of", lambda log_p, log_q: acceptance_prob_of(log_q, log_p)),
-    "coin_by_equality": (shard_maker, "label_and_mix", _coin_by_equality),
-    "coin_inverted": (shard_maker, "mixed", _coin_inverted),
+    "acceptance_swapped": (labeller, "acceptance_prob_of", lambda log_p, log_q: acceptance_prob_of(log_q, log_p)),
+    "coin_by_equality": (stages, "label_and_mix", _coin_by_equality),
+    "coin_inverted": (stages, "mixed", _coin_inverted),
     "drawn_shifted": (Labeller, "_label_batch", _drawn_shifted),
     "fed_shifted": (Labeller, "fed_hidden", _fed_shifted),
     "loss_everywhere": (features, "to_safetensors", _loss_everywhere),
-    "log_q_untruncated": (labelling, "label_draft", _log_q_untruncated),
-    "log_p_untruncated": (labelling, "label_target", _log_p_untruncated),
-    "entropy_truncated": (labelling, "label_draft", _entropy_truncated),
-    "drawn_before_warping": (labels, "label_draft", _drawn_before_warping),
-    "cross_entropy_swapped": (labelling, "label_joint", _cross_entropy_swapped),
-    "draws_shared_by_shards": (shard_maker, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
-    "responses_shared_by_shards": (conversations, "seed_of", lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn)),
-    "coins_of_the_drafts_draws": (shard_maker, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
-    "coins_shared_by_mixes": (shard_maker, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
-    "uniforms_shared_by_rows": (responses, "uniforms", lambda seed, rows, steps: uniforms(seed, 1, steps).expand(rows, steps)),
-    "greedy_responses": (responses, "draw", lambda probs, uniform: probs.argmax(-1)),
+    "log_q_untruncated": (labeller, "label_draft", _log_q_untruncated),
+    "log_p_untruncated": (labeller, "label_target", _log_p_untruncated),
+    "entropy_truncated": (labeller, "label_draft", _entropy_truncated),
+    "drawn_before_warping": (laws, "label_draft", _drawn_before_warping),
+    "cross_entropy_swapped": (labeller, "label_joint", _cross_entropy_swapped),
+    "draws_shared_by_shards": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
+    "responses_shared_by_shards": (conversation, "seed_of", lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn)),
+    "coins_of_the_drafts_draws": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
+    "coins_shared_by_mixes": (stages, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
+    "uniforms_shared_by_rows": (in_process, "uniforms", lambda seed, rows, steps: uniforms(seed, 1, steps).expand(rows, steps)),
+    "greedy_responses": (in_process, "draw", lambda probs, uniform: probs.argmax(-1)),
     "eos_dropped": (TargetInProcess, "respond", _eos_dropped),
-    "padding_seen": (responses, "left_padded", _padding_seen),
+    "padding_seen": (in_process, "left_padded", _padding_seen),
     "uncut_padding": (Labeller, "_logits", _uncut_logits),
-    "whole_by_name": (shard_maker, "is_whole", lambda path: path.is_file()),
+    "whole_by_name": (stages, "is_whole", lambda path: path.is_file()),
 }

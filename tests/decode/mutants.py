@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from enumeration import ToyModel
 
-import decode.drafter
-import decode.loop
+import decode.loop.decoder
+import decode.loop.drafter
 import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
@@ -158,7 +158,7 @@ MUTANTS = {
     "accept_by_target_prob": (lm.verification, "_ratio", _accept_by_target_prob),
     "accept_swapped": (lm.verification, "_ratio", _accept_swapped),
     "last_row_residual": (lm.verification, "next_law", _last_row_residual),
-    "bonus_from_previous_row": (decode.loop, "verify", _bonus_from_previous_row),
+    "bonus_from_previous_row": (decode.loop.decoder, "verify", _bonus_from_previous_row),
     "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
     "q_shifted": (ModelDrafter, "propose", _q_shifted),
     "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
@@ -171,7 +171,7 @@ MUTANTS = {
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
     "uncut_padding": (ToyModel, "forward", _uncut_forward),
-    "shared_uniforms": (decode.loop, "RandomDraws", _SharedUniforms),
-    "reseeded": (decode.loop, "RandomDraws", _Reseeded),
-    "count_all": (decode.loop, "RandomDraws", _CountAll),
+    "shared_uniforms": (decode.loop.decoder, "RandomDraws", _SharedUniforms),
+    "reseeded": (decode.loop.decoder, "RandomDraws", _Reseeded),
+    "count_all": (decode.loop.decoder, "RandomDraws", _CountAll),
 }

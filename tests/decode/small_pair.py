@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_gen.responses import Request, TargetInProcess
-from data_gen.rows import Exchange
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.in_process import TargetInProcess
 from decode import Recorder, Trace, record_trace
 from lm import Sampling
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from enumeration import ToyModel
-from test_losslessness import PROMPT, SAMPLINGS
+from toy_loop import PROMPT, SAMPLINGS
 
 from decode import Trace
-from decode.trace import TokenInputs, TraceRow
+from decode.traces.trace import TokenInputs, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 
 EOS = 2

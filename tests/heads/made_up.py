@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
-from data_gen.shards import features_path, write_shard
+from data_gen.store.shards import features_path, write_shard
 from train import train
 
 HIDDEN = 16

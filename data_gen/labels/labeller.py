@@ -1,0 +1,146 @@
+"""From exchanges to labels and features: the forwards of law 4.6 over one shard.
+
+With n response tokens, the forward over prompt + X_<n gives at positions len(prompt) - 1 … the states that produce q_1 … q_n (and p_1 …
+p_n): labels and drawn-time features in one pass per model. Fed-time features need one more draft forward over prompt + Z per mixing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_gen.labels.laws import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_given, label_joint, label_target
+from data_gen.labels.layout import Layout
+from data_gen.responses.exchange import Exchange, Progress
+from lm import Sampling, forwards
+from lm.finite import refuse_non_finite
+
+
+@dataclass(frozen=True)
+class Labeller:
+    """Labels a shard with whichever of the two models are loaded.
+
+    Attributes:
+        draft: None when only the target is loaded (`mode: sequential`, last pass).
+        target: None when only the draft is loaded.
+        chunk_mb: bound of one float32 [positions, vocabulary] chunk.
+    """
+
+    draft: PreTrainedModel | None
+    target: PreTrainedModel | None
+    sampling: Sampling
+    vocab_size: int
+    batch_size: int
+    chunk_mb: int
+    feature_dtype: torch.dtype
+
+    def label(
+        self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
+    ) -> dict[str, Tensor]:
+        """The columns that the loaded models decide, each [token], and with the draft `drawn` [token, hidden] if wanted.
+
+        Args:
+            exchanges: the rows of the shard.
+            given: `uniform` [token] to draw Y with, or the `draft_ids` that were drawn; without the draft, its `log_q` too; perhaps
+                `target_states` [token, hidden], which spare the target's forward.
+        """
+        layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
+        costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
+        columns = {} if exchanges else self._no_columns(with_hidden)
+        for rows in layout.batches(costs, self.batch_size):
+            positions = layout.positions(rows)
+            part = self._label_batch(
+                [exchanges[row] for row in rows], {name: value[positions] for name, value in given.items()}, with_hidden
+            )
+            for name, values in part.items():
+                columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
+            progress(len(rows))
+        return columns
+
+    def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
+        """The columns of a shard without rows: every prompt was skipped."""
+        names: list[str] = []
+        names += DraftLabels._fields[1:] if self.draft is not None else ()
+        names += ("log_p", "acceptance_prob") if self.target is not None else ()
+        names += JointLabels._fields if self.draft is not None and self.target is not None else ()
+        columns = {name: torch.empty(0) for name in names}
+        if self.draft is not None:
+            columns["draft_ids"] = torch.empty(0, dtype=torch.int64)
+            if with_hidden:
+                columns["drawn"] = self._no_hidden()
+        return columns
+
+    def _no_hidden(self) -> Tensor:
+        assert self.draft is not None
+        return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype)
+
+    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, mixes: int) -> Tensor:
+        """Draft states after feeding each token of each mixed sequence, [token of every mix, hidden]; order: row by row, in it mix by
+        mix.
+        """
+        assert self.draft is not None
+        layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges)).repeated(mixes)
+        prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
+        sequences = [prompts[row] + mixed_ids[layout.offsets[row] : layout.offsets[row + 1]].tolist() for row in range(len(prompts))]
+        hidden: Tensor | None = None
+        for rows in layout.batches([len(sequence) for sequence in sequences], self.batch_size):
+            part = forwards.hidden_states(self.draft, [sequences[row] for row in rows], [len(prompts[row]) for row in rows])
+            part = part.to("cpu", self.feature_dtype)
+            hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
+            hidden[layout.positions(rows)] = part
+        return self._no_hidden() if hidden is None else hidden
+
+    @torch.inference_mode()
+    def _label_batch(self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
+        """Columns of one batch, in its row order."""
+        sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
+        starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]
+        states = {
+            name: forwards.hidden_states(model, sequences, starts)
+            for name, model in (("draft", self.draft), ("target", self.target))
+            if model is not None and f"{name}_states" not in given
+        }
+        given = dict(given)
+        if self.target is not None and "target_states" in given:
+            states["target"] = given.pop("target_states").to(forwards.output_device_of(self.target))
+        where = f"over the batch of {exchanges[0].id}"
+        num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
+        parts = [
+            self._label_chunk(
+                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in given.items()}, where
+            )
+            for chunk in forwards.chunks(num_tokens, forwards.chunk_rows(self.vocab_size, self.chunk_mb))
+        ]
+        columns = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        if with_hidden and "draft" in states:
+            columns["drawn"] = states["draft"].to("cpu", self.feature_dtype)
+        return columns
+
+    def _label_chunk(self, states: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Columns of a bounded run of positions: the only place where [positions, vocabulary] exists."""
+        columns: dict[str, Tensor] = {}
+        draft_ids, log_q = given.get("draft_ids"), given.get("log_q")
+        if self.draft is not None:
+            q_logits = self._logits(self.draft, states["draft"], f"the draft {where}")
+            if draft_ids is None:
+                labels, q = label_draft(q_logits, given["uniform"].to(q_logits.device), self.sampling)
+            else:
+                labels, q = label_given(q_logits, draft_ids, self.sampling)
+            columns |= labels._asdict()
+            draft_ids, log_q = labels.draft_ids, labels.log_q
+        if self.target is not None:
+            assert draft_ids is not None, "without the draft, its labels are given"
+            assert log_q is not None
+            p_logits = self._logits(self.target, states["target"], f"the target {where}").to(draft_ids.device)
+            columns["log_p"], p = label_target(p_logits, draft_ids, self.sampling)
+            columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q)
+        if self.draft is not None and self.target is not None:
+            columns |= label_joint(q, p, q_logits, p_logits)._asdict()
+        return columns
+
+    def _logits(self, model: PreTrainedModel, hidden: Tensor, whose: str) -> Tensor:
+        logits = forwards.logits_of(model, hidden, self.vocab_size)
+        refuse_non_finite(logits, whose, "(teacher-forced)")
+        return logits

@@ -1,0 +1,93 @@
+"""Labels of law 4.6 from the logits of both models at the same positions; pure mathematics.
+
+    Y_i ~ q_i                                   under the run's Sampling
+    acceptance_prob_i = min(1, p_i(Y_i) / q_i(Y_i))
+    log_p_i = log p_i(Y_i), log_q_i = log q_i(Y_i)             under the run's Sampling; log_p is -inf where p_i(Y_i) = 0
+    acceptance_rate_i = sum_v min(p_i(v), q_i(v))              under the run's Sampling
+    entropy_i = H(q_i), cross_entropy_i = H(q_i, p_i)          untruncated, temperature 1, in nats (law 4.1)
+    log_token_prob_i = log q_i(Y_i)                            untruncated, temperature 1
+
+The draft's half and the target's half can be computed apart (`mode: sequential`): acceptance_prob needs the two scalars only,
+acceptance_rate and cross_entropy need both distributions at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lm import Sampling, acceptance_rate, cross_entropy, entropy
+from lm.uniforms import draw
+
+
+class DraftLabels(NamedTuple):
+    """What the draft alone decides, [position] each."""
+
+    draft_ids: Int[Tensor, " position"]
+    log_q: Float[Tensor, " position"]
+    log_token_prob: Float[Tensor, " position"]
+    entropy: Float[Tensor, " position"]
+
+
+class JointLabels(NamedTuple):
+    """What needs both distributions at once, [position] each."""
+
+    acceptance_rate: Float[Tensor, " position"]
+    cross_entropy: Float[Tensor, " position"]
+
+
+def label_draft(
+    q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
+) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
+    """Draw Y and read the draft's numbers at it; also q, for `label_joint`."""
+    q_logits = q_logits.float()
+    q = sampling.probs(q_logits)
+    return _draft_labels(q_logits, q, draw(q, uniform)), q
+
+
+def label_given(
+    q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
+) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
+    """`label_draft` for a Y that was drawn elsewhere: imported data."""
+    q_logits = q_logits.float()
+    q = sampling.probs(q_logits)
+    return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
+
+
+def label_target(
+    p_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
+) -> tuple[Float[Tensor, " position"], Float[Tensor, "position vocab"]]:
+    """log p(Y); also p, for `label_joint`."""
+    p = sampling.probs(p_logits.float())
+    return _at(p, draft_ids).log(), p
+
+
+def label_joint(
+    q: Float[Tensor, "position vocab"],
+    p: Float[Tensor, "position vocab"],
+    q_logits: Float[Tensor, "position vocab"],
+    p_logits: Float[Tensor, "position vocab"],
+) -> JointLabels:
+    """acceptance_rate and cross_entropy of one chunk of positions."""
+    return JointLabels(acceptance_rate(q, p), cross_entropy(q_logits.float(), p_logits.float()))
+
+
+def acceptance_prob_of(log_p: Float[Tensor, " position"], log_q: Float[Tensor, " position"]) -> Float[Tensor, " position"]:
+    """min(1, exp(log_p - log_q)); 0 where log_p is -inf. log_q is finite: Y was drawn from q."""
+    return (log_p - log_q).clamp(max=0.0).exp()
+
+
+def mixed(response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " position"], from_target: Tensor) -> Int[Tensor, " position"]:
+    """Z: X where the coin says so, else Y."""
+    return torch.where(from_target, response_ids, draft_ids)
+
+
+def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels:
+    log_token_prob = _at(q_logits, draft_ids) - q_logits.logsumexp(-1)
+    return DraftLabels(draft_ids, _at(q, draft_ids).log(), log_token_prob, entropy(q_logits))
+
+
+def _at(values: Tensor, ids: Tensor) -> Tensor:
+    """values[i, ids[i]]"""
+    return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,75 @@
+"""The official SpecDec++ JSON (`data/gen_*.py` of the released code), object by object.
+
+One list of objects: prompt, continuation, and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc, each of the last six a
+list or a list written as a string. Its numbers are of raw temperature-1 distributions; acceptance_rate, entropies, the coins and
+finish_reason it does not keep.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_gen.labels.laws import acceptance_prob_of
+from data_gen.responses.exchange import Exchange
+
+_INFINITY = re.compile(r"-inf\b")
+
+
+def parse(item: Any, where: str, name: str, keys: tuple[str, str]) -> tuple[Exchange, dict[str, Tensor]]:
+    """The row `name` of one object of the JSON, and its columns draft_ids, log_q, log_p, acceptance_prob.
+
+    Args:
+        where: file and item, for messages.
+        keys: fields of the draft's and the target's log probabilities.
+
+    Raises:
+        ValueError: a field that is missing or no list of numbers, or lists of different lengths.
+    """
+    draft_key, target_key = keys
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
+    prefix, tokens, draft, log_q, log_p = (_list(item, key, where) for key in ("prefix", "tokens", "draft", draft_key, target_key))
+    lengths = {"tokens": len(tokens), "draft": len(draft), draft_key: len(log_q), target_key: len(log_p)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
+    columns = {
+        "draft_ids": torch.tensor(draft, dtype=torch.int64),
+        "log_q": torch.tensor(log_q, dtype=torch.float32),
+        "log_p": torch.tensor(log_p, dtype=torch.float32),
+    }
+    columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
+    return Exchange(name, str(item.get("prompt", "")), [int(token) for token in prefix], [int(token) for token in tokens], None), columns
+
+
+def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
+    """A list of numbers, which may be written as a string."""
+    value = item.get(key)
+    if isinstance(value, str):
+        try:
+            value = json.loads(_INFINITY.sub("-Infinity", value))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: expected {key} to be a list of numbers written as a string; {error}") from error
+    if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
+        raise ValueError(f"{where}: expected {key} to be a list of numbers, got {value!r:.60}; fields: {sorted(item)}")
+    return value
+
+
+def read(path: Path) -> list[Any]:
+    """The objects of a file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or none of that shape.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        items = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: expected the official JSON; {error.msg}") from error
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
+    return items

@@ -1,0 +1,1 @@
+"""From prompts to shards: stages, workers, engines, and the plan beforehand."""

@@ -1,0 +1,82 @@
+"""Prompt -> the text and the token ids that a model reads.
+
+Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are the wrappers of SpecDec++
+(arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it WizardCoder's instruction for HumanEval and
+MetaMath's for GSM8K. Training, traces and decoding all encode through `encode`, so that a head meets the prompts that it was trained on.
+"""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from data_gen.prompts.prompt import Prompt
+
+_BELOW = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+_WRAPPERS: dict[str, Callable[[str], str]] = {
+    "plain": lambda text: text,
+    "llama2": lambda text: text,
+    "humaneval": lambda text: f"{_BELOW}\n\n\n### Instruction:\nCreate a Python script for this problem:\n{text}\n\n### Response:",
+    "gsm8k": lambda text: f"{_BELOW}\n\n### Instruction:\n{text}\n\n### Response: Let's think step by step.",
+}
+TEMPLATES = ("chat", *_WRAPPERS)
+
+
+def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
+    """Token ids of the conversation up to the point where the target is to speak.
+
+    Args:
+        prompt: its first len(replies) + 1 turns are used.
+        tokenizer: of the pair.
+        template: one of `TEMPLATES`.
+        replies: the target's replies to the earlier turns.
+
+    Raises:
+        ValueError: an unknown template, or `chat` with a tokenizer that has none.
+    """
+    return encode_text(render(prompt, tokenizer, template, replies), tokenizer, template)
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
+    """Token ids of a rendered prompt; a chat template writes its own special tokens, the others leave them to the tokenizer."""
+    return list(tokenizer(text, add_special_tokens=template != "chat")["input_ids"])
+
+
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> str:
+    """The text that `encode` tokenizes."""
+    if template not in TEMPLATES:
+        raise ValueError(f"data.template is {template!r}; one of {', '.join(TEMPLATES)}")
+    turns = prompt.turns[: len(replies) + 1]
+    if template == "chat":
+        return _chat(prompt, tokenizer, (prompt.text, *turns[1:]), replies)
+    joint = "\nInput: " if template == "llama2" else "\n"
+    first = f"{turns[0]}{joint}{prompt.context}" if prompt.context.strip() else turns[0]
+    texts = [_WRAPPERS[template](text) for text in (first, *turns[1:])]
+    if template == "plain":
+        return "\n".join(part for pair in zip(texts, [*replies, ""], strict=True) for part in pair if part)
+    return _llama2(texts, replies, prompt.system, tokenizer)
+
+
+def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str]) -> str:
+    """The tokenizer's own chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of {', '.join(_WRAPPERS)}"
+        )
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for index, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        if index < len(replies):
+            messages.append({"role": "assistant", "content": replies[index]})
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the first <s> is left to the tokenizer."""
+    bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
+    parts = []
+    for index, text in enumerate(texts):
+        head = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and index == 0 else ""
+        parts.append(f"[INST] {head}{text.strip()} [/INST]")
+        if index < len(replies):
+            parts.append(f" {replies[index].strip()} {eos}{bos}")
+    return "".join(parts)

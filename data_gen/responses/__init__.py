@@ -1,0 +1,1 @@
+"""Responses X ~ target: the sources that answer requests, behind one interface."""

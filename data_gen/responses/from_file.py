@@ -1,0 +1,88 @@
+"""`source: file`: responses that the user already has, one JSON object per line.
+
+{"id": "81", "response": "text"}                                  tokenized here, end-of-sequence added unless finish_reason is length
+{"id": "81", "turn": 2, "response_ids": [5, 9, 1]}                used as they are; turn from 1
+optional: "finish_reason": "stop" | "length"
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import DataConfig
+from data_gen.prompts.prompt import json_lines
+from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
+from data_gen.responses.spelling import finished, response_of_text
+
+
+class ResponseFile:
+    """Looks responses up by row id. Only byte offsets are held, so the file may be large."""
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> None:
+        """Read through the file once and check every line.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: no file named, or a malformed line (file and line number).
+        """
+        if config.responses is None:
+            raise ValueError("data.source is file and data.responses names none; give it the path of a JSONL file")
+        self.path, self.tokenizer, self.eos_ids, self.max_new_tokens = config.responses, tokenizer, eos_ids, config.max_new_tokens
+        self._lines = {self._name(record, number): number for number, record in json_lines(self.path)}
+        self._offsets = _line_offsets(self.path)
+
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+        """The file's response to each request; a `Problem` where there is none or it does not fit."""
+        with open(self.path, "rb") as file:
+            answers: list[Response | Problem] = []
+            for request in requests:
+                number = self._lines.get(request.id)
+                if number is None:
+                    answers.append(Problem(request.id, "error", f"no response in {self.path}"))
+                else:
+                    file.seek(self._offsets[number - 1])
+                    answers.append(self._response(json.loads(file.readline()), request))
+                progress(1)
+        return answers
+
+    def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
+        reason: FinishReason = record.get("finish_reason", "stop")
+        if "response_ids" in record:
+            ids = list(record["response_ids"])
+            reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.eos_ids else "length")
+            answer = finished(ids, reason, request, self.tokenizer, self.eos_ids)
+        else:
+            answer = response_of_text(record["response"], reason, request, self.tokenizer, self.eos_ids)
+        if isinstance(answer, Response) and len(answer.response_ids) > self.max_new_tokens:
+            return Problem(
+                request.id, "skipped", f"response of {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}"
+            )
+        return answer
+
+    def _name(self, record: dict[str, Any], number: int) -> str:
+        """The row id that a line answers."""
+        here = f"{self.path}:{number}"
+        if record.get("id") is None:
+            raise ValueError(f"{here}: expected an id; got {sorted(record)}")
+        ids = record.get("response_ids")
+        has_ids = isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+        if not has_ids and not isinstance(record.get("response"), str):
+            raise ValueError(f"{here}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
+        if record.get("finish_reason", "stop") not in ("stop", "length"):
+            raise ValueError(f"{here}: expected finish_reason to be stop or length, got {record['finish_reason']!r}")
+        turn = record.get("turn", 1)
+        if not isinstance(turn, int) or turn < 1:
+            raise ValueError(f"{here}: expected turn to be a whole number from 1, got {turn!r}")
+        return str(record["id"]) if turn == 1 else f"{record['id']}#{turn}"
+
+
+def _line_offsets(path: str) -> list[int]:
+    """Where each line begins."""
+    offsets, position = [], 0
+    with open(path, "rb") as file:
+        for line in file:
+            offsets.append(position)
+            position += len(line)
+    return offsets

@@ -1,0 +1,1 @@
+"""What the data says about the acceptance of a pair."""

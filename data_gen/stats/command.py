@@ -1,0 +1,35 @@
+"""`python -m data_gen stats`: what the acceptance of a pair looks like, in numbers and in the plots of SVIP's Figures 2-4 (arXiv
+2411.18462)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config
+from data_gen.stats.plots import draw_all
+from data_gen.stats.positions import read_positions, summarise
+from data_gen.store.errors import account
+from data_gen.store.manifest import read_manifest
+from data_gen.store.shards import list_shards, write_atomic
+
+
+def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:
+    """A summary of one split, and SVIP's plots of it.
+
+    Args:
+        split: train, dev or test.
+        plots: also draw entropy.png, entropy_ratio.png and bounds.png into DIR/stats.
+    """
+    manifest = read_manifest(config.data.dir)
+    paths = list_shards(config.data.dir, split)
+    positions, reasons = read_positions(paths)
+    summary = summarise(positions) | {"rows": sum(reasons.values()), "finish_reason": reasons, "sampling": manifest["sampling"]}
+    summary |= {f"prompts_{name}": count for name, count in account(paths).items()}
+    folder = Path(config.data.dir) / "stats"
+    write_atomic(folder / f"{split}.json", json.dumps(summary, indent=1).encode())
+    print(
+        "\n".join(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}" for name, value in summary.items())
+    )
+    if plots and positions.acceptance_rate.size:
+        print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder, split)))
+    return summary

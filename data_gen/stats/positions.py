@@ -1,0 +1,102 @@
+"""What the acceptance of a pair looks like, position by position, beside the lower bounds of SVIP (arXiv 2411.18462).
+
+    KL_i = H(q_i, p_i) - H(q_i)                                 of untruncated temperature-1 distributions
+    acceptance_rate_i >= 1 - sqrt(KL_i / 2)                     Pinsker
+    acceptance_rate_i >= 1 - sqrt(1 - exp(-KL_i))               Bretagnolle-Huber
+    rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's stopping rule
+
+The bounds hold for acceptance under the same distributions, so position by position only where the run's `Sampling` is temperature 1
+without truncation. Expected accepted length at i is sum over k >= i of prod over j = i … k of acceptance_rate_j: the rates along the
+target's response stand for the coins of verification, so it is cut short by the response's end.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import verify
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Columns of every response position of a split, [position]."""
+
+    acceptance_prob: Array
+    acceptance_rate: Array
+    entropy: Array
+    cross_entropy: Array
+    accepted_length: Array
+    """Expected number of tokens accepted in a row from here."""
+
+    @property
+    def divergence(self) -> Array:
+        """KL(q || p), nats; tiny negatives of rounding are zero."""
+        return np.maximum(self.cross_entropy - self.entropy, 0.0)
+
+    @property
+    def pinsker(self) -> Array:
+        """Lower bound of acceptance_rate; may be negative."""
+        return 1 - np.sqrt(self.divergence / 2)
+
+    @property
+    def bretagnolle_huber(self) -> Array:
+        """Lower bound of acceptance_rate, in [0, 1]."""
+        return 1 - np.sqrt(-np.expm1(-self.divergence))
+
+
+def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
+    """Every position of some shards, and how often each finish_reason occurs; rows without the columns of both models (null) give none."""
+    names = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
+    columns: dict[str, list[Array]] = {name: [] for name in (*names, "accepted_length")}
+    reasons: dict[str, int] = {}
+    for path in paths:
+        verify(path)
+        for row in read_rows(path, [*names, "finish_reason"]).to_pylist():
+            reason = str(row["finish_reason"])
+            reasons[reason] = reasons.get(reason, 0) + 1
+            if row["acceptance_rate"] is None or row["entropy"] is None:
+                continue
+            for name in names:
+                columns[name].append(np.asarray(row[name], dtype=np.float64))
+            columns["accepted_length"].append(accepted_length(columns["acceptance_rate"][-1]))
+    if not columns["entropy"]:
+        raise ValueError(
+            f"{paths[0].parent} has no acceptance_rate and entropy (sequential or imported data); stats need both models at once"
+        )
+    return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
+
+
+def accepted_length(acceptance_rate: Array) -> Array:
+    """L_i = a_i (1 + L_{i+1}): the expected length of the accepted run that starts at each position of one response."""
+    lengths = np.zeros(len(acceptance_rate) + 1)
+    for index in range(len(acceptance_rate) - 1, -1, -1):
+        lengths[index] = acceptance_rate[index] * (1 + lengths[index + 1])
+    return lengths[:-1]
+
+
+def summarise(positions: Positions) -> dict[str, Any]:
+    """Means, correlations, rho and c, and how often each bound is violated (0 under temperature 1 without truncation)."""
+    rate, entropy = positions.acceptance_rate, positions.entropy
+    rho = float(positions.cross_entropy.sum() / max(entropy.sum(), 1e-12))
+    has_entropy = entropy > 0.01
+    return {
+        "positions": int(rate.size),
+        "acceptance_rate_mean": float(rate.mean()),
+        "acceptance_rate_std": float(rate.std()),
+        "acceptance_prob_mean": float(positions.acceptance_prob.mean()),
+        "entropy_mean_nats": float(entropy.mean()),
+        "cross_entropy_mean_nats": float(positions.cross_entropy.mean()),
+        "accepted_length_mean": float(positions.accepted_length.mean()),
+        "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1]) if rate.size > 1 and rate.std() > 0 else 0.0,
+        "rho_ratio_of_means": rho,
+        "rho_median": float(np.median(positions.cross_entropy[has_entropy] / entropy[has_entropy])) if has_entropy.any() else rho,
+        "c": (rho - 1) / 2,
+        "pinsker_violations": float((rate < positions.pinsker - 1e-4).mean()),
+        "bretagnolle_huber_violations": float((rate < positions.bretagnolle_huber - 1e-4).mean()),
+    }

@@ -1,0 +1,1 @@
+"""What is on disk: shards, rows, features, the manifest, and the account of what failed."""

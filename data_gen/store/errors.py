@@ -1,0 +1,31 @@
+"""errors.jsonl: every prompt that has no row, with the reason. ok + error + skipped = input, asserted.
+
+Each shard's sidecar carries its own problems, so they are as crash-safe as its rows; the file is made from the sidecars when a run ends.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_gen.store.shards import read_sidecar, write_atomic
+
+_COUNTED = ("input", "ok", "tokens")
+
+
+def account(paths: Iterable[Path]) -> dict[str, int]:
+    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
+    totals = dict.fromkeys((*_COUNTED, "error", "skipped"), 0)
+    for path in paths:
+        facts = read_sidecar(path)
+        for name in _COUNTED:
+            totals[name] += facts[name]
+        for problem in facts["problems"]:
+            totals[problem["outcome"]] += 1
+    assert totals["ok"] + totals["error"] + totals["skipped"] == totals["input"], f"prompts unaccounted for: {totals}"
+    return totals
+
+
+def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:
+    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards."""
+    lines = [json.dumps({**problem, "shard": path.stem}) + "\n" for path in paths for problem in read_sidecar(path)["problems"]]
+    write_atomic(Path(directory) / "errors.jsonl", "".join(lines).encode())

@@ -1,0 +1,46 @@
+"""Features on disk: one safetensors shard per timing, the hidden states beside everything that a head trains on.
+
+    hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which produced q_i
+    acceptance_prob, log_q, log_token_prob, entropy, acceptance_rate [token] float32, token [token] int32        all of Y_i, both timings
+    is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
+    row_offsets [rows + 1] int64
+
+With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a sequential run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from data_gen.labels.layout import Layout
+
+_FLOATS = ("acceptance_prob", "log_q", "log_token_prob", "entropy", "acceptance_rate")
+
+
+def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Tensor, layout: Layout, mixes: int = 1) -> bytes:
+    """The safetensors file of one shard.
+
+    Args:
+        hidden: [token, hidden] in the layout of every mixing.
+        columns: [token] of each row once; repeated here for each mixing.
+        is_drafted: [token] in the layout of every mixing.
+        layout: of the rows, once.
+        mixes: rows per response.
+    """
+    order = layout.order(mixes)
+    tensors = {name: columns[name].float()[order] for name in _FLOATS if name in columns}
+    tensors |= {
+        "hidden": hidden.contiguous(),
+        "token": columns["draft_ids"].to(torch.int32)[order],
+        "is_drafted": is_drafted.bool(),
+        "row_offsets": torch.tensor(layout.repeated(mixes).offsets, dtype=torch.int64),
+    }
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def read_features(path: str | Path) -> dict[str, Tensor]:
+    """Every tensor of one shard."""
+    return safetensors.torch.load_file(path)

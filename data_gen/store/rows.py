@@ -1,0 +1,80 @@
+"""Rows on disk: one Parquet row per response, columns of design section 6, per-position columns as lists.
+
+    id, prompt, finish_reason                                            strings; finish_reason is stop, length or null
+    prompt_ids, response_ids, draft_ids                                  lists of int32
+    acceptance_prob, log_p, log_q, acceptance_rate, entropy, cross_entropy   lists of float32, one number per response token
+    from_target                                                          list of bool; with mixes > 1 a list of such lists, one per mix
+
+log_p may be -inf: under a truncating `Sampling` the target can give Y no probability at all. A column that a run could not compute is null.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from data_gen.responses.exchange import Exchange
+
+POSITION_COLUMNS = ("acceptance_prob", "log_p", "log_q", "acceptance_rate", "entropy", "cross_entropy")
+COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS, "from_target", "finish_reason")
+
+
+def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], from_target: Tensor | None, mixes: int = 1) -> bytes:
+    """The Parquet file of one shard; the same rows give the same bytes.
+
+    Args:
+        exchanges: the rows.
+        columns: draft_ids and `POSITION_COLUMNS`, each [token] over all rows; those absent become null.
+        from_target: [rows * mixes * position] coins, row by row and in it mix by mix; None: null.
+        mixes: mixings per row.
+    """
+    lengths = [len(exchange.response_ids) for exchange in exchanges]
+    arrays: dict[str, pa.Array] = {
+        "id": pa.array([exchange.id for exchange in exchanges], pa.string()),
+        "prompt": pa.array([exchange.prompt for exchange in exchanges], pa.string()),
+        "prompt_ids": pa.array([exchange.prompt_ids for exchange in exchanges], pa.list_(pa.int32())),
+        "response_ids": pa.array([exchange.response_ids for exchange in exchanges], pa.list_(pa.int32())),
+        "draft_ids": _lists(columns["draft_ids"], lengths, pa.int32()),
+        **{name: _lists(columns.get(name), lengths, pa.float32()) for name in POSITION_COLUMNS},
+        "from_target": _coins(from_target, lengths, mixes),
+        "finish_reason": pa.array([exchange.finish_reason for exchange in exchanges], pa.string()),
+    }
+    sink = pa.BufferOutputStream()
+    plain = [f"{name}.list.element" for name in POSITION_COLUMNS]
+    pq.write_table(
+        pa.table({name: arrays[name] for name in COLUMNS}),
+        sink,
+        compression="zstd",
+        use_dictionary=["finish_reason"],
+        use_byte_stream_split=plain,
+    )
+    return bytes(sink.getvalue())
+
+
+def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one shard, or some of their columns."""
+    return pq.read_table(path, columns=None if columns is None else list(columns))
+
+
+def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> pa.Array:
+    """[token] -> one list per row; null lists for None."""
+    if values is None:
+        return pa.nulls(len(lengths), pa.list_(kind))
+    return pa.ListArray.from_arrays(_offsets(lengths), pa.array(values.numpy(), kind))
+
+
+def _coins(from_target: Tensor | None, lengths: Sequence[int], mixes: int) -> pa.Array:
+    if mixes == 1 or from_target is None:
+        return _lists(from_target, lengths, pa.bool_()) if from_target is not None else pa.nulls(len(lengths), pa.list_(pa.bool_()))
+    inner = _lists(from_target, [length for length in lengths for _ in range(mixes)], pa.bool_())
+    return pa.ListArray.from_arrays(_offsets([mixes] * len(lengths)), inner)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    total, offsets = 0, [0]
+    for length in lengths:
+        total += length
+        offsets.append(total)
+    return pa.array(offsets, pa.int32())

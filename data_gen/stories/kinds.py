@@ -1,0 +1,183 @@
+"""The kinds of task: each draws a prompt and a worked answer from one `random.Random`.
+
+An answer alternates between three sorts of tokens: phrases, whose first token is a free choice and whose rest is fixed; free words
+inside an aside; and what has to be worked out from the prompt (results, items in order, counts, numbers looked up), one to three tokens at
+a time. The last line is always `Answer: …`.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from data_gen.stories import words
+
+Task = tuple[str, str]
+"""(prompt, answer)"""
+
+
+def story(rng: Random) -> Task:
+    """Two to four changes to a number of things that somebody has."""
+    name, thing = rng.choice(words.NAMES), rng.choice(words.THINGS)
+    total = rng.randint(12, 60)
+    told, lines = [], [f"At the start {name} has {total} {thing}."]
+    for _ in range(rng.choice((2, 2, 2, 3, 3, 4))):
+        event, reason, equation, total = _change(rng, total)
+        told.append(event)
+        lines.append(f"{rng.choice(words.LEADS)} {reason}: {equation}.")
+    prompt = f"{name} has {lines[0].split()[5]} {thing}. {name} {', then '.join(told)}. How many {thing} does {name} have in the end?"
+    return prompt, _answer(rng, lines, f"{total} {thing}")
+
+
+def _change(rng: Random, total: int) -> tuple[str, str, str, int]:
+    """(what happens, why we calculate so, equation, new total)."""
+    if total > 50 or (total > 20 and rng.random() < 0.5):
+        k = rng.randint(2, min(total - 5, 30))
+        return rng.choice(words.LOSSES).format(k=k), rng.choice(words.LOSS_REASONS), f"{total} - {k} = {total - k}", total - k
+    k = rng.randint(2, 35)
+    return rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k
+
+
+def receipt(rng: Random) -> Task:
+    """Two positions of a price list, multiplied and added."""
+    name, things = rng.choice(words.NAMES), rng.sample(words.THINGS, 3)
+    prices = [rng.randint(2, 9) for _ in things]
+    bought = rng.sample(range(3), 2)
+    counts = [rng.randint(2, 9) for _ in bought]
+    listed = ", ".join(f"{thing} cost {price}" for thing, price in zip(things, prices, strict=True))
+    wanted = " and ".join(f"{count} {things[i]}" for count, i in zip(counts, bought, strict=True))
+    parts = [count * prices[i] for count, i in zip(counts, bought, strict=True)]
+    lines = [
+        f"{rng.choice(words.LEADS)} the {things[i]}: {rng.choice(words.GROUP_REASONS)}: {count} * {prices[i]} = {part}."
+        for count, i, part in zip(counts, bought, parts, strict=True)
+    ]
+    lines.append(f"{rng.choice(words.LEADS)} both together make {parts[0]} + {parts[1]} = {sum(parts)}.")
+    return f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?", _answer(rng, lines, f"{sum(parts)} coins")
+
+
+def stock(rng: Random) -> Task:
+    """Two numbers looked up in a list, and their sum or difference."""
+    things = rng.sample(words.THINGS, 4)
+    numbers = rng.sample(range(2, 50), 4)
+    (a, x), (b, y) = rng.sample(list(zip(things, numbers, strict=True)), 2)
+    listed = ", ".join(f"{number} {thing}" for thing, number in zip(things, numbers, strict=True))
+    lines = [f"{rng.choice(words.LEADS)} the list says that there are {n} {t}." for t, n in ((a, x), (b, y))]
+    if rng.random() < 0.5:
+        lines.append(f"{rng.choice(words.LEADS)} {rng.choice(words.GAIN_REASONS)}: {x} + {y} = {x + y}.")
+        return f"A shop has {listed}. How many {a} and {b} are there together?", _answer(rng, lines, str(x + y))
+    more, less = max(x, y), min(x, y)
+    lines.append(f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {more} - {less} = {more - less}.")
+    return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", _answer(rng, lines, str(more - less))
+
+
+def sort(rng: Random) -> Task:
+    """Three to five numbers or words, in order."""
+    count = rng.randint(3, 5)
+    if rng.random() < 0.6:
+        items = [str(number) for number in rng.sample(range(2, 100), count)]
+        ordered, asked = sorted(items, key=int), "Sort these numbers, the smallest first"
+    else:
+        items = rng.sample(words.FRUITS, count)
+        ordered, asked = sorted(items), "Sort these words by the alphabet"
+    return f"{asked}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
+
+
+def sums(rng: Random) -> Task:
+    """Two to four small calculations that have nothing to do with each other."""
+    asked = [_calculation(rng) for _ in range(rng.randint(2, 4))]
+    lines = [f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {task} = {result}." for task, result in asked]
+    results = ", ".join(str(result) for _, result in asked)
+    return f"Work out {', '.join(task for task, _ in asked)}.", _answer(rng, lines, results)
+
+
+def _calculation(rng: Random) -> tuple[str, int]:
+    """("14 + 9", 23): a sum, a difference or a product, never negative."""
+    sign = rng.choice("++--*")
+    if sign == "*":
+        x, y = rng.randint(2, 9), rng.randint(2, 9)
+        return f"{x} * {y}", x * y
+    y, x = sorted((rng.randint(2, 60), rng.randint(2, 60)))
+    return (f"{x} + {y}", x + y) if sign == "+" else (f"{x} - {y}", x - y)
+
+
+def copy(rng: Random) -> Task:
+    """Three to five words, as they are or from the last to the first."""
+    items = rng.sample(rng.choice((words.FRUITS, words.COLOURS, words.THINGS, words.NAMES)), rng.randint(3, 5))
+    is_reversed = rng.random() < 0.5
+    said = items[::-1] if is_reversed else items
+    asked = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
+    return f"{asked}: {', '.join(items)}.", _answer(rng, [_sequence(rng, said)], ", ".join(said))
+
+
+def count(rng: Random) -> Task:
+    """How often a word occurs in a list, with the places where it does."""
+    choices = rng.sample(words.FRUITS, 3)
+    items = [rng.choice(choices) for _ in range(rng.randint(5, 8))]
+    wanted = rng.choice(items)
+    places = [str(place) for place, item in enumerate(items, 1) if item == wanted]
+    lines = [f"{rng.choice(words.LEADS)} we find {wanted} at place {place}." for place in places]
+    return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(rng, lines, f"{len(places)} times")
+
+
+def compare(rng: Random) -> Task:
+    """Who of three has the most, and by how much more than another."""
+    names, thing = rng.sample(words.NAMES, 3), rng.choice(words.THINGS)
+    numbers = rng.sample(range(2, 99), 3)
+    ranked = sorted(zip(numbers, names, strict=True), reverse=True)
+    (most, winner), (second, runner_up), _ = ranked
+    told = ", ".join(f"{name} has {number}" for number, name in zip(numbers, names, strict=True))
+    lines = [
+        f"{rng.choice(words.LEADS)} the largest number is {most}, and it belongs to {winner}.",
+        f"{rng.choice(words.LEADS)} the second largest is {second}, from {runner_up}.",
+        f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {most} - {second} = {most - second}.",
+    ]
+    prompt = f"Of {thing}, {told}. Who has the most, and how many more than the next?"
+    return prompt, _answer(rng, lines, f"{winner}, {most - second} more")
+
+
+def convert(rng: Random) -> Task:
+    """So many of one unit in a smaller one, and some on top."""
+    (unit, smaller), factor = rng.choice(list(words.UNITS.items()))
+    number, extra = rng.randint(2, 9), rng.randint(2, 20)
+    product = number * factor
+    lines = [
+        f"{rng.choice(words.LEADS)} {rng.choice(words.GROUP_REASONS)}: {number} * {factor} = {product}.",
+        f"{rng.choice(words.LEADS)} {rng.choice(words.GAIN_REASONS)}: {product} + {extra} = {product + extra}.",
+    ]
+    prompt = f"How many {smaller} are {number} {unit} and {extra} {smaller}?"
+    return prompt, _answer(rng, lines, f"{product + extra} {smaller}")
+
+
+def _sequence(rng: Random, items: list[str]) -> str:
+    """The items one by one, each after a phrase of its own."""
+    first, *others = items
+    return "; ".join([f"The list begins with {first}", *(f"{rng.choice(words.ITEM_LEADS)} {item}" for item in others)]) + "."
+
+
+def _answer(rng: Random, lines: list[str], result: str) -> str:
+    """Opening, the lines with an aside here and there, a closing, and the final line."""
+    with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.25 else line for line in lines]
+    return f"{rng.choice(words.OPENINGS)} {' '.join(with_asides)} {rng.choice(words.CLOSINGS)}\nAnswer: {result}"
+
+
+def _aside(rng: Random) -> str:
+    """A sentence that says nothing, with two to four free words."""
+    return rng.choice(words.ASIDES).format(
+        size=rng.choice(words.SIZES),
+        colour=rng.choice(words.COLOURS),
+        furniture=rng.choice(words.FURNITURE),
+        place=rng.choice(words.PLACES),
+        animal=rng.choice(words.ANIMALS),
+    )
+
+
+KINDS: dict[str, tuple[Callable[[Random], Task], int]] = {
+    "story": (story, 5),
+    "receipt": (receipt, 2),
+    "stock": (stock, 2),
+    "sums": (sums, 3),
+    "sort": (sort, 2),
+    "copy": (copy, 2),
+    "count": (count, 1),
+    "compare": (compare, 2),
+    "convert": (convert, 2),
+}
+"""kind -> (its generator, its share)"""

@@ -1,0 +1,89 @@
+"""What the embedded trio is measured by: how often the small models are accepted, and how much cheaper they are.
+
+Responses are drawn from the target at temperature 1 on prompts of the test split; acceptance_rate is sum over v of min(p(v), q(v)) at every
+position of them.
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import ModelSource
+from data_gen.prompts.pool import Prompt
+from data_gen.prompts.templates import encode, render
+from data_gen.responses.exchange import Request, Response
+from data_gen.responses.in_process import TargetInProcess
+from data_gen.stories.stories import stories
+from lm import Sampling, acceptance_rate, load_model, load_tokenizer
+from lm.forwards import hidden_states, logits_of
+
+NAMES = ("target", "draft", "micro")
+_CONTEXT_TOKENS = 100
+"""Cache length at which a forward is timed."""
+
+
+def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_timings: int = 100) -> dict[str, float]:
+    """Acceptance rates (mean and standard deviation over positions), forward times in ms, their ratio, and bytes on disk."""
+    paths = {name: Path(directory) / name for name in NAMES}
+    models = {name: load_model(ModelSource(path=str(path), dtype="float32")) for name, path in paths.items()}
+    tokenizer = load_tokenizer(ModelSource(path=str(paths["target"])))
+    times_ms = forward_times_ms(list(models.values()), num_timings)
+    figures = {f"{name}_forward_ms": time_ms for name, time_ms in zip(models, times_ms, strict=True)}
+    figures["forward_ratio"] = figures["target_forward_ms"] / figures["draft_forward_ms"]
+    rates = acceptance_rates(models, tokenizer, num_prompts, seed)
+    for name, rate in rates.items():
+        figures |= {f"{name}_acceptance_mean": rate.mean().item(), f"{name}_acceptance_std": rate.std().item()}
+    figures["positions"] = len(rates["draft"])
+    figures["size_bytes"] = sum(file.stat().st_size for path in paths.values() for file in path.iterdir())
+    return figures
+
+
+def acceptance_rates(
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, num_prompts: int, seed: int
+) -> dict[str, Float[Tensor, " position"]]:
+    """Of every model but the target, at every position of the target's responses to `num_prompts` test prompts."""
+    sampling, vocab_size = Sampling(), len(tokenizer)
+    prompts = [Prompt(story.id, (story.prompt,)) for story in stories("test", num_prompts, seed=seed)]
+    requests = [Request(prompt.id, render(prompt, tokenizer, "chat"), encode(prompt, tokenizer, "chat")) for prompt in prompts]
+    source = TargetInProcess(models["target"], sampling, vocab_size, frozenset([tokenizer.eos_token_id]), 160, 64)
+    answers = source.respond(requests, seed, lambda _: None)
+    rates: dict[str, list[Tensor]] = {name: [] for name in models if name != "target"}
+    for request, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, Response), answer
+        row, start = request.prompt_ids + answer.response_ids, len(request.prompt_ids) - 1
+        probs = {
+            name: sampling.probs(logits_of(model, hidden_states(model, [row[:-1]], [start]), vocab_size)) for name, model in models.items()
+        }
+        for name, parts in rates.items():
+            parts.append(acceptance_rate(probs[name], probs["target"]))
+    return {name: torch.cat(parts) for name, parts in rates.items()}
+
+
+@torch.inference_mode()
+def forward_times_ms(models: list[PreTrainedModel], num_timings: int) -> list[float]:
+    """Median time of a forward of one token, batch 1, on one thread, with a cache of 100 tokens; the models take turns."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    caches = [DynamicCache(config=model.config) for model in models]
+    for model, cache in zip(models, caches, strict=True):
+        model(input_ids=torch.ones(1, _CONTEXT_TOKENS, dtype=torch.long), past_key_values=cache)
+    times_s: list[list[float]] = [[] for _ in models]
+    for _ in range(num_timings):
+        for model, cache, spent_s in zip(models, caches, times_s, strict=True):
+            start_s = time.perf_counter()
+            model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            spent_s.append(time.perf_counter() - start_s)
+            cache.crop(-1)
+    torch.set_num_threads(num_threads)
+    return [1000 * statistics.median(spent_s) for spent_s in times_s]
+
+
+def report(figures: dict[str, float]) -> str:
+    """One JSON line."""
+    return json.dumps({name: round(value, 4) for name, value in figures.items()})

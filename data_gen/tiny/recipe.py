@@ -1,0 +1,157 @@
+"""The recipe of the embedded trio `checkpoints/tiny/{target,draft,micro}`: `python -m data_gen tiny`.
+
+Three Llama-architecture models with one tokenizer, trained on `data_gen.stories.stories` alone:
+
+    target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
+    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (Looking a word up in the prompt
+             takes two layers: with a second one the draft learns that too, is accepted 95 % of the time, and leaves little to predict.)
+    micro    one layer, much narrower: the same, for hierarchies of three.
+
+Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn from q is accepted
+although its entropy is high; where something has to be worked out, p is nearly one-hot and q is spread. On a CPU a forward of one token
+costs one fixed part and one part per layer, so depth, not width, sets t_target / t_draft.
+
+Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
+"""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from data_gen.stories.stories import story_stream
+from data_gen.tiny.figures import NAMES, measure, report
+from data_gen.tiny.tokenizer import MAX_TOKENS, train_tokenizer
+from data_gen.tiny.training import Encoded, batches, distil, encode_story, train
+
+_STORY_SEED = 1 << 32
+"""Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that the trio learned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of one model."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything beside seed and machine that decides the trio's bytes."""
+
+    target: Shape = Shape(num_layers=10, hidden_size=128, intermediate_size=352, num_heads=4)
+    draft: Shape = Shape(num_layers=1, hidden_size=96, intermediate_size=256, num_heads=3)
+    micro: Shape = Shape(num_layers=1, hidden_size=24, intermediate_size=64, num_heads=1)
+    vocab_size: int = 768
+    num_tokenizer_stories: int = 4000
+    batch_size: int = 16
+    target_steps: int = 2000
+    distil_steps: int = 1200
+    target_learning_rate: float = 4e-3
+    distil_learning_rate: float = 4e-3
+    num_threads: int = 1
+    """One thread loses little: the models are small."""
+
+
+def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+    """Train the trio, write it under `out_dir`, and measure it on the test split.
+
+    Nothing is written before all three are trained, so an interrupted run leaves `out_dir` as it was.
+
+    Returns:
+        the figures of `tiny_figures.measure`.
+
+    Raises:
+        ValueError: a model is there already and `overwrite` is off.
+    """
+    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    present = [name for name in NAMES if (out_dir / name).exists()]
+    if present and not overwrite:
+        raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
+    torch.set_num_threads(recipe.num_threads)
+    with _progress() as progress:
+        models, tokenizer = _trained(seed, recipe, progress)
+    _write(models, tokenizer, out_dir)
+    figures = measure(out_dir)
+    print(report(figures))
+    return figures
+
+
+def _trained(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+    """The three models, in bfloat16, and their tokenizer."""
+    torch.manual_seed(seed)
+    num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
+    stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+    texts = list(_tracked(progress, "write stories", stream, num_stories))
+    tokenizer = train_tokenizer(texts[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    rows = [encode_story(text, tokenizer) for text in _tracked(progress, "tokenize", texts, len(texts))]
+    models = {name: _new_model(shape, tokenizer) for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)}
+    _learn(models, rows, seed, recipe, progress)
+    return models, tokenizer
+
+
+def _learn(models: dict[str, LlamaForCausalLM], rows: list[Encoded], seed: int, recipe: Recipe, progress: Progress) -> None:
+    """First the target; then the others from the target as it will be stored."""
+    target, *others = models.values()
+    source = batches(rows, recipe.batch_size, seed, pad_id=target.config.pad_token_id or 0)
+    steps = train(target, source, recipe.target_steps, recipe.target_learning_rate)
+    for _ in _tracked(progress, "train target", steps, recipe.target_steps):
+        pass
+    target.bfloat16().float()
+    steps = distil(target, others, source, recipe.distil_steps, recipe.distil_learning_rate)
+    for _ in _tracked(progress, "distil draft and micro", steps, recipe.distil_steps):
+        pass
+    for model in models.values():
+        model.bfloat16()
+
+
+def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A model with random weights from torch's global generator."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    """Each model directory appears whole or not at all."""
+    for name, model in models.items():
+        partial = out_dir / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+        shutil.rmtree(out_dir / name, ignore_errors=True)
+        partial.rename(out_dir / name)
+
+
+def _progress() -> Progress:
+    note = TextColumn("{task.fields[note]}")
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), note)
+
+
+def _tracked(progress: Progress, description: str, steps: Iterable, total: int) -> Iterable:
+    """The steps, with a bar; losses among them stand beside it."""
+    task = progress.add_task(description, total=total, note="")
+    for step in steps:
+        note = " ".join(f"{loss:.3f}" for loss in step) + " nats" if isinstance(step, list) else ""
+        progress.update(task, advance=1, note=note)
+        yield step

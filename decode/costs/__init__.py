@@ -1,0 +1,1 @@
+"""What a round costs in seconds (law 4.9)."""

@@ -1,0 +1,131 @@
+"""t_draft and t_target(k) of this machine, measured inside the real loop.
+
+Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
+is the median over rounds of seconds per draft forward; t_target(k) a line through the medians at each k, so that one noisy k cannot bend
+the cost of long drafts. `fit_costs` gets both from totals of whole generations by regression, with its R² (the paper's Table 2);
+`time_forwards` times bare forwards.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from decode.costs.model import CostModel
+from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies import FixedLength
+from lm import CachedModel, Pair, Sampling
+
+LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
+
+
+class Fit(NamedTuple):
+    """T = t_draft * num_draft_forwards + t_target * N_target over generations."""
+
+    t_draft_s: float
+    t_target_s: float
+    r2: float
+    num_generations: int
+
+
+def time_generations(
+    pair: Pair,
+    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_draft_length: int,
+    max_new_tokens: int,
+    lengths: Sequence[int] = LENGTHS,
+) -> list[Generation]:
+    """Real generations with several fixed draft lengths, in turns, that no EOS ends; the first, a warm-up, is left out."""
+    decoders = [
+        SpeculativeDecoder(
+            pair.target,
+            ModelDrafter(pair.draft, FixedLength(length), vocab_size=pair.vocab_size),
+            sampling=sampling,
+            max_draft_length=max_draft_length,
+            eos_ids=frozenset(),
+            vocab_size=pair.vocab_size,
+        )
+        for length in sorted({min(length, max_draft_length) for length in lengths})
+    ]
+    generator = torch.Generator().manual_seed(0)
+    decoders[-1].generate(prompts[0], max_new_tokens, generator=generator)
+    return [decoder.generate(prompt, max_new_tokens, generator=generator) for prompt in prompts for decoder in decoders]
+
+
+def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostModel:
+    """Costs from rounds; the first of each generation, which reads the prompt, is left out.
+
+    Raises:
+        ValueError: generations of one round only.
+    """
+    rounds = [played for generation in generations for played in generation.rounds[1:]]
+    drafting = [played for played in rounds if played.counts.num_draft_forwards]
+    by_length: dict[int, list[float]] = {}
+    for played in rounds:
+        by_length.setdefault(len(played.drafted), []).append(played.target_s)
+    if not drafting or 0 not in by_length:
+        raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
+    t_draft_s = median(played.draft_s / played.counts.num_draft_forwards for played in drafting)
+    return CostModel(t_draft_s, _line(by_length, max_draft_length), "measured")
+
+
+def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[float, ...]:
+    """a + b k with b >= 0 through the median at each k, weighted by how often it was seen; k = 0 keeps its own median."""
+    lengths = np.array(sorted(length for length in by_length if length > 0))
+    base = median(by_length[0])
+    if not len(lengths):
+        return (base,)
+    medians = np.array([median(by_length[length]) for length in lengths])
+    weights = np.sqrt([len(by_length[length]) for length in lengths])
+    slope, offset = np.polyfit(lengths, medians, 1, w=weights) if len(lengths) > 1 else (0.0, medians[0])
+    if slope < 0:
+        slope, offset = 0.0, float(np.average(medians, weights=weights**2))
+    return (base, *(max(base, float(offset + slope * length)) for length in range(1, max_draft_length + 1)))
+
+
+def fit_costs(generations: Sequence[Generation]) -> Fit:
+    """Least squares over generations of seconds on (num_draft_forwards, N_target), no intercept; the rounds that read prompts left out.
+
+    Raises:
+        ValueError: fewer than three generations with a second round.
+    """
+    totals = np.array([_totals(generation.rounds[1:]) for generation in generations if len(generation.rounds) > 1])
+    if len(totals) < 3:
+        raise ValueError(f"a regression of two times needs at least 3 generations of several rounds, there are {len(totals)}")
+    counts, seconds = totals[:, :2], totals[:, 2]
+    times, *_ = np.linalg.lstsq(counts, seconds, rcond=None)
+    residual = seconds - counts @ times
+    r2 = 1 - float(residual @ residual) / float(((seconds - seconds.mean()) ** 2).sum())
+    return Fit(float(times[0]), float(times[1]), r2, len(totals))
+
+
+def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
+    return (
+        float(sum(played.counts.num_draft_forwards for played in rounds)),
+        float(len(rounds)),
+        sum(played.draft_s + played.target_s for played in rounds),
+    )
+
+
+def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> CostModel:
+    """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
+    models = {name: CachedModel(model, vocab_size=pair.vocab_size) for name, model in (("draft", pair.draft), ("target", pair.target))}
+    ids = list(prompt_ids)
+    times: dict[int, list[float]] = {length: [] for length in range(-1, max_draft_length + 1)}
+    for model in models.values():
+        model.forward(ids)
+    for _ in range(repeats + 1):
+        for length in times:
+            model = models["draft" if length < 0 else "target"]
+            model.roll_back(len(ids) - 1)
+            tail = ids + [ids[-1]] * max(length, 0)
+            started_s = perf_counter()
+            float(model.forward(tail, max(length, 0) + 1)[-1, 0])
+            times[length].append(perf_counter() - started_s)
+    return CostModel(median(times[-1][1:]), tuple(median(times[length][1:]) for length in range(max_draft_length + 1)), "bare forwards")

@@ -1,0 +1,1 @@
+"""Every policy and threshold from one trace: tables, plots, page."""

@@ -1,0 +1,124 @@
+"""Which policies are evaluated, and on which settings: the built-in grid, or `decode.grid` of the YAML.
+
+A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids of one family
+compete: the family's row in the table is its best setting on dev (all heads of one timing are one family).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import Config
+from decode.policies import HeadPolicy, Policy
+from decode.policies.bounds import Oracle
+from decode.policies.registry import POLICIES, make_policy
+from decode.traces.trace import PerfectHead
+from heads.model.head import AcceptanceHead
+
+_UNIT = tuple(round(value, 3) for value in np.linspace(0.025, 0.975, 39).tolist())
+_LOGISTIC = tuple(round(float(value), 4) for value in 1 / (1 + np.exp(-np.linspace(-5, 5, 41))))
+"""Thresholds of a probability, denser towards both ends."""
+_PATHS = {"head", "also"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One policy, many settings."""
+
+    family: str
+    name: str
+    policy: Policy
+    settings: tuple[Mapping[str, Any], ...]
+    """What each setting is called in tables."""
+
+
+def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]:
+    """policy -> parameter -> values; every published default is among them or next to one."""
+    return {
+        "fixed_length": {"k": range(max_draft_length + 1)},
+        "heuristic": {"k": range(1, min(10, max_draft_length) + 1)},
+        "token_prob": {"min_token_prob": _UNIT},
+        "cumulative_token_prob": {"min_token_prob": _LOGISTIC},
+        "max_prob": {"min_max_prob": _UNIT},
+        "entropy": {"max_sqrt_entropy": tuple(round(value, 3) for value in np.linspace(0.02, 1.0, 50).tolist())},
+        "self_verify": {"initial": (0.0, 1.0, 2.0, 4.0)},
+        "ada_edl": {"initial_lambda": tuple(round(v, 3) for v in np.linspace(0, 0.9, 19).tolist()), "target_rate": (0.5, 0.7, 0.9)},
+        "head": {"max_rejection_prob": _LOGISTIC},
+    }
+
+
+def grids_of(config: Config, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
+    """All grids of an evaluation but the bounds.
+
+    Raises:
+        ValueError: an unknown policy or parameter, a value out of range.
+    """
+    values = default_values(config.decode.max_draft_length) | dict(config.decode.grid)
+    grids = []
+    for name, parameters in values.items():
+        if name not in POLICIES:
+            raise ValueError(f"decode.grid names the policy {name!r}; one of {', '.join(POLICIES)}")
+        if name == "head":
+            grids += [head_grid(head_name, head, parameters) for head_name, head in heads.items()]
+        else:
+            grids.append(make_grid(name, name, parameters))
+    return grids
+
+
+def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], **fixed: Any) -> Grid:
+    """All combinations of the values of some parameters of the policy `name`.
+
+    Args:
+        fixed: further arguments of the policy, such as a head.
+    """
+    settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
+    arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
+    return Grid(family, name, make_policy(name.split(":")[0], **(arrays | fixed)), settings)
+
+
+def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:
+    """All thresholds of one head."""
+    return make_grid(f"head_{head.timing}", f"head:{name}", parameters, head=head)
+
+
+def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:
+    """All thresholds of two heads, calibrated, the drawn-time one for the newest token only."""
+    return make_grid("head_both", f"head:{name}", {"max_rejection_prob": _LOGISTIC}, head=fed, also=drawn, is_calibrated=True)
+
+
+def bounds() -> Iterator[Grid]:
+    """Perfect head with and without the lag, and the oracle (law 4.10)."""
+    settings = tuple({"max_rejection_prob": value} for value in _LOGISTIC)
+    for timing in ("fed", "drawn"):
+        yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(_LOGISTIC)), settings)  # type: ignore[arg-type]
+    yield Grid("oracle", "oracle", Oracle(), ({},))
+
+
+def load_heads(config: Config) -> dict[str, AcceptanceHead]:
+    """The heads of an evaluation by name: `decode.heads`, or every head under heads.dir/exported.
+
+    Raises:
+        FileNotFoundError: a head that is not there.
+        ValueError: a head trained for another `Sampling`.
+    """
+    exported = Path(config.heads.dir) / "exported"
+    paths = list(config.decode.heads) or sorted(str(path.parent) for path in exported.glob("**/config.json"))
+    heads = {}
+    for path in paths:
+        name = Path(path).name if path in config.decode.heads else str(Path(path).relative_to(exported))
+        heads[name] = AcceptanceHead.from_pretrained(path)
+        check_sampling(heads[name], name, vars(config.pair.sampling))
+    return heads
+
+
+def check_sampling(head: AcceptanceHead, name: str, sampling: Mapping[str, Any]) -> None:
+    """Raise ValueError for a head that was trained under another `Sampling`; an imported head, which does not say, passes."""
+    trained = head.provenance.sampling
+    if trained and any(trained.get(key) != value for key, value in sampling.items()):
+        raise ValueError(
+            f"head {name} was trained for sampling {trained} and this run's is {dict(sampling)}; acceptance differs, use its own"
+        )

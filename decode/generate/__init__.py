@@ -1,0 +1,1 @@
+"""One prompt: on the command line, and inside transformers."""

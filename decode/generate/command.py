@@ -1,0 +1,115 @@
+"""python -m decode generate: one prompt through the speculative loop, its tokens in colour as they come, or one JSON document."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+from configs.schema import Config
+from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.templates import encode
+from decode.evaluation.grids import check_sampling
+from decode.generate.transcript import Transcript, legend, picture, summary
+from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies.base import Policy
+from decode.policies.registry import parse_policy
+from heads.model.head import AcceptanceHead
+from lm import CachedModel, CompiledModel, Pair, Sampling, load_pair
+
+
+def generate(
+    config: Config,
+    *,
+    prompt: str,
+    policy: str = "fixed_length",
+    max_new_tokens: int | None = None,
+    json: bool = False,
+    rejected: bool = True,
+    svg: str | None = None,
+) -> None:
+    """One prompt, showing accepted, rejected, residual and bonus tokens in colour.
+
+    Args:
+        config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
+        prompt: what the user says.
+        policy: fixed_length, heuristic, token_prob, cumulative_token_prob, max_prob, entropy, self_verify, ada_edl, or head:PATH;
+            parameters follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
+        max_new_tokens: null: decode.max_new_tokens.
+        json: one JSON document with every round in place of the coloured text.
+        rejected: show rejected drafts too.
+        svg: also write the coloured text to this file as a picture.
+    """
+    stop = policy_for(config, policy)
+    logging.disable_progress_bar()
+    pair = load_pair(config.pair)
+    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, config.data.template)
+    decoder = decoder_for(config, pair, stop)
+    rounds = decoder.stream(
+        prompt_ids,
+        config.decode.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        generator=torch.Generator().manual_seed(config.decode.seed),
+    )
+    if json:
+        print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
+        return
+    transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
+    closing = _show(rounds, transcript, stop)
+    if svg is not None:
+        Path(svg).write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
+
+
+def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
+    """Print each round as soon as it is played; returns the summary, which closes."""
+    transcript.console.print(legend())
+    played = []
+    for one in rounds:
+        played.append(one)
+        transcript.write(one)
+    closing = summary(Generation.of(played), policy)
+    transcript.console.print("\n" + closing, soft_wrap=True)
+    return closing
+
+
+def policy_for(config: Config, spec: str) -> Policy:
+    """The policy of `spec`; `head` without a path takes the first of decode.heads.
+
+    Raises:
+        ValueError: a spec that does not parse, a head that was trained under another `Sampling`.
+        FileNotFoundError: no exported head at that path.
+    """
+    if spec == "head" and config.decode.heads:
+        spec = f"head:{config.decode.heads[0]}"
+
+    def load_head(path: str) -> AcceptanceHead:
+        head = AcceptanceHead.from_pretrained(path)
+        check_sampling(head, path, vars(config.pair.sampling))
+        return head
+
+    return parse_policy(spec, load_head=load_head)
+
+
+def decoder_for(config: Config, pair: Pair, policy: Policy) -> SpeculativeDecoder:
+    """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
+    kind = CompiledModel if config.decode.compile else CachedModel
+    has_heads = policy.fed_head is not None or policy.drawn_head is not None
+    draft = kind(pair.draft, vocab_size=pair.vocab_size, with_hidden=has_heads)
+    return SpeculativeDecoder(
+        kind(pair.target, vocab_size=pair.vocab_size),
+        ModelDrafter(draft, policy),
+        sampling=Sampling(**vars(config.pair.sampling)),
+        max_draft_length=config.decode.max_draft_length,
+        eos_ids=pair.eos_ids,
+    )
+
+
+def _document(generation: Generation, pair: Pair, **settings: Any) -> str:
+    """Everything about a generation as JSON."""
+    sampling = settings.pop("sampling")
+    text = pair.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)
+    return json.dumps({"text": text, **settings, "sampling": asdict(sampling), **generation.as_dict()}, ensure_ascii=False)

@@ -1,0 +1,76 @@
+"""A generation in colour: each token as what it is to the round that emitted it.
+
+accepted   drafted, and accepted by the target          green
+rejected   drafted, and discarded                       struck through, dim
+residual   the target's token in place of a rejected    red
+bonus      the target's token after full acceptance     blue
+"""
+
+from io import StringIO
+
+from rich.console import Console
+from rich.text import Text
+
+from decode.generate.detokenizer import Detokenizer, TokenDecoder
+from decode.loop.decoder import Generation, Round
+from decode.policies.base import Policy
+
+STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red", "bonus": "bold blue"}
+
+
+def legend() -> Text:
+    """One line that names the colours."""
+    words = (word for name, style in STYLES.items() for word in ((name, style), "  "))
+    return Text.assemble(*words)
+
+
+class Transcript:
+    """Writes rounds to a console as they come."""
+
+    def __init__(self, console: Console, tokenizer: TokenDecoder, *, has_rejected: bool = True) -> None:
+        """Args:
+        console: where to; colours appear where it has them.
+        tokenizer: of the pair.
+        has_rejected: show rejected drafts as well.
+        """
+        self.console = console
+        self._detokenizer = Detokenizer(tokenizer)
+        self._has_rejected = has_rejected
+        self.text = Text()
+        """Everything written so far."""
+
+    def write(self, played: Round) -> None:
+        """Print one round, without a line break of its own."""
+        text = self.text_of(played)
+        self.text.append_text(text)
+        self.console.print(text, end="", soft_wrap=True)
+
+    def text_of(self, played: Round) -> Text:
+        """The round's tokens, styled."""
+        text = Text()
+        for token in played.emitted[: played.num_accepted]:
+            text.append(self._detokenizer.add(token), STYLES["accepted"])
+        if self._has_rejected and played.num_accepted < len(played.drafted):
+            text.append(self._detokenizer.peek(played.drafted[played.num_accepted :]).rstrip("\n"), STYLES["rejected"])
+        if played.next_kind is not None:
+            text.append(self._detokenizer.add(played.emitted[-1]), STYLES[played.next_kind])
+        return text
+
+
+def picture(text: Text, closing: str, *, title: str) -> str:
+    """Legend, text and closing line as SVG, wrapped at 100 columns."""
+    console = Console(record=True, file=StringIO(), width=100, highlight=False)
+    console.print(legend(), text, closing, sep="\n")
+    return console.export_svg(title=title)
+
+
+def summary(generation: Generation, policy: Policy) -> str:
+    """One line: what it took."""
+    counts = generation.counts
+    draft_s, target_s = (sum(getattr(played, name) for played in generation.rounds) for name in ("draft_s", "target_s"))
+    seconds = max(draft_s + target_s, 1e-9)
+    return (
+        f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), {counts.num_target} rounds: "
+        f"acceptance length {counts.acceptance_length:.2f}, discard rate {counts.discard_rate:.2f}, "
+        f"verification rate {counts.verification_rate:.2f}, drafting {100 * draft_s / seconds:.0f} % of the time ({type(policy).__name__})"
+    )

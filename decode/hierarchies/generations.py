@@ -1,0 +1,88 @@
+"""Generations that a run of the hierarchies keeps on disk, so that it resumes and that `decode evaluate` and `decode hierarchy` share them.
+
+    DIR/manifest.json        what decides the tokens
+    DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds
+
+Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from hashlib import sha256
+from operator import add
+from pathlib import Path
+from typing import NamedTuple
+
+from decode.loop.counts import Counts
+from decode.loop.decoder import Generation
+
+
+class Key(NamedTuple):
+    """Which generation."""
+
+    prompt: str
+    arm: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one generation cost."""
+
+    counts: Counts
+    lengths: tuple[int, ...]
+    """Tokens handed to the target, per round."""
+    seconds: float
+    """Wall clock, the prompt included."""
+    later: Counts
+    """Without the round that reads the prompt."""
+    later_draft_s: float
+    """Of the same rounds, drafting."""
+    later_target_s: float
+    """Verifying."""
+
+    @classmethod
+    def of(cls, generation: Generation) -> "Decoded":
+        """The costs of a generation."""
+        rounds = generation.rounds
+        return cls(
+            counts=generation.counts,
+            lengths=tuple(len(played.drafted) for played in rounds),
+            seconds=sum(played.draft_s + played.target_s for played in rounds),
+            later=reduce(add, (played.counts for played in rounds[1:]), Counts()),
+            later_draft_s=sum(played.draft_s for played in rounds[1:]),
+            later_target_s=sum(played.target_s for played in rounds[1:]),
+        )
+
+
+def prompt_key(prompt_ids: Sequence[int]) -> str:
+    """The same for the same tokens, whatever their prompt is called."""
+    return sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]
+
+
+def append_decoded(directory: Path, found: Mapping[Key, Decoded]) -> None:
+    """Add generations, in one write."""
+    lines = [json.dumps(key._asdict() | asdict(decoded)) + "\n" for key, decoded in found.items()]
+    with (directory / "decoded.jsonl").open("a", encoding="utf-8") as file:
+        file.write("".join(lines))
+
+
+def read_decoded(directory: Path) -> dict[Key, Decoded]:
+    """What is there; a last line that a killed run left unfinished is cut off."""
+    path = directory / "decoded.jsonl"
+    if not path.is_file():
+        return {}
+    whole = path.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    if len(kept) < len(whole):
+        with path.open("r+b") as file:
+            file.truncate(len(kept))
+    return dict(_parsed(json.loads(line)) for line in kept.splitlines())
+
+
+def _parsed(line: dict[str, object]) -> tuple[Key, Decoded]:
+    key = Key(*(str(line.pop(name)) for name in Key._fields))
+    counts, later = (Counts(**line.pop(name)) for name in ("counts", "later"))  # type: ignore[arg-type]
+    return key, Decoded(counts=counts, later=later, lengths=tuple(line.pop("lengths")), **line)  # type: ignore[arg-type]

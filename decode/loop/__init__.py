@@ -1,0 +1,1 @@
+"""The lossless speculative loop: drafters, signals, decoder, counts."""

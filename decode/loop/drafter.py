@@ -1,0 +1,161 @@
+"""Drafters (design 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification needs.
+
+`ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.loop.signals import reader_of
+from decode.policies.base import BeforeDraw, Outcome, Policy
+from lm import CachedModel, Draws, GreedyDraws, Sampling
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one generation shares with its drafters."""
+
+    sampling: Sampling
+    eos_ids: frozenset[int]
+    draws: Draws
+    """At temperature 0 `GreedyDraws`, whatever is given."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.is_greedy:
+            object.__setattr__(self, "draws", GreedyDraws())
+
+
+@dataclass
+class Proposal:
+    """A draft: tokens, the distributions they were drawn from, and what it cost."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Float[Tensor, " vocab"]] = field(default_factory=list)
+    """q of each token: the very distribution that it was drawn from; at temperature 0, where nobody asks, the draft's logits."""
+    entropies: list[float] = field(default_factory=list)
+    """H(q) in nats of each token, where the policy asked for it."""
+    stop_reason: str = "limit"
+    """limit, policy, eos."""
+    num_allowed: int = 0
+    """The most tokens that this round might have drafted."""
+    num_draft_forwards: int = 0
+    num_micro: int = 0
+    num_micro_forwards: int = 0
+
+    def outcome(self, num_accepted: int) -> Outcome:
+        """What the round came to, as policies are told."""
+        is_rejected = num_accepted < len(self.tokens)
+        return Outcome(
+            num_drafted=len(self.tokens),
+            num_accepted=num_accepted,
+            num_allowed=self.num_allowed,
+            rejected_entropy=self.entropies[num_accepted] if is_rejected else 0.0,
+        )
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Anything that drafts. One object serves one sequence at a time."""
+
+    def start(self, session: Session) -> None:
+        """A new generation: empty caches, fresh policy state."""
+        ...
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        """Draft at most `max_tokens` tokens after `committed`; none is drafted after EOS."""
+        ...
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        """The round is over, `committed` now ends with its tokens: roll caches back (law 4.5) and tell the policies."""
+        ...
+
+    def roll_back(self, length: int) -> None:
+        """Forget cached tokens beyond the first `length`, without a word to the policies: an outer level rejected what `conclude` kept."""
+        ...
+
+
+class ModelDrafter:
+    """One model drafts token by token until its policy says stop, or its context is full (then nothing is drafted any more)."""
+
+    def __init__(self, model: PreTrainedModel | CachedModel, policy: Policy, *, vocab_size: int | None = None) -> None:
+        """Args:
+        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`.
+        policy: when to stop (design 4.3).
+        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        """
+        needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
+        self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
+        self.policy = policy
+        self._signals = reader_of(policy, self.model)
+        self._may_stop_before = type(policy).stop_before is not Policy.stop_before
+        self.is_unread = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
+        """Draft on the device and read the whole draft at once: a policy that looks at no token (fixed length, heuristic) needs no more."""
+
+    def start(self, session: Session) -> None:
+        self.model.reset()
+        self._session = session
+        self._state = self.policy.start()
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        policy, session = self.policy, self._session
+        state = policy.begin(self._state)
+        proposal = Proposal(num_allowed=max_tokens)
+        num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
+        self._state, self._proposal = state, proposal
+        if self.is_unread and num_tokens > 0 and type(session.sampling).processed is Sampling.processed:
+            self._propose_unread(committed, num_tokens)
+            return proposal
+        ids = list(committed)
+        while len(proposal.tokens) < num_tokens:
+            logits = self.model.forward(ids)
+            proposal.num_draft_forwards += 1
+            q = session.sampling.scores_after(logits, ids)[0]
+            token, drawn = self._signals.draw(len(proposal.tokens), logits[0], q, session.draws)
+            if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
+                proposal.stop_reason = "policy"
+                break
+            ids.append(token)
+            proposal.tokens.append(token)
+            proposal.probs.append(q)
+            proposal.entropies.append(drawn.entropy)
+            state, stop = policy.after(state, drawn)
+            if token in session.eos_ids or stop:
+                proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
+                break
+        self._state = state
+        return proposal
+
+    def _propose_unread(self, committed: list[int], num_tokens: int) -> None:
+        """Draft without a word to the host, then read the tokens in one transfer and keep those up to the first EOS.
+
+        What lies beyond an EOS was drafted for nothing; its forwards count.
+        """
+        proposal, session = self._proposal, self._session
+        self.model.reserve(len(committed) + num_tokens)
+        logits = self.model.forward(committed)
+        drawn: list[Tensor] = []
+        for place in range(num_tokens):
+            # a row with NaN draws an id that is none; the embeddings must not see it before the host has
+            logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if place else logits
+            q = session.sampling.scores_after(logits, ())[0]
+            drawn.append(session.draws.draw(q))
+            proposal.probs.append(q)
+        tokens = torch.cat(drawn).tolist()
+        if max(tokens) >= proposal.probs[0].shape[-1]:
+            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+        num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
+        proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
+        proposal.tokens, proposal.probs, proposal.entropies = tokens[:num_kept], proposal.probs[:num_kept], [0.0] * num_kept
+        proposal.num_draft_forwards = num_tokens
+
+    def roll_back(self, length: int) -> None:
+        self.model.roll_back(length)
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self.model.roll_back(len(committed) - 1)
+        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))

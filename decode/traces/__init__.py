@@ -1,0 +1,1 @@
+"""One recording from which every policy is replayed (law 4.10)."""

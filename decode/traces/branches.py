@@ -1,0 +1,204 @@
+"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a response at once.
+
+A branch at position i has the context prompt + X_<i, which is in the draft's KV cache already: it is stored once, and each branch attends
+to the part that it stems from and to its own earlier tokens, by a four-dimensional attention mask and explicit positions (a tree of
+drafts). So a step costs one forward of one token per branch, and nothing is copied. A branch ends at EOS, or at its limit.
+
+Departure: a model with sliding-window layers sees its whole context here; traces of responses longer than its window are not exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lm import Sampling, entropy
+from lm.finite import refuse_non_finite
+from lm.forwards import chunk_rows, chunks, device_of, logits_of
+from lm.uniforms import draw
+
+
+class Drawn(NamedTuple):
+    """Drawn tokens and the untruncated temperature-1 signals of the distributions that they were drawn from, [draw] each."""
+
+    token: Int[Tensor, " draw"]
+    log_q: Float[Tensor, " draw"]
+    """Under the run's Sampling."""
+    entropy: Float[Tensor, " draw"]
+    max_prob: Float[Tensor, " draw"]
+    log_token_prob: Float[Tensor, " draw"]
+    hidden: Float[Tensor, "draw hidden"]
+    """The state that produced the distribution."""
+
+    def at(self, rows: Tensor) -> "Drawn":
+        """Some of them."""
+        return Drawn(*(values[rows] for values in self))
+
+    @staticmethod
+    def joined(parts: "Sequence[Drawn]") -> "Drawn":
+        """One after the other."""
+        return Drawn(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def read_signals(
+    logits: Float[Tensor, "draw vocab"], token: Int[Tensor, " draw"], q: Float[Tensor, "draw vocab"], hidden: Float[Tensor, "draw hidden"]
+) -> Drawn:
+    """The signals of tokens and of the logits that they were drawn from."""
+    log_probs = logits.float().log_softmax(-1)
+    index = token.unsqueeze(-1)
+    return Drawn(
+        token,
+        q.gather(-1, index).squeeze(-1).log(),
+        entropy(logits),
+        log_probs.amax(-1).exp(),
+        log_probs.gather(-1, index).squeeze(-1),
+        hidden,
+    )
+
+
+@dataclass
+class Tree:
+    """A model with a response in its cache, and branches that grow from it.
+
+    Attributes:
+        roots: tokens of the cache that each branch sees.
+    """
+
+    model: PreTrainedModel
+    vocab_size: int
+    cache: DynamicCache
+    roots: Int[Tensor, " branch"]
+
+    def __post_init__(self) -> None:
+        self._trunk = self.cache.get_seq_length()
+        self._owners = torch.full((self._trunk,), -1, device=self.roots.device)
+        self._depths = torch.arange(self._trunk, device=self.roots.device)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+        """Final hidden states after each token.
+
+        Args:
+            tokens: in any order in which no token comes before an earlier one of its branch.
+            owners: the branch of each.
+            depths: its place in its branch, 0 first.
+        """
+        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
+        hidden_from = ~self._seen(owners, depths)
+        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=tokens.device)
+        mask.masked_fill_(hidden_from, torch.finfo(mask.dtype).min)
+        output = self.model.base_model(
+            input_ids=tokens[None],
+            attention_mask=mask[None, None],
+            position_ids=(self.roots[owners] + depths)[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state[0]
+
+    def cut(self) -> None:
+        """Forget all branches."""
+        self.cache.crop(self._trunk - self.cache.get_seq_length())
+        self._owners, self._depths = self._owners[: self._trunk], self._depths[: self._trunk]
+
+    def _seen(self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Bool[Tensor, "fed cached"]:
+        in_trunk = (self._owners == -1) & (self._depths < self.roots[owners][:, None])
+        return in_trunk | ((self._owners == owners[:, None]) & (self._depths <= depths[:, None]))
+
+
+class Branches(NamedTuple):
+    """Drafts after the first token of each branch: branch by branch, each in order."""
+
+    drawn: Drawn
+    lengths: Int[Tensor, " branch"]
+    """Tokens drawn of each branch, the first not included."""
+
+
+@torch.inference_mode()
+def grow(
+    tree: Tree,
+    first: Int[Tensor, " branch"],
+    limits: Int[Tensor, " branch"],
+    chance: Float[Tensor, "branch step"],
+    *,
+    sampling: Sampling,
+    eos_ids: frozenset[int],
+) -> Branches:
+    """Draft on from each first token.
+
+    Args:
+        first: the rejected draws.
+        limits: the most tokens of each branch, the first included.
+        chance: uniforms that tokens are drawn by, on the CPU.
+        sampling: of the run.
+        eos_ids: a branch ends with one.
+    """
+    device = first.device
+    alive, tokens = torch.arange(len(first), device=device), first
+    steps: list[Drawn] = []
+    owners: list[Tensor] = []
+    eos = torch.tensor(sorted(eos_ids), device=device, dtype=first.dtype)
+    for depth in range(chance.shape[1]):
+        going = (limits[alive] > depth + 1) & ~torch.isin(tokens, eos)
+        alive, tokens = alive[going], tokens[going]
+        if not len(alive):
+            break
+        hidden = tree.feed(tokens, alive, torch.full_like(alive, depth))
+        logits = logits_of(tree.model, hidden, tree.vocab_size)
+        refuse_non_finite(logits, "the draft", "along a branch of a trace")
+        q = sampling.probs(logits)
+        tokens = draw(q, chance[alive.cpu(), depth])
+        steps.append(read_signals(logits, tokens, q, hidden))
+        owners.append(alive)
+    if not steps:
+        return Branches(_nothing(tree, first), torch.zeros_like(first))
+    owner = torch.cat(owners)
+    order = owner.argsort(stable=True)
+    return Branches(Drawn.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
+
+
+def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> Drawn:
+    """No draws."""
+    empty = torch.zeros(0, device=first.device)
+    hidden = torch.zeros(0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype)
+    return Drawn(first[:0], empty, empty, empty, empty, hidden)
+
+
+@torch.inference_mode()
+def target_log_probs(
+    tree: Tree, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
+) -> Tensor:
+    """log p of every token of some branches but the first of each, [draws - branches], in one forward of the target.
+
+    Args:
+        tree: of the target.
+        tokens: branch by branch, the first token of each included.
+        lengths: of each branch, the first token included.
+        sampling: of the run.
+        chunk_mb: bound of one [draws, vocabulary] chunk.
+    """
+    owners = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    depths = torch.arange(len(tokens), device=tokens.device) - starts[owners]
+    is_fed = depths < lengths[owners] - 1
+    if not is_fed.any():
+        return torch.zeros(0, device=tokens.device)
+    hidden = tree.feed(tokens[is_fed], owners[is_fed], depths[is_fed])
+    next_tokens = tokens[depths > 0]
+    parts = []
+    for chunk in chunks(len(hidden), chunk_rows(tree.vocab_size, chunk_mb)):
+        p = sampling.probs(logits_of(tree.model, hidden[chunk], tree.vocab_size))
+        parts.append(p.gather(-1, next_tokens[chunk, None]).squeeze(-1).log())
+    return torch.cat(parts)
+
+
+def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
+    """A cache that holds `ids`, and the final hidden states after each."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        output = model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True)
+    return cache, output.last_hidden_state[0]

@@ -1,0 +1,177 @@
+"""Law 4.10: one response becomes a trace row, from which every policy can be replayed.
+
+At each position i of a response X ~ p:
+
+    accepted_i ~ Bernoulli(min(1, q_i(X_i) / p_i(X_i)))      the draft would have drawn X_i itself, and it would be accepted
+    otherwise  b ~ norm(max(0, q_i - p_i))                    the draft draws b, which is rejected; X_i is the residual token
+
+This is the maximal coupling of p and q run backwards: marginally the draft's token has law q_i, X_i has law p_i, and acceptance has exactly
+verification's probability. From each rejected b the draft goes on alone (`decode.traces.branches`), as far as any round could use it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.traces.branches import Drawn, Tree, grow, read_signals, target_log_probs, trunk
+from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
+from lm.finite import refuse_non_finite
+from lm.forwards import chunk_rows, chunks, device_of, logits_of
+from lm.uniforms import draw
+
+BRANCHES_AT_ONCE = 128
+"""Bounds the attention mask of one tree."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One response: its own positions, then every branch, in this order along `draw`."""
+
+    token: Int[Tensor, " draw"]
+    entropy: Float[Tensor, " draw"]
+    max_prob: Float[Tensor, " draw"]
+    log_token_prob: Float[Tensor, " draw"]
+    acceptance_prob: Float[Tensor, " draw"]
+    """min(1, p / q) of the token under the run's Sampling; NaN along branches that the target did not see."""
+    hidden: Float[Tensor, "draw hidden"]
+    """The draft's state that produced the distribution; at a branch's first token, that of the position it stems from."""
+    is_rejected: Bool[Tensor, " position"]
+    acceptance_rate: Float[Tensor, " position"]
+    branch_lengths: Int[Tensor, " rejected"]
+    """0 where no round can draft (the last position before the length limit)."""
+
+
+@dataclass(frozen=True)
+class _Path:
+    """What the two forwards over a response leave behind."""
+
+    drawn: Drawn
+    acceptance_prob: Tensor
+    acceptance_rate: Tensor
+    is_rejected: Tensor
+    rejected: Drawn
+    """The rejected draws, one per rejected position."""
+    rejected_acceptance_prob: Tensor
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Makes trace rows.
+
+    Attributes:
+        max_draft_length: the longest draft that a replayed policy may make.
+        has_target_branches: also run the target over the branches: the perfect head needs it.
+        chunk_mb: bound of one float32 [positions, vocabulary] chunk.
+    """
+
+    draft: PreTrainedModel
+    target: PreTrainedModel
+    sampling: Sampling
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_draft_length: int
+    has_target_branches: bool = True
+    chunk_mb: int = 64
+
+    @property
+    def num_uniforms(self) -> int:
+        """Uniforms per response position: acceptance, the rejected draw, the steps of its branch."""
+        return 2 + max(0, self.max_draft_length - 1)
+
+    @torch.inference_mode()
+    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> Recorded:
+        """The trace row of one response.
+
+        Args:
+            prompt_ids: at least one token.
+            response_ids: X, EOS included if there is one.
+            limit: the length limit that the generation had, at least len(response_ids).
+            chance: float64 uniforms, on the CPU.
+        """
+        ids = prompt_ids + response_ids[:-1]
+        draft_cache, draft_hidden = trunk(self.draft, ids)
+        target_cache, target_hidden = trunk(self.target, ids)
+        start = len(prompt_ids) - 1
+        path = self._path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
+        positions = path.is_rejected.nonzero().squeeze(-1)
+        limits = (limit - 1 - positions).clamp(0, self.max_draft_length)
+        lengths = torch.zeros_like(positions)
+        parts, probs = [path.drawn], [path.acceptance_prob]
+        for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
+            roots = positions[group] + len(prompt_ids)
+            tree = Tree(self.draft, self.vocab_size, draft_cache, roots)
+            drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
+            parts.append(drawn)
+            probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
+        draws = Drawn.joined(parts)
+        return Recorded(
+            draws.token.int(),
+            draws.entropy,
+            draws.max_prob,
+            draws.log_token_prob,
+            torch.cat(probs),
+            draws.hidden,
+            path.is_rejected,
+            path.acceptance_rate,
+            lengths,
+        )
+
+    def _path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> _Path:
+        """Outcomes and signals along the response, chunk by chunk of its positions."""
+        tokens = torch.tensor(response_ids, device=draft_hidden.device)
+        parts = [
+            self._path_chunk(draft_hidden[chunk], target_hidden[chunk], tokens[chunk], chance[: len(tokens)][chunk])
+            for chunk in chunks(len(tokens), chunk_rows(self.vocab_size, self.chunk_mb))
+        ]
+        plain = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("acceptance_prob", "acceptance_rate", "is_rejected", "rejected_acceptance_prob")
+        }
+        drawn = Drawn.joined([part.drawn for part in parts])
+        rejected = Drawn.joined([part.rejected for part in parts])
+        return _Path(drawn=drawn, rejected=rejected, **plain)
+
+    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> _Path:
+        q_logits = logits_of(self.draft, draft_hidden, self.vocab_size)
+        p_logits = logits_of(self.target, target_hidden.to(device_of(self.target)), self.vocab_size).to(q_logits.device)
+        for logits, whose in ((q_logits, "the draft"), (p_logits, "the target")):
+            refuse_non_finite(logits, whose, "along a response of a trace")
+        q, p = self.sampling.probs(q_logits), self.sampling.probs(p_logits)
+        chance = chance.to(q.device)
+        is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
+        draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), chance[is_rejected, 1])
+        rejected = read_signals(q_logits[is_rejected], draws, q[is_rejected], draft_hidden[is_rejected])
+        return _Path(
+            read_signals(q_logits, tokens, q, draft_hidden),
+            acceptance_prob(tokens, q, p),
+            acceptance_rate(q, p),
+            is_rejected,
+            rejected,
+            acceptance_prob(draws, q[is_rejected], p[is_rejected]),
+        )
+
+    def _branches(self, tree: Tree, first: Drawn, limits: Tensor, chance: Tensor) -> tuple[Drawn, Tensor]:
+        """Every branch with its first token, and their lengths."""
+        rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
+        tree.cut()
+        owners = torch.arange(len(first.token), device=limits.device)
+        order = torch.cat([owners, owners.repeat_interleave(rest.lengths)]).argsort(stable=True)
+        return Drawn.joined([first, rest.drawn]).at(order), rest.lengths + 1
+
+    def _branch_acceptance(self, cache: object, roots: Tensor, drawn: Drawn, lengths: Tensor, first: Tensor) -> Tensor:
+        """acceptance_prob of every token of some branches."""
+        starts = lengths.cumsum(0) - lengths
+        result = torch.full_like(drawn.log_q, float("nan"))
+        result[starts] = first
+        if self.has_target_branches:
+            device = device_of(self.target)
+            tree = Tree(self.target, self.vocab_size, cache, roots.to(device))  # type: ignore[arg-type]
+            log_p = target_log_probs(tree, drawn.token.to(device), lengths.to(device), self.sampling, self.chunk_mb)
+            tree.cut()
+            is_rest = torch.ones_like(result, dtype=torch.bool)
+            is_rest[starts] = False
+            result[is_rest] = (log_p.to(result.device) - drawn.log_q[is_rest]).clamp(max=0.0).exp()
+        return result

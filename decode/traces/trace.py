@@ -1,0 +1,250 @@
+"""A trace in memory (law 4.10): outcomes and signals of every token that a draft could draw, whatever the policy.
+
+All tokens stand in one flat order: the *path* (the responses, row after row), then the *branches* (one per rejected path position, in
+path order). With start s of a round and j tokens drafted before,
+
+    flat(s, j) = s + j                               while s + j < rejected[s], the first rejected path position from s on
+               = branch[rejected[s]] + s + j - rejected[s]                        from there on
+
+`num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from heads.model.head import AcceptanceHead
+from lm import Sampling
+
+Array = np.ndarray
+_ROWS_AT_ONCE = 65536
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One prompt and the target's response to it."""
+
+    id: str
+    category: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    limit: int
+    """The length limit of the generation, at least len(response_ids)."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What heads read: hidden states and embeddings of the draft."""
+
+    hidden: torch.Tensor
+    """[num_drafts, hidden] the state that produced each token's distribution."""
+    embedding_ids: torch.Tensor
+    """[known] token ids, ascending."""
+    embedding: torch.Tensor
+    """[known, hidden] rows of the draft's input embeddings."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that replay needs of some prompts."""
+
+    rows: tuple[TraceRow, ...]
+    sampling: Sampling
+    max_draft_length: int
+    token: Int[Array, " drafts"]
+    is_eos: Bool[Array, " drafts"]
+    signals: dict[str, Float[Array, " drafts"]]
+    """entropy, max_prob, log_token_prob (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
+    is_rejected: Bool[Array, " positions"]
+    acceptance_rate: Float[Array, " positions"]
+    branch_lengths: Int[Array, " rejected"]
+    inputs: TokenInputs | None = None
+    scores: dict[str, Float[Array, " drafts"]] = field(default_factory=dict)
+    """Logits by fingerprint of the head, filled as heads are asked for."""
+
+    @cached_property
+    def offsets(self) -> Int[Array, " row_offsets"]:
+        """Row r covers path positions offsets[r] to offsets[r + 1]."""
+        return np.cumsum([0, *(len(row.response_ids) for row in self.rows)])
+
+    @property
+    def num_positions(self) -> int:
+        """Response tokens of all rows."""
+        return len(self.is_rejected)
+
+    @cached_property
+    def branch(self) -> Int[Array, " positions"]:
+        """Flat index of the first token of the branch at each rejected position; the position itself where there is no branch."""
+        start = np.arange(self.num_positions)
+        firsts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
+        start[self.is_rejected] = np.where(self.branch_lengths > 0, firsts, start[self.is_rejected])
+        return start
+
+    @cached_property
+    def rejected(self) -> Int[Array, " positions"]:
+        """The first rejected path position from each position on; num_positions where there is none in the row."""
+        none = self.num_positions
+        marks = np.where(self.is_rejected, np.arange(none), none)
+        result = np.empty(none, dtype=np.int64)
+        for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True):
+            result[start:end] = np.minimum.accumulate(marks[start:end][::-1])[::-1]
+        return result
+
+    @cached_property
+    def before(self) -> Int[Array, " drafts"]:
+        """The flat index of the token drawn before each: its neighbour on the path or branch. A row's first token is its own."""
+        before = np.arange(len(self.token)) - 1
+        before[self.offsets[:-1]] = self.offsets[:-1]
+        has_branch = self.branch_lengths > 0
+        at = self.is_rejected.nonzero()[0][has_branch]
+        before[self.branch[at]] = before[at]
+        return before
+
+    def signal(self, name: str) -> Float[Array, " drafts"]:
+        """A signal as policies read it."""
+        return np.exp(self.signals["log_token_prob"]) if name == "token_prob" else self.signals[name]
+
+    def logit(self, head: "AcceptanceHead | PerfectHead") -> Float[Array, " drafts"]:
+        """Logit of the head for each token (drawn-time), or for the token before it (fed-time): what is known when it is drawn.
+
+        Raises:
+            ValueError: a head of another width; hidden states that were not recorded.
+        """
+        if isinstance(head, PerfectHead):
+            return self._perfect_logit(head.timing)
+        key = fingerprint(head)
+        if key not in self.scores:
+            self.scores[key] = self._score(head)
+        return self.scores[key]
+
+    def select(self, rows: Sequence[int]) -> "Trace":
+        """The trace of some rows."""
+        return join([self._row(row) for row in rows])
+
+    def _row(self, row: int) -> "Trace":
+        path = np.arange(self.offsets[row], self.offsets[row + 1])
+        rejected_before = int(self.is_rejected[: path[0]].sum())
+        here = slice(rejected_before, rejected_before + int(self.is_rejected[path].sum()))
+        starts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
+        lengths = self.branch_lengths[here]
+        first = int(starts[here][0]) if len(lengths) else 0
+        kept = np.concatenate([path, np.arange(first, first + lengths.sum())])
+        inputs = self.inputs and TokenInputs(self.inputs.hidden[kept], self.inputs.embedding_ids, self.inputs.embedding)
+        return Trace(
+            (self.rows[row],),
+            self.sampling,
+            self.max_draft_length,
+            self.token[kept],
+            self.is_eos[kept],
+            {name: values[kept] for name, values in self.signals.items()},
+            self.is_rejected[path],
+            self.acceptance_rate[path],
+            lengths,
+            inputs,
+            {name: values[kept] for name, values in self.scores.items()},
+        )
+
+    def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
+        prob = self.signals["acceptance_prob"].astype(np.float64)
+        if np.isnan(prob).any():
+            raise ValueError("the trace has no acceptance_prob along branches; record it with decode.perfect_head=true")
+        with np.errstate(divide="ignore"):
+            logit = np.log(prob) - np.log1p(-prob)
+        return logit[self.before] if timing == "fed" else logit
+
+    @torch.inference_mode()
+    def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
+        inputs = self.inputs
+        if inputs is None:
+            raise ValueError(
+                "this head has no scores in the trace and the trace holds no hidden states to compute them from; record it again with "
+                "decode.trace_hidden=true, or with the head in decode.heads"
+            )
+        if head.hidden_size != inputs.hidden.shape[-1]:
+            raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
+        of = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
+        scalars = torch.from_numpy(np.stack([self.signals["log_token_prob"], self.signals["entropy"]], -1))
+        tokens = torch.searchsorted(inputs.embedding_ids, torch.from_numpy(self.token).to(inputs.embedding_ids.dtype))
+        parts = [
+            head(
+                inputs.hidden[rows],
+                scalars[of[rows]] if head.scalars else None,
+                inputs.embedding[tokens[of[rows]]] if head.embedding else None,
+            )
+            for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
+        ]
+        return torch.cat(parts).float().numpy()
+
+
+@dataclass(frozen=True)
+class PerfectHead:
+    """Stands for a head that says logit(acceptance_prob): a bound, which only a trace can offer."""
+
+    timing: str
+
+    def calibrated_logit(self, logit: Any) -> Any:
+        """It is calibrated."""
+        return logit
+
+
+def fingerprint(head: AcceptanceHead) -> str:
+    """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
+    digest = hashlib.sha256(f"{head.timing} {head.scalars} {head.embedding} {head.depth}".encode())
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def join(traces: Sequence[Trace]) -> Trace:
+    """The traces' rows one after the other.
+
+    Raises:
+        ValueError: no traces, or of another `Sampling` or draft length.
+    """
+    if not traces:
+        raise ValueError("no rows: a trace has at least one")
+    first = traces[0]
+    for trace in traces:
+        if (trace.sampling, trace.max_draft_length) != (first.sampling, first.max_draft_length):
+            raise ValueError(f"traces of {first.sampling} and of {trace.sampling} cannot be joined")
+
+    def drafts(arrays: Sequence[Array]) -> Array:
+        paths = [array[: trace.num_positions] for array, trace in zip(arrays, traces, strict=True)]
+        return np.concatenate([*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))])
+
+    return Trace(
+        tuple(row for trace in traces for row in trace.rows),
+        first.sampling,
+        first.max_draft_length,
+        drafts([trace.token for trace in traces]),
+        drafts([trace.is_eos for trace in traces]),
+        {name: drafts([trace.signals[name] for trace in traces]) for name in first.signals},
+        np.concatenate([trace.is_rejected for trace in traces]),
+        np.concatenate([trace.acceptance_rate for trace in traces]),
+        np.concatenate([trace.branch_lengths for trace in traces]),
+        _join_inputs(traces),
+        {name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
+    )
+
+
+def _join_inputs(traces: Sequence[Trace]) -> TokenInputs | None:
+    inputs = [trace.inputs for trace in traces if trace.inputs is not None]
+    if len(inputs) < len(traces):
+        return None
+    ends = [trace.num_positions for trace in traces]
+    hidden = [part.hidden[:end] for part, end in zip(inputs, ends, strict=True)] + [
+        part.hidden[end:] for part, end in zip(inputs, ends, strict=True)
+    ]
+    every = torch.cat([part.embedding_ids for part in inputs])
+    ids, place = every.unique(return_inverse=True)
+    rows = torch.cat([part.embedding for part in inputs])
+    embedding = rows.new_empty(len(ids), rows.shape[-1])
+    embedding[place] = rows
+    return TokenInputs(torch.cat(hidden), ids, embedding)

@@ -1,0 +1,1 @@
+"""The threshold that tunes itself (law 4.11)."""

@@ -1,0 +1,120 @@
+"""The index g of law 4.11's rule, solved on a trace: what one more drafted token may cost per unit of survival.
+
+Calibrated scores along a draft are taken for a Markov chain on bins b of scores, read off pairs (accepted token, token drafted next): the
+next token counts only if all before it survived. With P the transitions, A the mean acceptance in a bin, r = 1 for a drawn-time head and
+r = P A for a fed-time one (whose newest token, already drafted, counts once the next is drawn and survives too), drafting on at price x per
+unit of survival is worth
+
+    Q(x, b) = -x + sum over b' of P(b, b') A(b') (r(b') + W(x / A(b'), b'))        W = max(0, Q)
+
+and g(b) is the x where Q(x, b) = 0. Q falls in x, and value iteration converges from W = 0, which is the one-step rule g = P (A r).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import expit
+
+from decode.traces.trace import Array, Trace
+
+_BINS = 12
+_SWEEPS = 60
+_PRICES = np.geomspace(0.002, 1.5, 240)
+_PRIOR_PAIRS = 8.0
+"""Weight, in pairs, of the scores' marginal in each row of P, and of the mean score in each A: bins may hold few pairs."""
+_LEAST = 0.01
+
+
+class Index(NamedTuple):
+    """g as a line, g(a) = offset + slope a for a in [0, 1]; nowhere below 0 nor above 1."""
+
+    offset: float
+    slope: float
+    first: float
+    """g with no score yet."""
+    next_mean: float
+    """Mean acceptance of a token that follows an accepted one."""
+
+
+class Pairs(NamedTuple):
+    """Neighbours in drafts."""
+
+    score: Float[Array, " pair"]
+    """Calibrated score of an accepted token."""
+    next_score: Float[Array, " pair"]
+    """Of the token drafted after it."""
+    is_accepted: Float[Array, " pair"]
+    """Whether that one was accepted."""
+
+
+def index_of(trace: Trace, head: Any) -> Index:
+    """The line through g, weighted by how often scores occur.
+
+    Args:
+        trace: of dev prompts.
+        head: calibrated, or a `PerfectHead`.
+    """
+    pairs = pairs_of(trace, head)
+    if len(pairs.score) < 2:
+        mean = float(pairs.is_accepted.mean()) if len(pairs.score) else 0.5
+        return Index(mean, 0.0, mean, mean)
+    centers, values, first, weights = solve(pairs, is_lagging=head.timing == "fed")
+    slope = float(np.cov(centers, values, aweights=weights, ddof=0)[0, 1] / max(np.cov(centers, aweights=weights, ddof=0), 1e-9))
+    offset = float(np.average(values - slope * centers, weights=weights))
+    low, high = (min(max(end, _LEAST), 1.0) for end in (offset, offset + slope))
+    return Index(low, high - low, first, float(pairs.is_accepted.mean()))
+
+
+def pairs_of(trace: Trace, head: Any) -> Pairs:
+    """Every accepted token of the responses with the token that the draft drew after it."""
+    num = trace.num_positions
+    score = scores_of(trace, head)
+    drawn = np.where(trace.is_rejected, trace.branch, np.arange(num))
+    last = np.zeros(num, dtype=bool)
+    last[trace.offsets[1:] - 1] = True
+    at = (~trace.is_rejected & ~last).nonzero()[0]
+    pairs = Pairs(score[at], score[drawn[at + 1]], (~trace.is_rejected[at + 1]).astype(np.float64))
+    known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
+    return Pairs(*(values[known] for values in pairs))
+
+
+def scores_of(trace: Trace, head: Any) -> Float[Array, " drafts"]:
+    """The calibrated score of each token itself; NaN for what a fed-time head never scored, the ends of branches and rows."""
+    scored = expit(head.calibrated_logit(trace.logit(head).astype(np.float64)))
+    if head.timing == "drawn":
+        return scored
+    score = np.full(len(scored), np.nan)
+    followers = (trace.before != np.arange(len(scored))).nonzero()[0]
+    score[trace.before[followers]] = scored[followers]
+    return score
+
+
+def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array]:
+    """(mean score of each bin, g there, g with no score, share of pairs in each bin)."""
+    edges = np.unique(np.quantile(np.concatenate([pairs.score, pairs.next_score]), np.linspace(0, 1, _BINS + 1)[1:-1]))
+    here, there = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
+    num = len(edges) + 1
+    marginal = np.bincount(there, minlength=num) / len(there)
+    moves = np.zeros((num + 1, num))
+    np.add.at(moves, (here, there), 1.0)
+    moves = (moves + _PRIOR_PAIRS * marginal) / (moves.sum(1, keepdims=True) + _PRIOR_PAIRS)  # the last row: no score
+    scores, accepted = (np.bincount(there, values, minlength=num) for values in (pairs.next_score, pairs.is_accepted))
+    size = np.bincount(there, minlength=num)
+    mean = (scores + pairs.next_score.mean()) / (size + 1)
+    acceptance = np.maximum((accepted + _PRIOR_PAIRS * mean) / (size + _PRIOR_PAIRS), _LEAST)
+    reward = moves[:num] @ acceptance if is_lagging else np.ones(num)
+    values = roots(moves, acceptance, reward)
+    occupied = (count := np.bincount(here, minlength=num)) > 0
+    centers = np.bincount(here, pairs.score, minlength=num)[occupied] / count[occupied]
+    return centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum()
+
+
+def roots(moves: Float[Array, "from to"], acceptance: Float[Array, " to"], reward: Float[Array, " to"]) -> Float[Array, " from"]:
+    """g of every row of `moves`: Q = 0, by value iteration on a grid of prices."""
+    worth = np.zeros((len(acceptance), len(_PRICES)))
+    for _ in range(_SWEEPS):
+        later = np.stack([np.interp(_PRICES / prob, _PRICES, row, right=0.0) for prob, row in zip(acceptance, worth, strict=True)])
+        gain = moves @ (acceptance[:, None] * (reward[:, None] + later)) - _PRICES
+        worth = np.maximum(gain[: len(acceptance)], 0.0)
+    return np.array([np.interp(0.0, -row, _PRICES) for row in gain])

@@ -1,0 +1,75 @@
+"""The rule of law 4.11 for given times, with what it needs to know read off a trace; its lambda by fixed point, which needs no grid.
+
+lambda <- N / T of the rule run with lambda          (Dinkelbach): settles where lambda is the throughput that it leads to
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from decode.costs.model import CostModel
+from decode.evaluation.results import throughput
+from decode.policies.auto import Auto
+from decode.traces.replay import replay_settings
+from decode.traces.trace import Trace
+from decode.tuning.index import index_of
+
+_STEPS = 30
+_TOLERANCE = 1e-4
+
+
+def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_online: bool = False) -> Auto:
+    """The rule for these times.
+
+    Args:
+        head: calibrated, or a `PerfectHead`.
+        trace: of dev prompts.
+        cost: the times.
+        also: a head of the other timing.
+        is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which hold for all times;
+            False: find its fixed point on the trace.
+    """
+    index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
+    rule = Auto(
+        head,
+        **times_of(cost)._asdict(),
+        is_online=is_online,
+        next_mean=index.next_mean,
+        index_offset=index.offset,
+        index_slope=index.slope,
+        first_index=index.first,
+        also=also,
+    )
+    return rule if is_online else fixed_point(rule, trace, cost)
+
+
+def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
+    """The rule with lambda equal to the throughput that it reaches on the trace, and with the profit of a drafting round there."""
+    rate = 1.0 / cost.t_target_s[0]
+    always = replace(rule, probe_every=1)
+    for _ in range(_STEPS):
+        reached = float(throughput(replay_settings(trace, replace(always, throughput=rate)), cost)[0])
+        is_settled = abs(reached - rate) <= _TOLERANCE * rate
+        rate = reached
+        if is_settled:
+            break
+    replayed = replay_settings(trace, replace(always, throughput=rate))
+    num_rounds = max(1, int(replayed.lengths[0, :, 1:].sum()))
+    extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
+    profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
+    return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
+
+
+class Times(NamedTuple):
+    """A cost model as the rule sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
+
+    t_draft_s: float
+    t_target_s: float
+    t_verify_s: float
+    t_start_s: float
+
+
+def times_of(cost: CostModel) -> Times:
+    """The line through t_target(1) and t_target at its last k, neither part of it below 0."""
+    alone, *longer = cost.t_target_s
+    slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
+    return Times(cost.t_draft_s, alone, slope, max(0.0, longer[0] - slope - alone) if longer else 0.0)

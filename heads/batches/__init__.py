@@ -1,0 +1,1 @@
+"""What heads train on: features, in batches."""

@@ -1,0 +1,128 @@
+"""Batches of cached features, read ahead of the training step by a thread, resumable in the middle of an epoch.
+
+`state_dict` counts the batches that the consumer has taken, not those read ahead. Lightning saves it in every checkpoint, and announces the
+epoch through `sampler.set_epoch` before it takes the first batch; a resumed loader passes over what was taken, by the order alone, unread.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from heads.batches.features import Batch, Features, FeatureShard, join
+from heads.batches.order import Block, Item, batches, blocks, in_order, num_batches, shuffled
+
+BLOCK_SIZE = 16
+"""Responses that are read in one run."""
+POOL_SIZE = 16
+"""Blocks that are shuffled together, and so in memory together."""
+READ_AHEAD = 4
+"""Batches made ready while the step runs."""
+
+
+class BlockReader:
+    """Responses of several timings, cached block by block: the last `POOL_SIZE` + 1 blocks.
+
+    With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
+    """
+
+    def __init__(self, shards: Mapping[str, Sequence[FeatureShard]], rows_per_item: dict[str, int]) -> None:
+        self.shards, self.rows_per_item = shards, rows_per_item
+        self._cache: OrderedDict[Block, dict[str, list[Features]]] = OrderedDict()
+
+    def batch(self, items: Sequence[Item]) -> Batch:
+        """The features of some responses, timing by timing."""
+        rows: dict[str, list[Features]] = {timing: [] for timing in self.shards}
+        for item in items:
+            for timing, block in self._block(item.block).items():
+                times = self.rows_per_item[timing]
+                rows[timing] += block[item.place * times : (item.place + 1) * times]
+        return {timing: join(parts) for timing, parts in rows.items()}
+
+    def _block(self, block: Block) -> dict[str, list[Features]]:
+        if block not in self._cache:
+            while len(self._cache) > POOL_SIZE:
+                self._cache.popitem(last=False)
+            self._cache[block] = {
+                timing: shards[block.shard].read(block.start * self.rows_per_item[timing], block.stop * self.rows_per_item[timing])
+                for timing, shards in self.shards.items()
+            }
+        self._cache.move_to_end(block)
+        return self._cache[block]
+
+
+class BatchLoader:
+    """An iterable of batches, as Lightning takes it in place of a DataLoader."""
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[Item]], Any],
+        shard_sizes: Sequence[int],
+        *,
+        batch_size: int,
+        seed: int | None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Args:
+        read: makes a batch of some responses; called in a thread.
+        shard_sizes: responses in each shard.
+        batch_size: responses per batch and process.
+        seed: of the order; None: as stored, every epoch alike.
+        share: (rank, number of processes).
+        """
+        self.read, self.batch_size, self.seed = read, batch_size, seed
+        self.rank, self.world_size = share
+        self.blocks = blocks(shard_sizes, BLOCK_SIZE)
+        self.num_items = sum(shard_sizes)
+        self.sampler, self.batch_sampler = self, None  # where Lightning looks for set_epoch
+        self.epoch, self._taken = 0, 0
+        self._resume: dict[str, int] | None = None
+
+    def __len__(self) -> int:
+        return num_batches(self.num_items, self.batch_size, self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning's call before an epoch; the order depends on it."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the consumer is."""
+        return {"epoch": self.epoch, "taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the batches that were taken, if the next epoch to be asked for is the one that was interrupted."""
+        self._resume = dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: its first line runs when the first batch is taken, after set_epoch.
+        resume, self._resume = self._resume, None
+        self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
+        order = batches(self._items(), self.batch_size, rank=self.rank, world_size=self.world_size, first=self._taken)
+        for batch in read_ahead(map(self.read, order), READ_AHEAD):
+            self._taken += 1
+            yield batch
+
+    def _items(self) -> Iterator[Item]:
+        return in_order(self.blocks) if self.seed is None else shuffled(self.blocks, POOL_SIZE, seed=self.seed, epoch=self.epoch)
+
+
+def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
+    """The same elements, with up to `depth` of them made ready by a thread; what it raises is raised here."""
+    end = object()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+    try:
+        ready = deque(thread.submit(next, source, end) for _ in range(depth))
+        while (element := ready.popleft().result()) is not end:
+            ready.append(thread.submit(next, source, end))
+            yield element
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def pinned(batch: Batch) -> Batch:
+    """In page-locked memory where there is a GPU, so that copies to it overlap with its work."""
+    if not torch.cuda.is_available():
+        return batch
+    return {timing: Features._make(tensor.pin_memory() for tensor in features) for timing, features in batch.items()}

@@ -1,0 +1,134 @@
+"""Online features: the frozen draft runs over each batch of rows, once for all heads.
+
+Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cached features up to the precision in which those are stored.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import list_shards, read_sidecar, verify
+from heads.batches.features import Batch, Features, FeatureShard, join
+from heads.batches.loader import BatchLoader
+from heads.batches.module import FeatureData
+from heads.batches.order import Item
+from lm.forwards import hidden_states, logits_of
+
+_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "entropy", "from_target")
+
+
+class Row(NamedTuple):
+    """One response with its labels."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    draft_ids: list[int]
+    acceptance_prob: list[float]
+    entropy: list[float]
+    from_target: list[list[bool]]
+    """Coins of each mixing."""
+
+
+class RowReader:
+    """Rows of one split, shard by shard."""
+
+    def __init__(self, paths: Sequence[Path], mixes: int) -> None:
+        self.paths, self.mixes = paths, mixes
+        self._cache: dict[int, Any] = {}
+
+    def batch(self, items: Sequence[Item]) -> list[Row]:
+        """The rows of some responses."""
+        return [self._row(item.block.shard, item.block.start + item.place) for item in items]
+
+    def _row(self, shard: int, index: int) -> Row:
+        if shard not in self._cache:
+            while len(self._cache) >= 16:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[shard] = read_rows(self.paths[shard], _COLUMNS)
+        values = {name: column[0].as_py() for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)}
+        coins = values.pop("from_target")
+        return Row(**values, from_target=coins if self.mixes > 1 else [coins])
+
+
+class RowData(FeatureData):
+    """Batches of rows, for the draft that `draft` runs over them inside the step."""
+
+    draft: "DraftFeatures"
+
+    def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
+        paths = list_shards(self.config.data.dir, split)
+        sizes = [int(read_sidecar(path)["rows"]) for path in paths]
+        return self._loader(RowReader(paths, self.config.data.mixes).batch, sizes, split, seed)
+
+    def first_rows(self, timing: str) -> Features:
+        rows = next(iter(self.loader("train")))
+        return self.draft(rows, torch.device("cpu"))[timing]
+
+    def _open(self, split: str) -> dict[str, list[FeatureShard]]:
+        for path in list_shards(self.config.data.dir, split):
+            verify(path)
+        return {}
+
+    def _width(self) -> int:
+        return int(self.manifest["draft"]["hidden_size"])
+
+
+class DraftFeatures:
+    """Rows -> features, by the frozen draft."""
+
+    def __init__(self, draft: PreTrainedModel, *, vocab_size: int, timings: Sequence[str]) -> None:
+        self.draft, self.vocab_size, self.timings = draft.eval().requires_grad_(False), vocab_size, timings
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
+        """The features of some rows, timing by timing, on `device`."""
+        drawn, log_token_prob = (part.split([len(row.response_ids) for row in rows]) for part in self._drawn(rows))
+        batch = {}
+        for timing in self.timings:
+            # (row, its coins, its hidden states): once per mixing for fed-time, once per response for drawn-time
+            if timing == "fed":
+                mixings = [(index, coins) for index, row in enumerate(rows) for coins in row.from_target]
+                states: Sequence[Tensor] = self._fed([(rows[index], coins) for index, coins in mixings])
+            else:
+                mixings = [(index, [False] * len(row.response_ids)) for index, row in enumerate(rows)]
+                states = drawn
+            parts = [
+                _features(rows[index], hidden, log_token_prob[index], coins, device)
+                for (index, coins), hidden in zip(mixings, states, strict=True)
+            ]
+            batch[timing] = join(parts)
+        return batch
+
+    def _drawn(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """States that the tokens were drawn from, and log q(y) at temperature 1: [token, hidden] and [token]."""
+        sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
+        hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
+        log_probs = logits_of(self.draft, hidden, self.vocab_size).float().log_softmax(-1)
+        tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
+        return hidden, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+    def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
+        """States after each token of each mixed sequence was fed."""
+        sequences = [
+            row.prompt_ids + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
+            for row, coins in mixings
+        ]
+        hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) for row, _ in mixings])
+        return hidden.split([len(coins) for _, coins in mixings])
+
+
+def _features(row: Row, hidden: Tensor, log_token_prob: Tensor, coins: list[bool], device: torch.device) -> Features:
+    kept = torch.tensor([not coin for coin in coins])
+    column = lambda values: torch.tensor(values)[kept].to(device)  # noqa: E731
+    return Features(
+        hidden=hidden[kept.to(hidden.device)].to(device),
+        scalars=torch.stack([log_token_prob[kept.to(hidden.device)].to(device), column(row.entropy)], -1),
+        acceptance_prob=column(row.acceptance_prob),
+        token=column(row.draft_ids),
+        row_lengths=torch.tensor([int(kept.sum())], device=device),
+    )

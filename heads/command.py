@@ -1,0 +1,138 @@
+"""The commands that move heads between formats: `export`, `import`, `inspect`."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.schema import Config
+from heads.measures.tables import best_heads
+from heads.model.head import AcceptanceHead
+from heads.model.official import read_official_head
+from heads.model.provenance import Provenance
+from heads.training.run import RunDirectory
+from heads.training.sweep import Sweep
+
+_CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+
+
+def export(
+    config: Config, *, head: str = "all", metric: str = "calibrated_kl", out: str | None = None, checkpoint: str | None = None
+) -> list[Path]:
+    """Lightning checkpoint -> safetensors, config.json and model card, one directory per head.
+
+    Args:
+        config: the experiment; heads.dir holds the checkpoint.
+        head: the name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
+        metric: what `best` means: calibrated_kl, raw_kl, auroc, calibrated_brier, …
+        out: where the directories go; null: heads.dir/exported.
+        checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
+    """
+    run = RunDirectory(Path(config.heads.dir))
+    sweep = load_sweep(Path(checkpoint) if checkpoint else run.checkpoint)
+    results = _results(run.path)
+    heads = sweep.heads()
+    names = _chosen(head, metric, sweep, results)
+    root = Path(out) if out else run.path / "exported"
+    written = []
+    for name in names:
+        measured = results.get("dev", {}).get("heads", {}).get(name, {})
+        chosen = heads[name]
+        facts = {key: measured[key] for key in _CARD_METRICS if measured.get(key) is not None}
+        chosen.provenance = chosen.provenance.with_(metrics=facts)
+        written.append(save_whole(chosen, root / name))
+    print("\n".join(map(str, written)))
+    return written
+
+
+def import_(
+    config: Config, *, source: str, out: str, reject_weight: float, accept_weight: float = 1.0, mixing_ratio: float | None = 0.15
+) -> Path:
+    """A released SpecDec++ head -> the same format.
+
+    Args:
+        config: its pair says which draft and target the head belongs to, and at which Sampling it is to be used.
+        source: a directory with config.json and model.safetensors.
+        out: where the head goes.
+        reject_weight: that it was trained with (the official config does not say; its name often does).
+        accept_weight: likewise.
+        mixing_ratio: likewise.
+    """
+    models: dict[str, Any] = {
+        name: {"path": source_.path, "name": source_.path, "revision": source_.revision}
+        for name, source_ in (("draft", config.pair.draft), ("target", config.pair.target))
+    }
+    sampling = {"temperature": config.pair.sampling.temperature, "top_k": config.pair.sampling.top_k, "top_p": config.pair.sampling.top_p}
+    provenance = Provenance(
+        accept_weight=accept_weight,
+        reject_weight=reject_weight,
+        mixing_ratio=mixing_ratio,
+        sampling=sampling,
+        training={"imported_from": source},
+        **models,
+    )
+    path = save_whole(read_official_head(source, provenance), Path(out))
+    print(path)
+    return path
+
+
+def inspect(*, path: str) -> dict[str, Any]:
+    """Print what a head is, what it was trained on, and how it fared.
+
+    Args:
+        path: a directory or a hub id.
+    """
+    head = AcceptanceHead.from_pretrained(path)
+    facts = head.config | {
+        "num_parameters": sum(p.numel() for p in head.parameters()),
+        "calibration_shift": head.calibration_shift,
+        "tensors": {name: list(t.shape) for name, t in head.state_dict().items()},
+    }
+    print(json.dumps(facts, indent=1))
+    return facts
+
+
+def load_sweep(checkpoint: Path) -> Sweep:
+    """The sweep of a Lightning checkpoint, with the selected weights of each head.
+
+    Raises:
+        FileNotFoundError: no checkpoint.
+    """
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `python train.py` with this config first")
+    sweep = Sweep.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    sweep.use_selected()
+    return sweep.eval()
+
+
+def save_whole(head: AcceptanceHead, path: Path) -> Path:
+    """Save a head under a temporary name and put it in place of what is there: a directory is never half a head."""
+    temporary = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with torch.no_grad():
+        head.save_pretrained(temporary)
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+    return path
+
+
+def _chosen(head: str, metric: str, sweep: Sweep, results: dict[str, Any]) -> list[str]:
+    names = [str(spec) for spec in sweep.specs]
+    if head == "all":
+        return names
+    if head == "best":
+        if "dev" not in results:
+            raise ValueError(
+                "no val_metrics.json beside the checkpoint, so no head is known to be best; let `python train.py` finish, or name a head"
+            )
+        return list(best_heads(results["dev"], sweep.specs, metric).values())
+    if head not in names:
+        raise ValueError(f"no head {head!r} in this sweep; one of {', '.join(names)}, or best, or all")
+    return [head]
+
+
+def _results(run: Path) -> dict[str, Any]:
+    path = run / "val_metrics.json"
+    return dict(json.loads(path.read_text())["results"]) if path.is_file() else {}

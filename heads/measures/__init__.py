@@ -1,0 +1,1 @@
+"""How good a head is: scores, calibration, tables, plots."""

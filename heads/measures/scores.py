@@ -1,0 +1,73 @@
+"""The metrics of a prediction P̂ = sigmoid(a z + b) against soft labels P, from a histogram of z (`heads.measures.histogram`).
+
+bce    mean of -P ln P̂ - (1 - P) ln(1 - P̂)
+kl     bce - mean of H(P): binary KL(P || P̂) >= 0 (the official SpecDec++ code adds H where it must be taken away)
+brier  mean of (P̂ - P)^2
+ece    sum over 15 equal bins of P̂ of (share of the bin) |mean P̂ - mean P|
+auroc  probability that an accepted token is scored above a rejected one, each token counting P as accepted and 1 - P as rejected,
+       ties one half; the same for raw and calibrated, for both are increasing in z
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from heads.measures.histogram import Histogram
+
+NUM_ECE_BINS = 15
+
+
+class Measures(NamedTuple):
+    """One number per leading index; NaN where nothing was observed."""
+
+    kl: Float[Tensor, "*lead"]
+    bce: Float[Tensor, "*lead"]
+    brier: Float[Tensor, "*lead"]
+    ece: Float[Tensor, "*lead"]
+
+
+class Reliability(NamedTuple):
+    """Predicted against true probability, by bin of the prediction."""
+
+    share: Float[Tensor, "*lead ece"]
+    """Of all weight; 0 for an empty bin."""
+    predicted: Float[Tensor, "*lead ece"]
+    true: Float[Tensor, "*lead ece"]
+
+
+def measures(seen: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
+    """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
+    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=seen.weight.device) for x in (slope, offset))
+    z = _affine(seen, slope, offset)
+    total, accepted = seen.total, seen.accepted.sum(-1)
+    prob = z.sigmoid()
+    bce = ((seen.weight * F.softplus(z)).sum(-1) - slope * seen.product - offset * accepted) / total
+    brier = ((seen.weight * prob**2).sum(-1) - 2 * (seen.accepted * prob).sum(-1) + seen.squares) / total
+    bins = reliability(seen, slope, offset)
+    ece = (bins.share * (bins.predicted - bins.true).abs()).sum(-1)
+    return Measures(kl=bce - seen.entropy / total, bce=bce, brier=brier, ece=torch.where(accepted.isnan() | (total == 0), torch.nan, ece))
+
+
+def reliability(seen: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Reliability:
+    """Mean prediction and mean label in each of 15 equal bins of the prediction."""
+    prob = _affine(seen, slope, offset).sigmoid()
+    index = (prob * NUM_ECE_BINS).long().clamp(max=NUM_ECE_BINS - 1)
+    zeros = torch.zeros(*prob.shape[:-1], NUM_ECE_BINS, dtype=prob.dtype, device=prob.device)
+    weight, predicted, true = (zeros.scatter_add(-1, index, x) for x in (seen.weight, seen.weight * prob, seen.accepted))
+    some = weight.clamp_min(1e-300)
+    return Reliability(share=weight / seen.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some)
+
+
+def auroc(seen: Histogram) -> Float[Tensor, "*lead"]:
+    """Soft-label AUROC; tokens in one bin of the logit (1/64 wide) count as ties."""
+    positive, negative = seen.accepted, seen.weight - seen.accepted
+    below = negative.cumsum(-1) - negative
+    return (positive * (below + negative / 2)).sum(-1) / (positive.sum(-1) * negative.sum(-1))
+
+
+def _affine(seen: Histogram, slope: Tensor | float, offset: Tensor | float) -> Tensor:
+    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=seen.weight.device) for x in (slope, offset))
+    return seen.mean_logit * slope[..., None] + offset[..., None]

@@ -1,0 +1,156 @@
+"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product, expected counts.
+
+A draft of k tokens that starts at position s survives with probability S_k(s) = P_s … P_{s+k-1}; a head predicts the product of its own.
+Drafts are taken to start at every position of a response. Draft position k is reached with probability S_{k-1}, so tokens are weighted
+by it: the k-th drafted token that verification really looks at is an easier one than the average.
+
+The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real branch differs after the
+first rejection. These are indications for choosing heads; `decode evaluate` replays the real law (design 4.10).
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heads.measures.histogram import Histogram, observe
+
+
+class ByPosition(NamedTuple):
+    """One histogram per head and draft position 1 … K, flattened to [heads * K]."""
+
+    token: Histogram
+    """P̂ of the k-th token against P, weighted by S_{k-1}."""
+    survival: Histogram
+    """The predicted survival of k tokens against S_k."""
+
+
+class ExpectedCounts(NamedTuple):
+    """Sums over responses, by head and threshold (law 4.4: num_drafted + num_rounds = num_tokens + num_discarded)."""
+
+    num_drafted: Float[Tensor, "heads threshold"]
+    num_rounds: Float[Tensor, "heads threshold"]
+    num_tokens: Float[Tensor, "heads threshold"]
+
+    @property
+    def discard_rate(self) -> Float[Tensor, "heads threshold"]:
+        """N_discarded / N."""
+        return (self.num_drafted + self.num_rounds - self.num_tokens) / self.num_tokens
+
+    @property
+    def verification_rate(self) -> Float[Tensor, "heads threshold"]:
+        """N_target / N."""
+        return self.num_rounds / self.num_tokens
+
+
+def by_position(
+    logit: Float[Tensor, "heads tokens"], acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"], num_positions: int
+) -> ByPosition:
+    """Both histograms of some responses.
+
+    Args:
+        logit: of the prediction that is to be judged (calibrated, or raw).
+        row_lengths: where responses end; a draft does not run over the end.
+    """
+    logit, prob = logit.double(), acceptance_prob.double()
+    num_tokens = len(prob)
+    left = _tokens_left(row_lengths)
+    log_hat, reach, log_survival = torch.nn.functional.logsigmoid(logit), torch.ones_like(prob), torch.zeros_like(logit)
+    token, survival = [], []
+    for k in range(min(num_positions, num_tokens)):
+        starts = num_tokens - k
+        fits = (left[:starts] > k).double()
+        token.append(observe(logit[:, k:], prob[None, k:], (reach[:starts] * fits)[None]))
+        reach = reach[:starts] * prob[k:]
+        log_survival = log_survival[:, :starts] + log_hat[:, k:]
+        survival.append(observe(_logit_of_log(log_survival), reach[None], fits[None]))
+    missing = num_positions - len(token)
+    return ByPosition(_interleave(token, missing), _interleave(survival, missing))
+
+
+def expected_counts(
+    logit: Float[Tensor, "heads tokens"],
+    acceptance_prob: Float[Tensor, " tokens"],
+    row_lengths: Int[Tensor, " rows"],
+    *,
+    thresholds: Float[Tensor, " threshold"],
+    max_draft_length: int,
+    is_lagging: bool,
+) -> ExpectedCounts:
+    """Expected counts when each round stops after the token where 1 - (product of predictions) exceeds max_rejection_prob.
+
+    No coin is tossed: the probability that a round starts at each position is carried along the response, from which all counts follow.
+
+    Args:
+        thresholds: values of max_rejection_prob.
+        is_lagging: the product leaves out the newest token (fed-time heads; law 4.8).
+    """
+    mask = _mask(row_lengths)
+    num_rows, width = mask.shape
+    lengths = _draft_lengths(_padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, is_lagging=is_lagging)
+    prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
+    survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
+    rejected = survival[..., :-1] * (1 - prob)
+    visits = lengths.new_zeros(*lengths.shape[:2], num_rows, width + max_draft_length + 2, dtype=torch.float64)
+    visits[..., 0] = 1.0
+    places = torch.arange(max_draft_length, device=mask.device)
+    for start in range(width):
+        visit, length = visits[..., start, None], lengths[..., start, None]
+        visits[..., start + 1 : start + 1 + max_draft_length] += visit * (places < length) * rejected[:, start]
+        accepted = survival[:, start].expand(*length.shape[:3], -1).gather(-1, length)
+        visits.scatter_add_(-1, start + 1 + length, visit * accepted)
+    visits = visits[..., :width] * mask
+    num_tokens = mask.sum().double().expand(lengths.shape[:2])
+    return ExpectedCounts((visits * lengths).sum((-2, -1)), visits.sum((-2, -1)), num_tokens)
+
+
+def _draft_lengths(
+    logit: Float[Tensor, "heads rows position"],
+    mask: Bool[Tensor, "rows position"],
+    thresholds: Float[Tensor, " threshold"],
+    *,
+    max_draft_length: int,
+    is_lagging: bool,
+) -> Int[Tensor, "heads threshold rows position"]:
+    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the tokens that go on."""
+    log_hat = torch.nn.functional.logsigmoid(logit) * mask
+    cumulative = torch.nn.functional.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
+    total = cumulative[..., mask.shape[1], None]
+    cumulative[..., mask.shape[1] + 1 :] = total
+    limit = torch.log1p(-thresholds.double()).to(log_hat)[:, None, None]
+    start = cumulative[..., : mask.shape[1]]
+    lengths = torch.ones(len(logit), len(thresholds), *mask.shape, dtype=torch.long, device=mask.device)
+    for drafted in range(1, max_draft_length):
+        scored = drafted - is_lagging
+        lengths += (cumulative[..., scored : scored + mask.shape[1]] - start)[:, None] >= limit
+    left = mask.flip(-1).cumsum(-1).flip(-1)
+    return torch.minimum(lengths, left.clamp(min=1))
+
+
+def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
+    """Tokens from each position to the end of its row, itself included."""
+    ends = row_lengths.cumsum(0).repeat_interleave(row_lengths)
+    return ends - torch.arange(len(ends), device=ends.device)
+
+
+def _mask(row_lengths: Int[Tensor, " rows"]) -> Bool[Tensor, "rows position"]:
+    width = int(row_lengths.max())
+    return torch.arange(width, device=row_lengths.device) < row_lengths[:, None]
+
+
+def _padded(flat: Float[Tensor, "*lead tokens"], mask: Bool[Tensor, "rows position"]) -> Float[Tensor, "*lead rows position"]:
+    padded = flat.new_zeros(*flat.shape[:-1], *mask.shape)
+    padded[..., mask] = flat
+    return padded
+
+
+def _logit_of_log(log_prob: Tensor) -> Tensor:
+    """logit(exp(x)) for x <= 0."""
+    return log_prob - torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))
+
+
+def _interleave(parts: list[Histogram], missing: int) -> Histogram:
+    """K histograms of [heads] -> one of [heads * K]; positions that no response reaches stay empty."""
+    parts = parts + [Histogram(*(torch.zeros_like(x) for x in parts[0]))] * missing
+    return Histogram(*(torch.stack(column, 1).flatten(0, 1) for column in zip(*parts, strict=True)))

@@ -1,0 +1,1 @@
+"""One acceptance-prediction head: forward, files, model card."""

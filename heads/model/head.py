@@ -1,0 +1,224 @@
+"""Law 4.7: the acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2) and its calibration.
+
+    h_0 = hidden [+ U x + c]                x: the optional inputs, scalars (log q(y), H(q)) and the token's embedding
+    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
+    f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
+
+    raw probability         sigmoid(f)                   what the paper's thresholds apply to
+    calibrated probability  sigmoid((f + ln(w_rej / w_acc)) / temperature)
+
+The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift undoes the weights; the temperature is fitted on dev.
+
+Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and blocks that are
+not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed, the paper's) or drawn (the state that
+produced the distribution the token was drawn from; law 4.8b).
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from heads.model.card import model_card
+from heads.model.files import read_head_files, write_head_files
+from heads.model.provenance import Provenance
+
+Timing = Literal["fed", "drawn"]
+NUM_SCALARS = 2
+"""log q(y) and H(q), in this order, in nats, of the untruncated temperature-1 draft distribution."""
+
+
+class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
+    """Predicts the acceptance_prob of a drafted token from the draft's final hidden state.
+
+    Attributes:
+        provenance: what the head was trained on; goes into config.json.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        depth: int,
+        timing: Timing = "fed",
+        scalars: bool = False,
+        embedding: bool = False,
+        *,
+        provenance: Provenance | None = None,
+    ) -> None:
+        """Args:
+            hidden_size: width of the draft's hidden state.
+            depth: D, the number of residual blocks; 0 is a linear head.
+            timing: fed or drawn.
+            scalars: also take (log q(y), H(q)).
+            embedding: also take the draft's input embedding of the token (of width hidden_size).
+
+        Raises:
+            ValueError: a width below 1, a negative depth, another timing.
+        """
+        super().__init__()
+        check_shape(hidden_size, depth, timing)
+        self.hidden_size, self.depth, self.timing, self.scalars, self.embedding = hidden_size, depth, timing, bool(scalars), bool(embedding)
+        self.provenance = provenance or Provenance()
+        num_inputs = NUM_SCALARS * self.scalars + hidden_size * self.embedding
+        self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
+        self.blocks = nn.ModuleList([nn.Linear(hidden_size, hidden_size) for _ in range(depth)])
+        self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
+        self.out = nn.Linear(hidden_size, 1)
+        for linear in self._zero_at_start():
+            nn.init.zeros_(linear.weight)
+        if self.mix is not None:
+            nn.init.zeros_(self.mix.bias)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "*tokens hidden"],
+        scalars: Float[Tensor, "*tokens scalar"] | None = None,
+        embedding: Float[Tensor, "*tokens hidden"] | None = None,
+    ) -> Float[Tensor, "*tokens"]:
+        """The logit f of each token; its sigmoid is the raw probability.
+
+        Args:
+            hidden: the draft's final hidden state (after the final norm), at the head's timing; any float dtype.
+            scalars: (log q(y), H(q)) in nats; needed exactly if the head takes them.
+            embedding: the draft's input embedding of the token; needed exactly if the head takes it.
+
+        Raises:
+            ValueError: an input missing, or given to a head that does not take it.
+        """
+        stream = hidden.to(self.out.weight.dtype)
+        inputs = self._inputs(scalars, embedding)
+        if self.mix is not None and inputs is not None:
+            stream = stream + self.mix(inputs)
+        for block in self.blocks:
+            stream = stream + F.silu(block(stream))
+        logit = F.linear(stream, self.out.weight, self.out.bias)
+        if self.skip is not None and inputs is not None:
+            logit = logit + self.skip(inputs)
+        return logit.squeeze(-1)
+
+    @property
+    def calibration_shift(self) -> float:
+        """ln(w_rej / w_acc)."""
+        return math.log(self.provenance.reject_weight / self.provenance.accept_weight)
+
+    @property
+    def temperature(self) -> float:
+        """The calibration temperature fitted on dev."""
+        return self.provenance.calibration_temperature
+
+    def calibrated_logit(self, logit: Any) -> Any:
+        """(logit + shift) / temperature, elementwise on a float, an array or a tensor."""
+        return (logit + self.calibration_shift) / self.temperature
+
+    def raw(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
+        """sigmoid(logit): the probability that the paper's thresholds apply to."""
+        return logit.sigmoid()
+
+    def calibrated(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
+        """sigmoid(calibrated_logit): an estimate of acceptance_prob itself."""
+        return self.calibrated_logit(logit).sigmoid()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Everything in config.json."""
+        return {
+            "architectures": [type(self).__name__],
+            "hidden_size": self.hidden_size,
+            "num_layers": self.depth,
+            "timing": self.timing,
+            "scalars": self.scalars,
+            "embedding": self.embedding,
+            **self.provenance.as_dict(),
+        }
+
+    def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
+        """The README.md beside the weights."""
+        return model_card(self.config, num_parameters=sum(p.numel() for p in self.parameters()))
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        write_head_files(save_directory, {name: t.detach() for name, t in self.state_dict().items()}, self.config)
+        self.generate_model_card().save(save_directory / "README.md")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **how: Any) -> "AcceptanceHead":
+        """A head from a directory or from the hub.
+
+        Raises:
+            FileNotFoundError: a path, not a name on the hub, and nothing there.
+        """
+        path = Path(pretrained_model_name_or_path)
+        is_path = path.is_absolute() or len(path.parts) != 2 or path.parent.exists()  # the hub's names are owner/name
+        if is_path and not path.is_dir():
+            raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+        return super().from_pretrained(pretrained_model_name_or_path, **how)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, config: dict[str, Any] | None = None, **where: Any) -> "AcceptanceHead":
+        """Strict: every tensor of the architecture, none besides, of the right shape, finite, from safetensors.
+
+        Raises:
+            FileNotFoundError: no config.json or no model.safetensors.
+            ValueError: tensors missing, left over, of another shape, or not finite; a pickled checkpoint; another architecture.
+        """
+        tensors = read_head_files(model_id, config, expected=cls._expected, where=where)
+        head = cls.from_config(config or {})
+        head.load_state_dict(tensors, strict=True)
+        return head.eval().to(where.get("map_location", "cpu"))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
+        """A head with random weights, as config.json describes it."""
+        return cls(
+            config["hidden_size"],
+            config["num_layers"],
+            config.get("timing", "fed"),
+            config.get("scalars", False),
+            config.get("embedding", False),
+            provenance=Provenance.from_dict(config),
+        )
+
+    @classmethod
+    def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that the architecture has."""
+        with torch.device("meta"):
+            return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
+
+    def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Tensor | None:
+        """x: scalars and embedding side by side, or None for a head that takes the hidden state alone."""
+        for name, given, wanted in (("scalars", scalars, self.scalars), ("embedding", embedding, self.embedding)):
+            if (given is not None) != wanted:
+                raise ValueError(f"the head {'needs' if wanted else 'takes no'} {name} and got {'none' if given is None else 'some'}")
+        inputs = [x.to(self.out.weight.dtype) for x in (scalars, embedding) if x is not None]
+        return None if not inputs else inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
+
+    def _zero_at_start(self) -> Iterator[nn.Linear]:
+        """Layers whose weights start at zero: then every block starts as a constant and the head as a linear one (as the official code)."""
+        yield from self.blocks  # type: ignore[misc]
+        yield from (linear for linear in (self.mix, self.skip) if linear is not None)
+
+
+def check_shape(hidden_size: int, depth: int, timing: str) -> None:
+    """Raise ValueError for an architecture that cannot be."""
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1, the draft's width")
+    if depth < 0:
+        raise ValueError(f"depth is {depth}; it must be at least 0 (0 is a linear head)")
+    if timing not in get_args(Timing):
+        raise ValueError(f"timing is {timing!r}; one of {', '.join(get_args(Timing))}")
+
+
+def update_config(directory: str | Path, **changes: Any) -> None:
+    """Change keys of a saved head's config.json, as `decode tune` does with `recommended`; written to a temporary name and renamed."""
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text()) | changes
+    Provenance.from_dict(config)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    temporary.rename(path)

@@ -1,0 +1,94 @@
+"""Reading a released SpecDec++ head (arXiv 2405.19715) into an `AcceptanceHead`.
+
+The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, in which all D blocks are one and the same object:
+
+    model.0.linear.{weight, bias}, …, model.{D-1}.linear.{weight, bias}   the same tensors D times; safetensors stores them once, and the
+                                                                          metadata names the aliases
+    model.{D}.{weight, bias}                                              two logits, softmax, class 1 = accept
+
+softmax(z)_1 = sigmoid(z_1 - z_0), so one logit with the difference of the two rows says the same; and the shared block is written out D
+times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoding there uses top-k 50), trained with w_acc = 1.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from heads.model.files import PICKLES, UNPICKLED, check_tensors, read_safetensors
+from heads.model.head import AcceptanceHead
+from heads.model.provenance import Provenance
+
+
+def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:
+    """The head in a directory (config.json and model.safetensors) of the official format.
+
+    Args:
+        provenance: what the official config does not say: reject weight, models.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a pickled checkpoint, or tensors that do not fit the config.
+    """
+    source = Path(source)
+    path = source / "model.safetensors" if source.is_dir() else source
+    if path.suffix in PICKLES:
+        raise ValueError(f"{path} {UNPICKLED}")
+    pickled = sorted(p.name for p in path.parent.glob("*") if p.suffix in PICKLES)
+    if not path.is_file() and pickled:
+        raise ValueError(f"{path.parent / pickled[0]} {UNPICKLED}")
+    config_path = path.parent / "config.json"
+    for needed in (path, config_path):
+        if not needed.is_file():
+            raise FileNotFoundError(
+                f"no {needed.name} at {needed.parent}; an official head is a directory with config.json and model.safetensors"
+            )
+    hidden_size, depth = _shape(json.loads(config_path.read_text()), config_path)
+    tensors = _with_aliases(path, depth)
+    check_tensors(tensors, _official_shapes(hidden_size, depth), path)
+    head = AcceptanceHead(hidden_size, depth, provenance=provenance)
+    head.load_state_dict(_converted(tensors, depth), strict=True)
+    return head.eval()
+
+
+def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
+    if "hidden_size" not in config:
+        raise ValueError(f"{path} has no 'hidden_size', so it describes no SpecDec++ head")
+    return int(config["hidden_size"]), int(config.get("num_layers", 0))
+
+
+def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
+    """All tensors, those under their dropped names too: metadata maps a dropped name to the kept one.
+
+    A file without such metadata that holds one block of several can only mean the shared block, as the official module has no other.
+    """
+    tensors = {name: tensor.float() for name, tensor in read_safetensors(path).items()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            aliases = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+    tensors |= {name: tensors[kept] for name, kept in aliases.items() if kept in tensors}
+    blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
+    if len(blocks) == 1:
+        for part in ("weight", "bias") if f"model.{blocks[0]}.linear.bias" in tensors else ():
+            tensors |= {f"model.{i}.linear.{part}": tensors[f"model.{blocks[0]}.linear.{part}"] for i in range(depth)}
+    return tensors
+
+
+def _official_shapes(hidden_size: int, depth: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"model.{depth}.weight": (2, hidden_size), f"model.{depth}.bias": (2,)}
+    for i in range(depth):
+        shapes |= {f"model.{i}.linear.weight": (hidden_size, hidden_size), f"model.{i}.linear.bias": (hidden_size,)}
+    return shapes
+
+
+def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """Our names: one logit z_1 - z_0, every block on its own."""
+    weight, bias = tensors[f"model.{depth}.weight"], tensors[f"model.{depth}.bias"]
+    own = {"out.weight": (weight[1] - weight[0])[None], "out.bias": (bias[1] - bias[0])[None]}
+    for i in range(depth):
+        own |= {f"blocks.{i}.{part}": tensors[f"model.{i}.linear.{part}"].clone() for part in ("weight", "bias")}
+    return own

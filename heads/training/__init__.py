@@ -1,0 +1,1 @@
+"""All heads of the grid in one Lightning run."""

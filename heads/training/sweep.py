@@ -1,0 +1,233 @@
+"""The LightningModule that trains every head of the grid at once: one optimiser, one pass over the data per epoch.
+
+The heads are independent: the loss is a sum with one term per head, and Adam treats each number by itself, so nothing couples them. What
+would (clipping by the norm of all gradients together) is done per head here. Each head's weights at its best calibrated KL on dev are kept
+beside the current ones, as if every head had been a run of its own with its own best checkpoint.
+"""
+
+import copy
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
+
+from configs.schema import HeadsConfig
+from heads.batches.features import Batch
+from heads.batches.online import DraftFeatures
+from heads.grid import grid, module_key, specs
+from heads.measures.calibration import fit_temperature
+from heads.measures.evaluation import Evaluation
+from heads.measures.histogram import observe
+from heads.measures.running import LogitHistogram
+from heads.measures.scores import auroc, measures
+from heads.model.head import AcceptanceHead
+from heads.model.provenance import Provenance
+from heads.training.loss import Targets
+from heads.training.schedule import num_optimizer_steps
+from heads.training.stack import HeadStack
+
+
+class Sweep(pl.LightningModule):
+    """All heads of `heads.grid.grid(config)`.
+
+    Attributes:
+        stacks: current weights, by shape.
+        best: weights of each head at its best calibrated KL on dev.
+        history: one entry per validation: {step, epoch, metric: [value of each head]}.
+        results: split -> `heads.measures.evaluation.Result`, after `trainer.test`.
+    """
+
+    best_kl: Tensor
+    temperature: Tensor
+    reject_weights: Tensor
+    embedding: Tensor | None
+
+    def __init__(
+        self, heads: dict[str, Any], facts: dict[str, Any], *, draft: DraftFeatures | None = None, embedding: Tensor | None = None
+    ) -> None:
+        """Args:
+        heads: the `heads` section of the config.
+        facts: hidden_size, scalar_stats {timing: [mean, scale]}, and provenance (fields of `Provenance` that all heads share).
+        draft: runs the frozen draft, for online features.
+        embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
+        """
+        super().__init__()
+        self.save_hyperparameters({"heads": heads, "facts": facts})
+        tuples: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()}
+        self.config = HeadsConfig(**tuples)
+        self.facts, shapes = facts, grid(self.config)
+        self.specs = specs(shapes)
+        self.stacks = nn.ModuleDict({module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()})
+        self.best = copy.deepcopy(self.stacks).requires_grad_(False)
+        self.seen = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
+        self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
+        self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
+        self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.history: list[dict[str, Any]] = []
+        self.results: dict[str, Any] = {}
+        self._outside: list[Any] = [draft, None]  # in a list, so that torch does not take the frozen draft for a part of this module
+        self._partial_grads: dict[str, Tensor] = {}
+
+    def items(self) -> list[tuple[str, HeadStack]]:
+        """(key, stack) of the current weights."""
+        return [(key, stack) for key, stack in self.stacks.items() if isinstance(stack, HeadStack)]
+
+    def logits(self, stack: HeadStack, batch: Batch) -> Tensor:
+        """[heads, tokens] of one stack."""
+        return stack(*self._inputs(stack, batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = self._features(batch)
+        losses = []
+        for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
+            targets = Targets.of(batch[stack.shape.timing].acceptance_prob, torch.full_like(weights, self.config.accept_weight), weights)
+            targets = targets._replace(mass=self._mean_over_processes(targets.mass))
+            losses.append(stack.loss(*self._inputs(stack, batch), targets))
+        loss = torch.cat(losses)
+        if not torch.isfinite(loss.detach()).all():
+            names = [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss), strict=True) if not ok]
+            raise ValueError(f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate")
+        self.log("train/loss", loss.detach().mean(), prog_bar=True)
+        return loss.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        batch = self._features(batch)
+        for key, stack in self.items():
+            seen = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
+            self.seen[key].update(seen)  # type: ignore[operator]
+
+    def on_validation_epoch_end(self) -> None:
+        kl, temperature = [], []
+        entry: dict[str, list[float]] = {"raw_kl": [], "calibrated_kl": [], "auroc": []}
+        for weights, (key, _) in zip(self._weights(), self.items(), strict=True):
+            seen = self.seen[key].compute()  # type: ignore[operator]
+            self.seen[key].reset()  # type: ignore[operator]
+            shift = (weights / self.config.accept_weight).log().double()
+            fitted = fit_temperature(seen, shift)
+            calibrated = measures(seen, 1 / fitted, shift / fitted).kl
+            kl.append(calibrated)
+            temperature.append(fitted)
+            for name, values in (("raw_kl", measures(seen).kl), ("calibrated_kl", calibrated), ("auroc", auroc(seen))):
+                entry[name] += values.tolist()
+        if not self.trainer.sanity_checking:
+            self._keep_best(torch.cat(kl), torch.cat(temperature))
+            self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
+            self.log_dict({f"dev/{name}/{spec}": v for name, values in entry.items() for spec, v in zip(self.specs, values, strict=True)})
+            self.log("dev/calibrated_kl", torch.cat(kl).mean(), prog_bar=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.use_selected()
+        self._outside[1] = {}
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch = self._features(batch)
+        evaluation = self._outside[1].setdefault(dataloader_idx, Evaluation(self).to(self.device))
+        evaluation.update({key: self.logits(stack, batch).float() for key, stack in self.items()}, batch)
+
+    def on_test_epoch_end(self) -> None:
+        splits = ("dev", "test")
+        self.results = {splits[index]: evaluation.compute() for index, evaluation in sorted(self._outside[1].items())}
+
+    def configure_optimizers(self) -> Any:
+        # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
+        total = num_optimizer_steps(self.trainer)
+        schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        """By norm, per head: a grid of heads is clipped as each head alone would be."""
+        if not gradient_clip_val:
+            return
+        if gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        for _, stack in self.items():
+            grads = [p.grad for p in stack.parameters() if p.grad is not None]
+            norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
+            for grad in grads:
+                grad.mul_((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1).view(-1, *[1] * (grad.dim() - 1)))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["history"] = self.history
+        if self._trainer is not None and self.trainer.fit_loop._should_accumulate():  # in the middle of an accumulated step
+            checkpoint["partial_grads"] = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.history = checkpoint["history"]
+        self._partial_grads = checkpoint.get("partial_grads", {})
+
+    def on_train_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name in self._partial_grads:
+                parameter.grad = self._partial_grads[name].to(parameter)
+        self._partial_grads = {}
+
+    @torch.no_grad()
+    def use_selected(self) -> None:
+        """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
+        if self.config.select == "last":
+            return
+        is_known = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
+        for known, (key, stack) in zip(is_known, self.items(), strict=True):
+            for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
+                now.copy_(torch.where(known.view(-1, *[1] * (now.dim() - 1)), best, now))
+
+    def heads(self) -> dict[str, AcceptanceHead]:
+        """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
+        exported = {}
+        shared = self.facts["provenance"]
+        temperatures = iter(self.temperature.tolist())
+        for _, stack in self.items():
+            for index, spec in enumerate(stack.specs):
+                provenance = Provenance(
+                    accept_weight=self.config.accept_weight,
+                    reject_weight=spec.reject_weight,
+                    calibration_temperature=next(temperatures),
+                    **shared | ({} if spec.shape.timing == "fed" else {"mixing_ratio": None}),
+                )
+                exported[str(spec)] = stack.head(index, provenance).cpu()
+        return exported
+
+    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden, scalars and embedding of the tokens that a stack is to score."""
+        features = batch[stack.shape.timing]
+        embedding = self.embedding[features.token] if stack.shape.embedding and self.embedding is not None else None
+        return features.hidden.to(stack.out_weight.dtype), features.scalars, embedding
+
+    def _features(self, batch: Any) -> Batch:
+        """Cached features as they are; rows through the frozen draft, once for all heads."""
+        draft = self._outside[0]
+        return batch if draft is None else draft(batch, self.device)
+
+    @torch.no_grad()
+    def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:
+        is_better = kl < self.best_kl if self.config.select == "best" else torch.ones_like(kl, dtype=torch.bool)
+        self.best_kl.copy_(torch.where(is_better, kl, self.best_kl))
+        self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
+        for better, (key, stack) in zip(is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True):
+            for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
+                best.copy_(torch.where(better.view(-1, *[1] * (now.dim() - 1)), now, best))
+
+    def _mean_over_processes(self, mass: Tensor) -> Tensor:
+        """The loss's denominator, averaged over processes: their averaged gradient is then that of the whole batch."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(mass)
+            mass = mass / self.trainer.world_size
+        return mass
+
+    def _stack(self, shape: Any, weights: tuple[float, ...]) -> HeadStack:
+        stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
+        if shape.scalars:
+            mean, scale = self.facts["scalar_stats"][shape.timing]
+            stack.scalar_mean.copy_(torch.tensor(mean))
+            stack.scalar_scale.copy_(torch.tensor(scale))
+        return stack
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Reject weights, stack by stack."""
+        return self.reject_weights.split([len(stack.specs) for _, stack in self.items()])

@@ -1,0 +1,154 @@
+"""Imports of the official SpecDec++ data: rows, features by the draft, and heads that train on them."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
+from data_gen.official.command import import_
+from data_gen.pipeline.command import make
+from data_gen.store.features import read_features
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import features_path, list_shards, rows_path
+from train import train
+
+
+@pytest.fixture
+def official(tmp_path):
+    """Config of an import, and a writer of the official JSON."""
+    pair = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))
+    config = Config(pair=pair, data=DataConfig(dir=str(tmp_path / "imported"), rows_per_shard=2))
+
+    def write(items):
+        path = tmp_path / "train.json"
+        path.write_text(json.dumps(items, indent=2))
+        return str(path)
+
+    return config, write
+
+
+def item(**changes):
+    lists = {"prefix": [1, 5], "tokens": [7, 8, 9], "draft": [7, 3, 9], "log_p_7b": [-0.5, -1.0, -2.0], "log_p_70b": [-1.5, -0.25, -2.0]}
+    return {"prompt": "[INST] hi [/INST]", "continuation": "x"} | {name: str(values) for name, values in lists.items()} | changes
+
+
+def test_the_official_json_becomes_rows(official):
+    config, write = official
+    import_(config, features=False, file=write([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
+    rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+    assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
+    assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0])
+    assert rows[1]["acceptance_prob"][0] == 0.0
+    assert rows[0]["draft_ids"] == [7, 3, 9]
+    assert rows[0]["entropy"] is rows[0]["from_target"] is rows[0]["finish_reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("items", "complaint"),
+    [
+        ([item(draft="[7, 3]")], r"item 0: expected one number per response token, got lengths"),
+        ([item(), item(draft="7, 3")], r"item 1: expected draft to be a list of numbers written as a string"),
+        ([{"prompt": "x"}], r"item 0: expected prefix to be a list of numbers, got None"),
+        ({"a": 1}, r"expected a list of objects, got dict"),
+    ],
+)
+def test_an_official_json_of_another_shape_is_refused(official, items, complaint):
+    config, write = official
+    with pytest.raises(ValueError, match=complaint):
+        import_(config, features=False, file=write(items))
+
+
+def as_official(config: Config, split: str, folder: Path) -> str:
+    """The rows of one split as the official code would have written them."""
+    rows = [row for path in list_shards(config.data.dir, split) for row in read_rows(path).to_pylist()]
+    names = {"prefix": "prompt_ids", "tokens": "response_ids", "draft": "draft_ids", "log_p_7b": "log_q", "log_p_70b": "log_p"}
+    items = [{"prompt": row["prompt"], "continuation": ""} | {ours: str(row[theirs]) for ours, theirs in names.items()} for row in rows]
+    path = folder / f"{split}.json"
+    path.write_text(json.dumps(items))
+    return str(path)
+
+
+@pytest.fixture
+def made(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, str]]:
+    """A run of our own, the config of an import of it, and the official files of its splits."""
+    own = with_data(toy_config, split_weights=(2, 1, 1), num_train=6, num_dev=3, num_test=3, mixing_ratio=0.4)
+    make(own)
+    files = {split: as_official(own, split, tmp_path) for split in ("train", "dev", "test")}
+    return own, with_data(own, dir=str(tmp_path / "imported")), files
+
+
+def test_imported_features_are_those_of_a_run_of_our_own(made):
+    """The same responses, drafts and coins: the same tensors, and only acceptance_rate, which needs the target, is not there."""
+    own, config, files = made
+    for split, file in files.items():
+        import_(config, file=file, split=split)
+        for path in list_shards(own.data.dir, split):
+            index = int(path.stem.split("-")[1])
+            for timing in ("fed", "drawn"):
+                ours, theirs = (read_features(features_path(c.data.dir, timing, split, index)) for c in (own, config))
+                ours.pop("acceptance_rate")
+                assert ours.keys() == theirs.keys()
+                for name, values in ours.items():
+                    torch.testing.assert_close(theirs[name], values, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+            row = read_rows(rows_path(config.data.dir, split, index)).to_pylist()[0]
+            assert row["entropy"]
+            assert row["from_target"]
+            assert row["acceptance_rate"] is row["cross_entropy"] is None
+
+
+@pytest.mark.parametrize("features", ["cached", "online"])
+@pytest.mark.filterwarnings("ignore")
+def test_heads_train_on_imported_data(made, tmp_path, features):
+    _, config, files = made
+    for split, file in files.items():
+        import_(config, file=file, split=split)
+    heads = HeadsConfig(dir=str(tmp_path / "run"), depths=(1,), timings=("fed", "drawn"), scalars=(True,), batch_size=2, features=features)
+    trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    results = train(replace(config, heads=heads, trainer=trainer))
+    assert {name.split("-")[0] for name in results["test"]["heads"]} == {"fed+s", "drawn+s"}
+    assert all(math.isfinite(head["calibrated_kl"]) for head in results["dev"]["heads"].values())
+
+
+def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(made):
+    _, config, files = made
+    import_(config, file=files["train"])
+    whole = {path: path.read_bytes() for path in Path(config.data.dir).rglob("*-0*")}
+    rows_path(config.data.dir, "train", 1).unlink()
+    import_(config, file=files["train"])
+    assert {path: path.read_bytes() for path in whole} == whole
+    with pytest.raises(ValueError, match=r"holds train rows of another file \(train\.json"):
+        import_(config, file=files["dev"])
+
+
+def test_features_of_another_draft_are_refused(made):
+    _, config, files = made
+    other = replace(config, pair=replace(config.pair, draft=config.pair.target))
+    with pytest.raises(ValueError, match=r"log q of the draft at .* differs from the file's by .* nats"):
+        import_(other, file=files["train"])
+    assert not [path for path in Path(config.data.dir).rglob("*") if path.is_file()]
+    import_(config, file=files["train"])
+
+
+def test_swapped_keys_are_refused(made):
+    _, config, files = made
+    with pytest.raises(ValueError, match="check --draft_key"):
+        import_(config, file=files["train"], draft_key="log_p_70b", target_key="log_p_7b")
+
+
+def test_a_sampling_that_the_official_labels_are_not_of_is_refused(made):
+    _, config, files = made
+    warm = replace(config.pair, sampling=replace(config.pair.sampling, top_k=50))
+    with pytest.raises(ValueError, match=r"temperature 1 without truncation; pass --pair\.sampling\.temperature 1"):
+        import_(replace(config, pair=warm), file=files["train"])
+
+
+def test_a_row_that_the_draft_cannot_read_is_refused(made, tmp_path):
+    _, config, _ = made
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps([item(prefix="[1, 31999]")]))
+    with pytest.raises(ValueError, match=r"train-0 has token ids 1 to 31999 and pair\.draft's tokenizer 0 to 259"):
+        import_(config, file=str(path))

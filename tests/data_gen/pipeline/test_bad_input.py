@@ -1,0 +1,93 @@
+"""What bad prompts, models, lengths and disks get: an account of every prompt, or one line that names the culprit."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from on_disk import in_a_child
+
+from configs.command import run
+from data_gen.pipeline.command import make
+from data_gen.store.features import read_features
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import features_path, list_shards, rows_path, verify
+
+
+def test_every_prompt_is_accounted_for(toy_config, with_data, tmp_path):
+    path = tmp_path / "some.jsonl"
+    records = [
+        {"id": 1, "prompt": "fine"},
+        {"id": 2, "prompt": "  "},
+        {"id": 3, "prompt": "x" * 500},
+        {"id": 4, "turns": ["one", "", "three"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    config = with_data(toy_config, prompts=str(path), num_train=4, num_test=0, split_weights=(1, 0, 0), rows_per_shard=2)
+    make(config)
+    problems = {record["id"]: record for record in map(json.loads, (Path(config.data.dir) / "errors.jsonl").read_text().splitlines())}
+    assert {name: problem["outcome"] for name, problem in problems.items()} == {
+        "2": "skipped",
+        "3": "skipped",
+        "4#2": "skipped",
+        "4#3": "skipped",
+    }
+    assert problems["2"]["reason"] == "empty prompt"
+    assert "503 tokens; data.max_prompt_tokens is 60" in problems["3"]["reason"]
+    ids = [row for shard in list_shards(config.data.dir, "train") for row in read_rows(shard, ["id"])["id"].to_pylist()]
+    assert sorted(ids) == ["1", "4"]
+
+
+def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, with_data, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"id": 1, "prompt": ""}\n')
+    for mode in ("together", "sequential"):
+        config = with_data(
+            toy_config, prompts=str(path), num_train=1, num_test=0, split_weights=(1, 0, 0), mode=mode, dir=str(tmp_path / mode)
+        )
+        make(config)
+        assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
+        assert read_features(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
+
+
+def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(toy_config.pair.draft.path, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    config = replace(toy_config, pair=replace(toy_config.pair, draft=replace(toy_config.pair.draft, path=str(broken))))
+    with pytest.raises(ValueError, match=r"draft over the batch of .* yields NaN"):
+        make(config)
+    assert not list(Path(config.data.dir).rglob("*.parquet"))
+
+
+def test_lengths_beyond_what_a_model_reads_are_refused(toy_config, with_data):
+    with pytest.raises(ValueError, match=r"is 300 and .* reads at most 256 positions"):
+        make(with_data(toy_config, max_new_tokens=240))
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(toy_config, tmp_path):
+    """A limit on file size stands for the full disk: a write fails after 3,000 bytes."""
+
+    errors = tmp_path / "errors"
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        with errors.open("w") as file, contextlib.redirect_stderr(file):
+            run({"make": lambda config: make(toy_config)}, default="make", argv=["--pair.target.path=a", "--pair.draft.path=b"])
+
+    assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
+    assert "error: no space for" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    left = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
+    assert not [path for path in left if path.suffix == ".partial" or path.suffix == ".parquet"]
+    for path in left:
+        if path.suffix == ".safetensors":
+            verify(path)

@@ -1,0 +1,90 @@
+"""A run that was killed, cut or finished goes on to the bytes of an uninterrupted one, and never into another run's folder."""
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from on_disk import files_of, in_a_child
+
+from configs.schema import Config, SamplingConfig
+from data_gen.pipeline.command import make
+from data_gen.store import shards
+from data_gen.store.shards import features_path, rows_path, verify
+
+
+def test_a_finished_run_writes_nothing_again(toy_config, capsys):
+    make(toy_config)
+    before = {path: path.stat().st_mtime_ns for path in Path(toy_config.data.dir).rglob("*-0*")}
+    make(toy_config)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert "(0 made now)" in capsys.readouterr().out
+
+
+def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
+    make(toy_config)
+    whole = files_of(toy_config.data.dir)
+    rows_path(toy_config.data.dir, "train", 1).unlink()
+    fed = features_path(toy_config.data.dir, "fed", "train", 2)
+    fed.write_bytes(fed.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="truncated"):
+        verify(fed)
+    make(toy_config)
+    assert files_of(toy_config.data.dir) == whole
+
+
+def make_and_die(config: Config, write: int) -> None:
+    """`make`, with a SIGKILL in the middle of its `write`-th file."""
+    whole, count = shards.write_atomic, [0]
+
+    def dying(path: Path, content: bytes) -> None:
+        count[0] += 1
+        if count[0] == write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.{os.getpid()}.partial").write_bytes(content[:7])
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(path, content)
+
+    shards.write_atomic = dying
+    make(config)
+
+
+@pytest.mark.parametrize("mode", ["together", "sequential"])
+def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, with_data, tmp_path, mode):
+    """SIGKILL in the middle of the 2nd, 5th, … write: the next run ends with exactly the files of an uninterrupted one."""
+    make(with_data(toy_config, mode=mode))
+    whole = files_of(toy_config.data.dir)
+    directory = tmp_path / "killed"
+    config = with_data(toy_config, mode=mode, dir=str(directory))
+    for write in (2, 5, 6, 3, 7):
+        assert os.WTERMSIG(in_a_child(lambda write=write: make_and_die(config, write))) == signal.SIGKILL
+    make(config)
+    assert files_of(directory) == whole
+
+
+def test_another_manifest_is_refused_and_the_key_named(toy_config, with_data):
+    make(toy_config)
+    for changes, key in (
+        ({"seed": 1}, "seed: 0 there, 1 in"),
+        ({"mixing_ratio": 0.2}, "mixing_ratio"),
+        ({"num_test": 3}, "split.test.prompts"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            make(with_data(toy_config, **changes))
+    with pytest.raises(ValueError, match=r"sampling.temperature: 1.0 there, 0.5 in"):
+        make(replace(toy_config, pair=replace(toy_config.pair, sampling=SamplingConfig(temperature=0.5))))
+
+
+def test_moved_models_are_the_same_models_and_trained_ones_are_not(toy_config, tmp_path):
+    make(toy_config)
+    moved = tmp_path / "elsewhere" / "draft"
+    shutil.copytree(toy_config.pair.draft.path, moved)
+    config = replace(toy_config, pair=replace(toy_config.pair, draft=replace(toy_config.pair.draft, path=str(moved))))
+    make(config)
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match=r"draft\.fingerprint"):
+        make(config)

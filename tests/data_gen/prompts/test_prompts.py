@@ -1,0 +1,156 @@
+"""Prompts: files, splits, templates."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from configs.schema import DataConfig
+from data_gen.prompts import hub as prompt_sets
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.prompt import Prompt, prompt_of, read_jsonl
+from data_gen.prompts.splits import SPLITS, split_by_id
+from data_gen.prompts.templates import encode, render
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"idx": 3, "instruction": "Add", "input": "1 2", "output": "3"}, Prompt("3", ("Add",), context="1 2")),
+        ({"question": "How many?", "answer": "4"}, Prompt("7", ("How many?",))),
+        ({"task_id": "HumanEval/0", "prompt": "def f():"}, Prompt("HumanEval/0", ("def f():",))),
+        ({"question_id": 81, "turns": ["a", "b"], "category": "writing"}, Prompt("81", ("a", "b"), category="writing")),
+        (
+            {
+                "id": "c",
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": "u"},
+                    {"role": "assistant", "content": "gone"},
+                ],
+            },
+            Prompt("c", ("u",), system="s"),
+        ),
+        (
+            {
+                "id": "d",
+                "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "gone"}, {"from": "human", "value": "v"}],
+            },
+            Prompt("d", ("u", "v")),
+        ),
+    ],
+)
+def test_every_known_form_of_record_is_read(record, expected):
+    assert prompt_of(record, default_id="7") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{not json", r":2: expected one JSON object"),
+        ("[1]", r":2: expected a JSON object, got list"),
+        ('{"text": "x"}', r":2: expected one of the fields messages.*got \['text'\]"),
+        ('{"messages": [{"role": "user"}]}', r":2: expected a list of messages with the strings 'role' and 'content'"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one message of the user"),
+        ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
+        ('{"prompt": 5}', r":2: expected prompt to be a string, got 5"),
+        ('{"id": "0", "prompt": "again"}', r":2: id '0' stands on an earlier line too"),
+    ],
+)
+def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=complaint) as error:
+        read_jsonl(path)
+    assert str(path) in str(error.value)
+
+
+def test_every_prompt_is_in_exactly_one_split_whatever_the_order():
+    prompts = [Prompt(str(number), ("x",)) for number in range(520)]
+    splits = split_by_id(prompts, DataConfig(), (40, 10, 2))
+    assert {split: len(splits[split]) for split in SPLITS} == {"train": 400, "dev": 100, "test": 20}
+    assert sorted(prompt.id for split in SPLITS for prompt in splits[split]) == sorted(prompt.id for prompt in prompts)
+    assert split_by_id(reversed(prompts), DataConfig(), (40, 10, 2)) == splits
+    assert split_by_id(prompts, DataConfig(seed=1), (40, 10, 2)) != splits
+
+
+def test_a_larger_run_contains_the_smaller_one(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
+    small = DataConfig(prompts=str(path), num_train=5, num_dev=2, num_test=1)
+    for split in SPLITS:
+        fewer, more = load_prompts(small, split), load_prompts(replace(small, num_train=30, num_dev=5, num_test=2), split)
+        assert more[: len(fewer)] == fewer[: len(more)]
+
+
+def test_listed_ids_decide_the_split(tmp_path):
+    lists = tmp_path / "ids.json"
+    lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
+    splits = split_by_id([Prompt(str(number), ("x",)) for number in range(5)], DataConfig(split_ids=str(lists)), (1, 1, 1))
+    assert {split: sorted(prompt.id for prompt in splits[split]) for split in SPLITS} == {
+        "train": ["1", "4"],
+        "dev": ["0", "3"],
+        "test": ["2"],
+    }
+
+
+def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "only"}\n')
+    with pytest.raises(ValueError, match=r"num_train is 9 .* has 1 train prompts; set data.num_train=1"):
+        load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
+    with pytest.raises(FileNotFoundError, match="neither a known set nor a file"):
+        load_prompts(DataConfig(prompts="nowhere"), "train")
+
+
+def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypatch):
+    """The hub itself is out of reach of a test: the same records come from here."""
+    parts = {"train": [{"question": f"t{number}", "answer": ""} for number in range(10)], "test": [{"question": "own test", "answer": ""}]}
+    asked = []
+
+    def records(known, part, name):
+        asked.append((known.path, known.name, part))
+        return parts[part]
+
+    monkeypatch.setattr(prompt_sets, "_records", records)
+    config = DataConfig(prompts="gsm8k", num_train=8, num_dev=2, num_test=1)
+    assert [prompt.turns for prompt in load_prompts(config, "test")] == [("own test",)]
+    assert len(load_prompts(config, "train")) == 8
+    assert asked[0] == ("openai/gsm8k", "main", "test")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(toy_pair: Path):
+    return AutoTokenizer.from_pretrained(toy_pair / "target")
+
+
+def test_templates_are_the_papers_wrappers(tokenizer):
+    prompt = Prompt("a", ("Add.",), context="1 2")
+    assert render(prompt, tokenizer, "llama2") == "[INST] Add.\nInput: 1 2 [/INST]"
+    assert render(prompt, tokenizer, "chat") == "<u>Add.\n1 2\n<a>"
+    assert render(prompt, tokenizer, "plain") == "Add.\n1 2"
+    code = render(Prompt("b", ("def f():",)), tokenizer, "humaneval")
+    assert code.startswith("[INST] Below is an instruction")
+    assert code.endswith("Create a Python script for this problem:\ndef f():\n\n### Response: [/INST]")
+    assert render(Prompt("c", ("1+1?",)), tokenizer, "gsm8k").endswith(
+        "### Instruction:\n1+1?\n\n### Response: Let's think step by step. [/INST]"
+    )
+
+
+def test_replies_stand_between_the_turns(tokenizer):
+    prompt = Prompt("a", ("one", "two"), system="be brief")
+    assert render(prompt, tokenizer, "llama2", ["yes"]) == "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
+    assert render(prompt, tokenizer, "plain", ["yes"]) == "one\nyes\ntwo"
+    chat = encode(replace(prompt, system=""), tokenizer, "chat", ["yes"])
+    assert tokenizer.decode(chat) == "<u>one\n<a>yes<end><u>two\n<a>"
+
+
+def test_a_template_that_is_not_there_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"data.template is 'vicuna'; one of chat, plain"):
+        encode(Prompt("a", ("x",)), tokenizer, "vicuna")
+    bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        encode(Prompt("a", ("x",)), bare, "chat")

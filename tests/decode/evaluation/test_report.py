@@ -1,0 +1,70 @@
+"""The page is self-contained, and a browser ranks policies as Python does, at every position of its slider."""
+
+import html
+import re
+import shutil
+import subprocess
+
+import pytest
+from small_pair import trace
+
+from decode.costs.model import CostModel
+from decode.evaluation.grids import bounds, default_values, make_grid
+from decode.evaluation.page import ReportArm, write_report
+from decode.evaluation.plots import entropies, pareto
+from decode.evaluation.results import replay_arms, results_of
+from lm import Sampling
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def arms():
+    splits = [trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)]
+    grids = [
+        make_grid(name, name, values) for name, values in default_values(5).items() if name in {"fixed_length", "entropy", "token_prob"}
+    ]
+    return replay_arms([*grids, *bounds()], *splits, lambda count: None), splits[1]
+
+
+@pytest.fixture(scope="module")
+def page(arms, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    plots = [pareto(arms[0], {}), entropies(arms[1])]
+    write_report(path, {"made": [ReportArm(arm) for arm in arms[0]]}, names={}, about="a < b", ratio=5.0, plots=plots)
+    return path
+
+
+def test_the_page_fetches_nothing_and_is_small(page):
+    text = page.read_text()
+    assert len(text) < 6e6
+    assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
+    assert "__DATA__" not in text
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+@pytest.mark.parametrize("ratio", [3, 20])
+def test_the_page_ranks_as_python_does(page, arms, ratio):
+    command = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+        f"{page.as_uri()}#ratio={ratio}",
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    table = dom.split('id="ranking"')[1].split("</table>")[0]
+    rows = [
+        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in re.findall(r"<tr[^>]*data-family.*?</tr>", table)
+    ]
+    shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
+    assert shown == pytest.approx(ratio, rel=0.01)
+    expected = sorted(results_of(arms[0], CostModel.constant(1 / shown, 1.0)), key=lambda result: -result.speed_up)
+    assert [row[0] for row in rows] == [result.family for result in expected]
+    for row, result in zip(rows, expected, strict=True):
+        assert float(row[2]) == pytest.approx(result.speed_up, rel=5e-3)
+        assert float(row[5]) == pytest.approx(result.discard_rate, abs=6e-4)
+        assert all(f"{value:.3g}" in row[1] for value in result.setting.values())

@@ -1,0 +1,130 @@
+"""What policies are shown is what the laws say: untruncated temperature-1 signals, head scores at the right time (laws 4.1, 4.8, 4.8b)."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from enumeration import ToyModel
+from toy_loop import PROMPT, decoder_of, toy_head
+
+from decode import ModelDrafter, Session
+from decode.loop.signals import DeviceSignals, HostSignals
+from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
+from heads import AcceptanceHead
+from heads.model.stepwise import FusedHead
+from lm import RandomDraws, Sampling, entropy
+
+
+@dataclass(frozen=True)
+class Watch(Policy):
+    """Never stops; keeps what it was shown."""
+
+    fed_head: AcceptanceHead | None = None
+    drawn_head: AcceptanceHead | None = None
+    seen: list[AfterDraw] = field(default_factory=list)
+    signals = frozenset({"entropy", "max_prob", "token_prob", "fed_logit", "drawn_logit"})
+
+    def after(self, state, drawn):
+        self.seen.append(drawn)
+        return state, False
+
+
+def head_with_every_input(timing: str) -> AcceptanceHead:
+    head = AcceptanceHead(4, 2, timing, True, True).double()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+    return head
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
+def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling):
+    fed, drawn = head_with_every_input("fed"), head_with_every_input("drawn")
+    policy, model = Watch(fed, drawn), ToyModel(2, 5)
+    drafter = ModelDrafter(model, policy)
+    drafter.start(Session(sampling, frozenset(), RandomDraws(torch.Generator().manual_seed(4))))
+    proposal = drafter.propose(list(PROMPT), 4)
+    tokens = proposal.tokens
+    scalars = []
+    for i, token in enumerate(tokens):
+        fresh = ToyModel(2, 5)
+        logits = fresh.forward([*PROMPT, *tokens[:i]])[-1]
+        probs = logits.softmax(-1)
+        shown = policy.seen[i]
+        assert shown.position == i
+        assert shown.entropy == pytest.approx(float(entropy(logits)), abs=1e-12)
+        assert shown.max_prob == pytest.approx(float(probs.max()), abs=1e-12)
+        assert shown.token_prob == pytest.approx(float(probs[token]), abs=1e-12)
+        scalars.append(torch.stack([probs[token].log(), entropy(logits)]))
+        embedding = model.embedding(torch.tensor([token]))[0]
+        assert shown.drawn_logit == pytest.approx(float(drawn.requires_grad_(False)(fresh.hidden[-1], scalars[i], embedding)), abs=1e-9)
+        if i == 0:
+            assert shown.fed_logit == float("inf")
+        else:
+            before = model.embedding(torch.tensor([tokens[i - 1]]))[0]
+            assert shown.fed_logit == pytest.approx(float(fed.requires_grad_(False)(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
+        assert sampling.probs(logits)[token] > 0
+        assert sampling.is_greedy or torch.equal(proposal.probs[i], sampling.probs(logits))
+
+
+def test_only_what_a_policy_asks_for_is_computed():
+    drafter = ModelDrafter(ToyModel(2), FixedLength(3))
+    drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
+    assert drafter.propose(list(PROMPT), 3).entropies == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("scalars", [False, True])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_the_fused_head_equals_the_head(depth, scalars, embedding):
+    torch.manual_seed(depth)
+    head = AcceptanceHead(8, depth, "drawn", scalars, embedding).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, pair, token = (
+        torch.randn(8).double(),
+        torch.randn(2).double() if scalars else None,
+        torch.randn(8).double() if embedding else None,
+    )
+    expected = head(hidden, pair, token)
+    torch.testing.assert_close(FusedHead(head)(hidden, pair, token)[0], expected)
+    assert FusedHead(head).score(hidden, None if pair is None else tuple(pair.tolist()), token) == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
+def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
+    class Asks(Watch):
+        signals = frozenset(asked)
+
+    shown = []
+    for reader in (HostSignals, DeviceSignals):
+        model, draws = ToyModel(2, 5), RandomDraws(torch.Generator().manual_seed(3))
+        signals, ids, steps = reader(Asks(head_with_every_input("fed"), head_with_every_input("drawn")), model), list(PROMPT), []
+        for position in range(4):
+            logits = model.forward(ids)[-1]
+            token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
+            ids.append(token)
+            steps.append((token, *(getattr(drawn, name) for name in sorted(asked))))
+        shown.append(steps)
+    assert shown[0] == [pytest.approx(step, rel=1e-5) for step in shown[1]]
+
+
+def test_a_head_of_another_width_is_refused():
+    with pytest.raises(ValueError, match="width 6"):
+        ModelDrafter(ToyModel(2), HeadPolicy(AcceptanceHead(6, 1)))
+
+
+def test_an_unknown_signal_is_refused():
+    @dataclass(frozen=True)
+    class Wrong(Policy):
+        signals = frozenset({"mood"})
+
+    with pytest.raises(ValueError, match="mood"):
+        ModelDrafter(ToyModel(2), Wrong())
+
+
+def test_a_fed_head_scores_each_token_once_and_a_stop_costs_no_forward_more():
+    decoder = decoder_of(HeadPolicy(toy_head("fed", seed=2), 0.5), eos_ids=())
+    for played in decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(0)).rounds:
+        assert played.counts.num_draft_forwards == len(played.drafted)

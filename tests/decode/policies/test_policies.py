@@ -1,0 +1,176 @@
+"""Policies stop where their published rules say, on floats and on arrays alike; defaults are the official ones."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+import torch
+from enumeration import ToyModel
+from toy_loop import POLICIES, PROMPT, decoder_of
+
+from decode import policies
+from decode.policies import AdaEDL, AfterDraw, BeforeDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
+from decode.policies.registry import POLICIES as BY_NAME
+from decode.policies.registry import make_policy, parse_policy
+from heads import AcceptanceHead, Provenance
+from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
+
+
+def drawn_with(**signals: float) -> AfterDraw:
+    return AfterDraw(
+        **({"position": 0, "entropy": 0.0, "max_prob": 0.0, "fed_logit": np.inf, "token_prob": 0.0, "drawn_logit": 0.0} | signals)
+    )
+
+
+def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int]]:
+    """(drafted, accepted) per round by a direct reading of the published rule, on the same uniforms as the loop.
+
+    svip: draft until sqrt(0.15 H) > 0.3 (official code; the token is kept).
+    heuristic: k starts at 5; all accepted: + 2, else - 1, at least 1.
+    """
+    target, draft = ToyModel(1), ToyModel(2)
+    draws, ids, k, rounds = RandomDraws(torch.Generator().manual_seed(seed)), list(PROMPT), 5, []
+
+    def probs(model, tokens):
+        model.reset()
+        return model.forward(tokens)[-1].softmax(-1)
+
+    while len(ids) < len(PROMPT) + num_tokens:
+        room = min(20, len(PROMPT) + num_tokens - len(ids) - 1)
+        drafted, qs = [], []
+        while len(drafted) < (room if rule == "svip" else min(k, room)):
+            q = probs(draft, ids + drafted)
+            qs.append(q)
+            drafted.append(draws.token(q))
+            if rule == "svip" and (0.15 * float(-(q * q.log()).sum())) ** 0.5 > 0.3:
+                break
+        ps = [probs(target, ids + drafted[:i]) for i in range(len(drafted) + 1)]
+        accepted = 0
+        if drafted:
+            stacked = torch.stack(qs), torch.stack(ps[:-1])
+            accepted = draws.num_accepted(acceptance_prob(torch.tensor(drafted), *stacked).tolist())
+        end = ps[-1] if accepted == len(drafted) else residual_probs(qs[accepted], ps[accepted])
+        ids += [*drafted[:accepted], draws.token(end)]
+        rounds.append((len(drafted), accepted))
+        if drafted:
+            k = k + 2 if accepted == len(drafted) else max(1, k - 1)
+    return rounds
+
+
+@pytest.mark.parametrize(("rule", "policy"), [("svip", Entropy()), ("heuristic", Heuristic())])
+def test_counts_equal_a_direct_reading_of_the_published_rule_on_the_same_uniforms(rule, policy):
+    decoder = decoder_of(policy, eos_ids=())
+    for seed in range(3):
+        rounds = decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(seed)).rounds
+        assert [(len(played.drafted), played.num_accepted) for played in rounds] == direct_lengths(rule, seed, 40)
+
+
+def test_official_defaults():
+    defaults = {name: {f.name: f.default for f in fields(kind)} for name, kind in BY_NAME.items()}
+    assert defaults["token_prob"]["min_token_prob"] == 0.4
+    assert defaults["max_prob"]["min_max_prob"] == 0.6
+    assert defaults["entropy"] == {"max_sqrt_entropy": 0.3, "scale": 0.15}
+    assert defaults["heuristic"]["k"] == 5
+    assert defaults["self_verify"]["initial"] == 0.0
+    assert defaults["ada_edl"] | {"scale": 0.2, "step": 0.01, "target_rate": 0.9} == defaults["ada_edl"]
+    assert defaults["head"]["max_rejection_prob"] == 0.7
+
+
+def test_self_verify_compares_with_the_running_mean_of_rejected_entropies():
+    policy = SelfVerify()
+    state = policy.start()
+    assert policy.after(state, drawn_with(entropy=0.01))[1]
+    for rejected in (1.0, 2.0):
+        state = policy.end(state, Outcome(num_drafted=2, num_accepted=1, num_allowed=9, rejected_entropy=rejected))
+    state = policy.end(state, Outcome(num_drafted=2, num_accepted=2, num_allowed=9, rejected_entropy=0.0))
+    assert not policy.after(state, drawn_with(entropy=1.5))[1]
+    assert policy.after(state, drawn_with(entropy=1.51))[1]
+
+
+def test_ada_edl_moves_its_threshold_as_published():
+    policy = AdaEDL(initial_lambda=0.2)
+    full = policy.end((0.2, 1.0), Outcome(num_drafted=4, num_accepted=4, num_allowed=4, rejected_entropy=0.0))
+    assert full == pytest.approx((0.2, 1.0))
+    poor = policy.end((0.2, 0.9), Outcome(num_drafted=4, num_accepted=1, num_allowed=9, rejected_entropy=0.0))
+    assert poor == pytest.approx((0.9 * 0.2 + 0.1 * 0.21, 0.5 * 0.9 + 0.5 * 0.25))
+    good = policy.end((0.2, 1.0), Outcome(num_drafted=4, num_accepted=4, num_allowed=9, rejected_entropy=0.0))
+    assert good == pytest.approx((0.9 * 0.2 + 0.1 * 0.19, 1.0))
+    assert policy.stop_before((0.5, 0.9), BeforeDraw(1, entropy=1.3, max_prob=0.0, fed_logit=0.0))
+    assert not policy.stop_before((0.5, 0.9), BeforeDraw(1, entropy=1.2, max_prob=0.0, fed_logit=0.0))
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
+    head = AcceptanceHead(4, 0, provenance=Provenance(reject_weight=6.0))
+    policy = HeadPolicy(head, 0.5, is_calibrated=is_calibrated)
+    logits = [np.inf, 1.0, 0.2, -0.4]
+    shift = np.log(6.0) if is_calibrated else 0.0
+    survival, state = 1.0, policy.begin(policy.start())
+    for i, logit in enumerate(logits):
+        survival *= 1 / (1 + np.exp(-(logit + shift)))
+        state, stop = policy.after(state, drawn_with(position=i, fed_logit=logit))
+        assert bool(stop) == (1 - survival > 0.5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
+    policy, generator = POLICIES[name], np.random.default_rng(0)
+    columns = AfterDraw(*generator.uniform(0.01, 1.5, (6, 8)))
+    outcome = Outcome(np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8))
+
+    def play(drawn, outcome):
+        state = policy.begin(policy.start())
+        before = policy.stop_before(state, BeforeDraw(*drawn[:4]))
+        state, stop = policy.after(state, drawn)
+        state = policy.end(state, outcome)
+        return policy.limit(state), before, stop, *state
+
+    together = [np.broadcast_to(value, 8) for value in play(columns, outcome)]
+    for lane in range(8):
+        alone = play(*(type(given)(*(float(column[lane]) for column in given)) for given in (columns, outcome)))
+        assert [float(column[lane]) for column in together] == pytest.approx([float(value) for value in alone])
+
+
+def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
+    """The class in decode.policies.base's docstring, and an illegal wish: a policy that says stop at once still keeps the token."""
+
+    @dataclass(frozen=True)
+    class Unsure(Policy):
+        min_token_prob: float = 0.3
+        max_entropy: float = 2.0
+        signals = frozenset({"token_prob", "entropy"})
+
+        def after(self, state, drawn):
+            return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
+
+    rounds = decoder_of(Unsure(min_token_prob=1.0), eos_ids=()).generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
+    assert {len(played.drafted) for played in rounds[:-1]} == {1}
+    assert not any(hasattr(Policy, name) for name in ("drop", "reject", "discard"))
+
+
+def test_specs_parse_to_policies():
+    assert parse_policy("entropy:max_sqrt_entropy=0.4") == Entropy(0.4)
+    assert parse_policy("fixed_length:k=7") == FixedLength(7)
+    assert isinstance(make_policy("self_verify"), SelfVerify)
+    head = AcceptanceHead(4, 0)
+    policy = parse_policy("head:some/dir,max_rejection_prob=0.4,is_calibrated=true", load_head=lambda path: head)
+    assert policy == HeadPolicy(head, 0.4, is_calibrated=True)
+    assert set(BY_NAME.values()) <= {getattr(policies, kind.__name__) for kind in BY_NAME.values()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"), ("head", "exported head"),
+     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"), ("heuristic:k=0", "at least 1")],
+)  # fmt: skip
+def test_a_spec_that_makes_no_sense_is_refused(spec, said):
+    with pytest.raises(ValueError, match=said):
+        parse_policy(spec)
+
+
+def test_entropy_is_that_of_the_untruncated_distribution_whatever_the_sampling():
+    logits = ToyModel(2).forward(PROMPT)[-1]
+    q = logits.softmax(-1)
+    assert float(entropy(logits)) == pytest.approx(float(-(q * q.log()).sum()))
+    decoder = decoder_of(Entropy(0.3), sampling=Sampling(temperature=0.0), eos_ids=())
+    assert {len(played.drafted) for played in decoder.generate(PROMPT, 40).rounds[:-2]} != {20}

@@ -1,0 +1,52 @@
+"""`export`: what comes out scores as the sweep did; names and metrics that are not there are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from made_up import make_config
+
+from heads import AcceptanceHead
+from heads.batches.module import FeatureData
+from heads.command import export, load_sweep
+from train import train
+
+
+@pytest.fixture(scope="module")
+def config(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    made = make_config(data_dir, tmp_path_factory.mktemp("run"), timings=("fed", "drawn"), scalars=(False, True), trainer={"max_epochs": 1})
+    train(made)
+    return made
+
+
+def test_exported_heads_score_as_the_sweep_does(config, tmp_path: Path):
+    paths = {path.name: path for path in export(config, out=str(tmp_path))}
+    sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
+    batch = next(iter(FeatureData(config).loader("dev")))
+    assert set(paths) == {str(spec) for spec in sweep.specs}
+    with torch.no_grad():
+        for _, stack in sweep.items():
+            features = batch[stack.shape.timing]
+            for spec, logit in zip(stack.specs, sweep.logits(stack, batch), strict=True):
+                head = AcceptanceHead.from_pretrained(paths[str(spec)])
+                ours = head(features.hidden, features.scalars if head.scalars else None)
+                torch.testing.assert_close(ours, logit, atol=1e-4, rtol=1e-4)
+                assert (head.timing, head.provenance.reject_weight) == (spec.shape.timing, spec.reject_weight)
+                assert head.provenance.metrics["auroc"] > 0
+                assert head.provenance.draft["path"] == "made-up/draft"
+                assert (head.provenance.mixing_ratio is None) == (head.timing == "drawn")
+
+
+def test_best_is_one_head_of_each_kind_of_inputs(config, tmp_path: Path):
+    names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path))]
+    assert sorted(name.split("-")[0] for name in names) == ["drawn", "drawn+s", "fed", "fed+s"]
+    assert [path.name for path in export(config, head="fed-d2-w6", out=str(tmp_path))] == ["fed-d2-w6"]
+
+
+def test_what_is_not_there_is_refused(config, tmp_path: Path):
+    with pytest.raises(ValueError, match="no head 'fed-d9-w6'"):
+        export(config, head="fed-d9-w6", out=str(tmp_path))
+    with pytest.raises(ValueError, match="metric 'luck' is unknown"):
+        export(config, head="best", metric="luck", out=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        export(make_config(tmp_path, tmp_path / "nowhere"))

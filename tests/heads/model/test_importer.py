@@ -1,0 +1,91 @@
+"""`import` of a released SpecDec++ head: written by the official module, read as one logit, equal outputs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from made_up import make_config
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+from heads import AcceptanceHead, Provenance
+from heads.command import import_, inspect
+from heads.model.official import read_official_head
+
+
+class OfficialBlock(nn.Module):
+    """The official residual block."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(hidden_size, hidden_size), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.linear(x))
+
+
+class OfficialHead(nn.Module):
+    """The official head: one block, D times; two logits."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*([OfficialBlock(hidden_size)] * num_layers), nn.Linear(hidden_size, 2))
+
+
+def write_official(path: Path, num_layers: int) -> OfficialHead:
+    path.mkdir(parents=True)
+    head = OfficialHead(6, num_layers)
+    save_model(head, str(path / "model.safetensors"))
+    (path / "config.json").write_text(json.dumps({"hidden_size": 6, "num_layers": num_layers}))
+    return head
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers: int):
+    official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
+    assert len(load_file(tmp_path / "official" / "model.safetensors")) == 2 + 2 * min(num_layers, 1), "the shared block is stored once"
+    path = import_(make_config(tmp_path, tmp_path), source=str(tmp_path / "official"), out=str(tmp_path / "imported"), reject_weight=6.0)
+    head = AcceptanceHead.from_pretrained(path)
+    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+    assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)
+    assert inspect(path=str(path))["num_layers"] == num_layers
+
+
+def test_unrolled_blocks_are_no_longer_shared(tmp_path: Path):
+    write_official(tmp_path / "official", 3)
+    head = read_official_head(tmp_path / "official", Provenance())
+    assert len({block.weight.data_ptr() for block in head.blocks}) == 3
+
+
+def test_a_missing_alias_can_only_mean_the_shared_block(tmp_path: Path):
+    official = write_official(tmp_path / "official", 3)
+    path = tmp_path / "official" / "model.safetensors"
+    save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path)
+    hidden = torch.randn(7, 6)
+    head = read_official_head(path, Provenance())
+    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+
+
+def test_a_pickled_official_head_is_refused_with_the_remedy(tmp_path: Path):
+    official = write_official(tmp_path / "official", 1)
+    (tmp_path / "official" / "model.safetensors").unlink()
+    torch.save(official.state_dict(), tmp_path / "official" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file"):
+        read_official_head(tmp_path / "official", Provenance())
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "one logit"])
+def test_a_head_that_is_not_official_is_refused(tmp_path: Path, change: str):
+    write_official(tmp_path / "official", 1)
+    path = tmp_path / "official" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    if change == "missing":
+        del tensors["model.0.linear.bias"]
+    elif change == "extra":
+        tensors["model.9.weight"] = torch.zeros(1)
+    else:
+        tensors["model.1.weight"] = tensors["model.1.weight"][:1].clone()
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"model\.\d"):
+        read_official_head(path, Provenance())

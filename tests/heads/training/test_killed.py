@@ -1,0 +1,81 @@
+"""A process that is told to stop, or is killed, in the middle of a run: the next run ends in the very heads of an uninterrupted one."""
+
+import hashlib
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from made_up import ROOT, command, environment, make_config, train_by_command
+
+from heads.command import export
+from heads.training.checkpoints import WholeCheckpoints
+from heads.training.run import RunDirectory
+from train import train
+
+EPOCHS = 40
+
+
+def exported(config) -> dict[str, str]:
+    """sha256 of the weights of every exported head."""
+    export(config, head="all")
+    found = Path(config.heads.dir, "exported").rglob("model.safetensors")
+    return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The heads of a run that nobody disturbs."""
+    config = make_config(data_dir, tmp_path_factory.mktemp("whole"), trainer={"max_epochs": EPOCHS})
+    train(config)
+    return exported(config)
+
+
+def interrupt(config, folder: Path, kind: signal.Signals) -> int:
+    """Send a signal to a real `python train.py` at a random moment after its first checkpoint; the step it had saved last."""
+    checkpoint = Path(config.heads.dir, "last.ckpt")
+    run = subprocess.Popen(command(config, folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    deadline = time.monotonic() + 120
+    while not checkpoint.is_file() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.3))
+    run.send_signal(kind)
+    run.wait(timeout=120)
+    return int(torch.load(checkpoint, weights_only=True)["global_step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "every"), [(signal.SIGTERM, 100_000), (signal.SIGKILL, 5)])
+def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(data_dir: Path, tmp_path: Path, whole, kind, every: int):
+    """320 steps. SIGTERM leaves a checkpoint of its own; after SIGKILL the last one that was due is gone on from."""
+    config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": EPOCHS}, checkpoint_every_n_steps=every)
+    step = interrupt(config, tmp_path, kind)
+    assert 0 < step < 8 * EPOCHS, f"the signal came outside the run, at step {step}"
+    train_by_command(config, tmp_path)
+    assert exported(config) == whole
+
+
+def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "last.ckpt"
+    WholeCheckpoints().save_checkpoint({"step": 1}, path)
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        WholeCheckpoints().save_checkpoint({"step": 2}, path)
+    assert WholeCheckpoints().load_checkpoint(path, weights_only=True) == {"step": 1}
+
+
+def test_a_checkpoint_that_is_cut_short_is_refused_and_named(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1})
+    train(config)
+    path = tmp_path / "run" / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"last\.ckpt .* is no whole checkpoint"):
+        train(config)
+    assert RunDirectory(tmp_path / "run").prepare(config, resume=False) is None

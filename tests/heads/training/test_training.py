@@ -1,0 +1,133 @@
+"""The whole run: resume bit for bit, two processes, another config refused, overfitting, what is written."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from made_up import ROOT, command, environment, make_config
+
+from heads.command import load_sweep
+from heads.training.checkpoints import WholeCheckpoints
+from heads.training.run import RunDirectory, build
+from train import train
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir / "last.ckpt", weights_only=True)["state_dict"]
+
+
+class StopAfter(pl.Callback):
+    """Ctrl-C after so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        self.batches -= 1
+        if self.batches == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("stop", "accumulate"), [(3, 1), (8, 1), (13, 1), (11, 3)])
+def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(data_dir: Path, tmp_path: Path, stop: int, accumulate: int):
+    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, and inside an accumulated step."""
+    trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    whole = make_config(data_dir, tmp_path / "whole", trainer=trainer, checkpoint_every_n_steps=1000)
+    train(whole)
+    broken = make_config(data_dir, tmp_path / "broken", trainer=trainer, checkpoint_every_n_steps=1000)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(replace(broken, trainer=broken.trainer | {"callbacks": [StopAfter(stop)]}))
+    train(broken)
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(data_dir: Path, tmp_path: Path):
+    """gloo, 2 x 4 responses against 1 x 8: the same batches, so the same weights up to rounding; metrics over all of dev."""
+    shared = {"timings": ("fed", "drawn"), "scalars": (True,)}
+    one = make_config(data_dir, tmp_path / "one", **shared, batch_size=8)
+    two = make_config(data_dir, tmp_path / "two", **shared, batch_size=4, trainer={"devices": 2, "strategy": "ddp"})
+    train(one)
+    subprocess.run(command(two, tmp_path), cwd=ROOT, check=True, capture_output=True, env=environment())
+    expected, found = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in expected:
+        if name.startswith("stacks"):
+            torch.testing.assert_close(found[name], expected[name], atol=2e-5, rtol=1e-3)
+    metrics = [json.loads((tmp_path / name / "val_metrics.json").read_text())["results"]["dev"] for name in ("one", "two")]
+    assert metrics[0]["labels"]["fed"]["num_tokens"] == metrics[1]["labels"]["fed"]["num_tokens"]
+    for name, head in metrics[0]["heads"].items():
+        assert metrics[1]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=1e-3)
+
+
+def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1})
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.prepare(config, resume=True) is None
+    WholeCheckpoints().save_checkpoint({}, directory.checkpoint)
+    assert directory.prepare(replace(config, heads=replace(config.heads, checkpoint_every_n_steps=7)), resume=True) == str(
+        directory.checkpoint
+    )
+    for changed, key in (
+        (replace(config, heads=replace(config.heads, learning_rate=0.5)), r"heads\.learning_rate"),
+        (replace(config, trainer=config.trainer | {"max_epochs": 2}), r"trainer\.max_epochs"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            directory.prepare(changed, resume=True)
+    assert directory.prepare(changed, resume=False) is None
+
+
+def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Path):
+    config = make_config(
+        data_dir, tmp_path / "run", timings=("fed", "drawn"), scalars=(False, True), trainer={"logger": True, "log_every_n_steps": 2}
+    )
+    results = train(config)
+    written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
+    assert set(results["dev"]["heads"]) == set(written["results"]["dev"]["heads"])
+    assert len(results["dev"]["heads"]) == 16
+    head = written["results"]["test"]["heads"]["drawn+s-d2-w6"]
+    assert {"calibrated_kl", "raw_kl", "auroc", "calibrated_ece", "raw_brier", "temperature"} <= head.keys()
+    assert {"by_position", "survival", "rates", "reliability"} <= head["raw"].keys()
+    assert set(written["results"]["dev"]["signals"]["fed"]) == {"log_token_prob", "negative_entropy"}
+    assert "| log_token_prob alone (drawn) |" in (tmp_path / "run" / "tables.md").read_text()
+    assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} >= {"heat_map.png", "reliability.png", "learning_curves.png"}
+    assert list((tmp_path / "run" / "logs" / "tb").glob("events*"))
+    assert "dev/calibrated_kl/fed-d0-w1" in (tmp_path / "run" / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["torch"]
+
+
+def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
+    """Labels are a function of hidden state and log q(y): heads that see both come near zero KL, those that see one do not."""
+    config = make_config(
+        data_dir, tmp_path / "run", timings=("drawn",), scalars=(False, True), depths=(0,), learning_rate=0.1, trainer={"max_epochs": 40}
+    )
+    heads = train(config)["dev"]["heads"]
+    assert heads["drawn+s-d0-w1"]["calibrated_kl"] < 0.003
+    assert heads["drawn+s-d0-w6"]["calibrated_kl"] < 0.003
+    assert heads["drawn-d0-w1"]["calibrated_kl"] > 0.02
+    assert heads["drawn+s-d0-w6"]["raw_kl"] > 0.1, "raw probabilities of a reject weight of 6 are not calibrated"
+
+
+def test_best_weights_of_each_head_are_those_of_its_best_validation(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path / "run", learning_rate=0.3, trainer={"max_epochs": 6})
+    results = train(config)
+    sweep = load_sweep(tmp_path / "run" / "last.ckpt")
+    for index, spec in enumerate(sweep.specs):
+        best = min(entry["calibrated_kl"][index] for entry in sweep.history)
+        assert results["dev"]["heads"][str(spec)]["calibrated_kl"] == pytest.approx(best, abs=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path / "run", depths=(0, 2), trainer={"max_epochs": 1})
+    sweep, data = build(config)
+    with torch.no_grad():
+        sweep.items()[0][1].out_bias[0] = torch.nan
+    directory = RunDirectory(tmp_path / "run")
+    directory.prepare(config, resume=False)
+    with pytest.raises(ValueError, match=r"loss of fed-d0-w1 is not finite at step 0"):
+        pl.Trainer(**directory.trainer_arguments(config)).fit(sweep, datamodule=data)
