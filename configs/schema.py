@@ -92,7 +92,7 @@ class DataConfig:
     dir: str = "data/run"
     """Where rows, features and manifest go."""
     prompts: str = "stories"
-    """stories (made here), alpaca, gsm8k, humaneval, mt_bench, spec_bench (hub), or the path of a JSONL file."""
+    """stories (made here), a set of the hub by name (an unknown name lists them), or the path of a JSONL file."""
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
     num_train: int = 1000

@@ -1,10 +1,8 @@
-"""Prompt sets by name, loaded from the hub with `datasets`.
+"""Prompt sets by name, loaded from the hub with `datasets`. A set is one entry of `SETS`; nothing else in the project knows its name."""
 
-Alpaca has one split and is cut 40k/10k/2k; GSM8K brings train and test (its train part gives train and dev); HumanEval and
-MT-Bench are for testing only; Spec-Bench (480 prompts) gives 160 for choosing thresholds and 320 for testing.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from data_gen.prompts.prompt import Prompt, prompt_of
 from data_gen.prompts.splits import Split
@@ -12,7 +10,7 @@ from data_gen.prompts.splits import Split
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Where a set lies on the hub."""
+    """Where a set lies on the hub, and how its records are read."""
 
     path: str
     name: str | None = None
@@ -24,53 +22,51 @@ class PromptSet:
     data_files: str | None = None
     """For repositories that hold plain JSONL."""
     weights: tuple[int, int, int] | None = None
-    """Shares of train, dev and test where they are no choice; None: the run's."""
+    """Shares of train, dev and test for a set that prescribes them; None: those of the run."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """The set's name of a field -> the name under which `prompt_of` looks for it."""
 
 
 SETS = {
     "alpaca": PromptSet("tatsu-lab/alpaca"),
     "gsm8k": PromptSet("openai/gsm8k", name="main", test_part="test", weights=(4, 1, 0)),
     "humaneval": PromptSet("openai/openai_humaneval", part="test", weights=(0, 0, 1)),
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1)),
+    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), rename={"prompt": "turns", "prompt_id": "id"}),
+    # 480 prompts: 160 to choose thresholds by, 320 to test with
     "spec_bench": PromptSet(
         "json", data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", weights=(0, 1, 2)
     ),
 }
-"""name -> place"""
+"""The value of data.prompts -> the set."""
 
 
-def load(name: str, split: Split) -> tuple[bool, list[Prompt]]:
-    """(whether these are the prompts of `split` alone, prompts) of a set.
+def load(name: str, split: Split) -> list[Prompt]:
+    """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that all splits share.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
-        ValueError: a record that does not look as expected.
+        ValueError: a record without any of the expected fields.
     """
-    known = SETS[name]
-    has_own = split == "test" and known.test_part is not None
-    part = known.test_part if has_own else known.part
+    place = SETS[name]
+    part = place.test_part if split == "test" and place.test_part is not None else place.part
     prompts = []
-    for index, record in enumerate(_records(known, str(part), name)):
-        record = {"turns": record["prompt"], "id": record.get("prompt_id"), **_kept(record)} if name == "mt_bench" else record
+    for index, record in enumerate(_records(place, part, name)):
+        renamed = {place.rename.get(key, key): value for key, value in record.items()}
         try:
-            prompts.append(prompt_of(record, default_id=str(index)))
+            prompts.append(prompt_of(renamed, default_id=str(index)))
         except ValueError as error:
-            raise ValueError(f"{known.path} [{part}] record {index}: {error}") from error
-    return has_own, prompts
+            raise ValueError(f"{place.path} [{part}] record {index}: {error}") from error
+    return prompts
 
 
-def _kept(record: dict) -> dict:
-    return {"category": record.get("category", "")}
-
-
-def _records(known: PromptSet, part: str, name: str) -> list[dict]:
+def _records(place: PromptSet, part: str, name: str) -> list[dict[str, Any]]:
     """The set's records, in hub order."""
-    from datasets import load_dataset
+    from datasets import load_dataset  # seconds to import, and only runs on a hub set need it
 
     try:
-        return list(load_dataset(known.path, known.name, split=part, data_files=known.data_files))
+        return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files))
     except OSError as error:
         raise FileNotFoundError(
-            f"prompt set {name} ({known.path}) can neither be reached nor is it in the cache: {error}; give data.prompts the path of a "
+            f"prompt set {name} ({place.path}) cannot be reached and is not in the cache: {error}; set data.prompts to the path of a "
             "JSONL file"
         ) from error

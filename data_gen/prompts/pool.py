@@ -5,7 +5,7 @@ from pathlib import Path
 from configs.schema import DataConfig
 from data_gen.prompts.hub import SETS, load
 from data_gen.prompts.prompt import Prompt, read_jsonl
-from data_gen.prompts.splits import Split, ordered, split_by_id
+from data_gen.prompts.splits import Split, in_hash_order, split_by_id
 from data_gen.stories.stories import stories
 
 
@@ -30,11 +30,20 @@ def load_prompts(config: DataConfig, split: Split) -> list[Prompt]:
 
 
 def _pool(config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    """Every prompt that the split could take."""
+    """All prompts from which the split takes its first `count`."""
     if config.prompts == "stories":
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    if config.prompts in SETS and not Path(config.prompts).exists():
-        own_split, prompts = load(config.prompts, split)
-        weights = SETS[config.prompts].weights or config.split_weights
-        return ordered(prompts, config.seed) if own_split else split_by_id(prompts, config, weights)[split]
-    return split_by_id(read_jsonl(config.prompts), config, config.split_weights)[split]
+    weights = config.split_weights
+    if Path(config.prompts).is_file():  # a file may have the name of a set
+        prompts = read_jsonl(config.prompts)
+    elif config.prompts in SETS:
+        known = SETS[config.prompts]
+        prompts, weights = load(config.prompts, split), known.weights or weights
+        if split == "test" and known.test_part is not None:
+            return in_hash_order(prompts, config.seed)
+    else:
+        raise FileNotFoundError(
+            f"data.prompts is {config.prompts!r}, neither a known set nor a file; set it to stories, {', '.join(SETS)} "
+            "or the path of a JSONL file"
+        )
+    return split_by_id(prompts, weights=weights, seed=config.seed, split_ids=config.split_ids)[split]

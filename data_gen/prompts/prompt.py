@@ -2,7 +2,7 @@
 
 Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value, ShareGPT), `turns`
 (MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt` (HumanEval). Replies that a conversation brings
-along are dropped: the target writes its own.
+along are dropped, because the target writes its own.
 """
 
 import json
@@ -18,12 +18,12 @@ _USER = {"user", "human"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be held with the target."""
+    """What the user says in one conversation with the target."""
 
     id: str
-    """Stable: decides the split, names the row."""
+    """Stays the same from run to run: it decides the split and names the row."""
     turns: tuple[str, ...]
-    """What the user says, turn by turn; the target's own replies stand between them."""
+    """The user's messages in order; the target's own replies stand between them."""
     context: str = ""
     """Material that belongs to the first turn (Alpaca's `input`); the template decides how it is joined."""
     system: str = ""
@@ -40,7 +40,7 @@ def read_jsonl(path: str | Path) -> list[Prompt]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: names file, line, what was expected and what stands there.
+        ValueError: a malformed line (file, line number, what was expected and what is there), or a repeated id.
     """
     prompts: dict[str, Prompt] = {}
     for number, record in json_lines(path):
@@ -49,17 +49,20 @@ def read_jsonl(path: str | Path) -> list[Prompt]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
         if prompt.id in prompts:
-            raise ValueError(f"{path}:{number}: id {prompt.id!r} stands on an earlier line too; ids decide the split and must differ")
+            raise ValueError(
+                f"{path}:{number}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt one of its own"
+            )
         prompts[prompt.id] = prompt
     return list(prompts.values())
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no prompts at {path}: neither a known set nor a file; see data.prompts in --help")
-    with path.open(encoding="utf-8") as lines:
+    """(line number from 1, object) of every line that is not blank.
+
+    Raises:
+        ValueError: a line that is no JSON object.
+    """
+    with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -96,7 +99,7 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
 
 
 def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str) -> Prompt:
-    """User turns in order, and the system message."""
+    """A prompt of the user's messages and the system message."""
     turns = tuple(text for role, text in messages if role in _USER)
     if not turns:
         raise ValueError("expected at least one message of the user")
@@ -105,6 +108,7 @@ def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str
 
 
 def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
+    """(role, text) of every message, where `names` are the fields that hold the two."""
     role, text = names
     if isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str) for message in value
@@ -115,7 +119,7 @@ def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
 
 def _text(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
-    if value is None and name == "input":
+    if value is None and name == "input":  # Alpaca's optional material
         return ""
     if not isinstance(value, str):
         raise ValueError(f"expected {name} to be a string, got {_shown(value)}")

@@ -10,47 +10,51 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
-from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from lm.uniforms import seed_of
 
 Split = Literal["train", "dev", "test"]
-
-
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
-def split_by_id(prompts: Iterable[Prompt], config: DataConfig, weights: tuple[int, int, int]) -> dict[Split, list[Prompt]]:
-    """Every prompt in exactly one split, each split in its hash order.
+def split_by_id(
+    prompts: Iterable[Prompt], *, weights: tuple[int, int, int], seed: int, split_ids: str | None = None
+) -> dict[Split, list[Prompt]]:
+    """Every prompt in exactly one split, each split in hash order.
 
     Args:
-        prompts: with ids that differ.
-        config: for its seed and its `split_ids`.
+        prompts: no two with the same id.
         weights: shares of train, dev and test.
+        seed: of the hash order.
+        split_ids: path of a JSON file of id lists, which then decides instead of the weights.
+
+    Raises:
+        ValueError: weights that are no shares, or a file of another form.
     """
-    in_order = ordered(prompts, config.seed)
-    if config.split_ids is not None:
-        return _split_by_list(in_order, config.split_ids)
+    in_order = in_hash_order(prompts, seed)
+    if split_ids is not None:
+        return _split_by_list(in_order, split_ids)
     if min(weights) < 0 or sum(weights) == 0:
-        raise ValueError(f"data.split_weights is {list(weights)}; three shares of at least 0 that are not all 0, for train, dev and test")
+        raise ValueError(f"data.split_weights is {list(weights)}; give train, dev and test shares of at least 0, not all of them 0")
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
     return {"test": in_order[:num_test], "dev": in_order[num_test : num_test + num_dev], "train": in_order[num_test + num_dev :]}
 
 
-def ordered(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+    """The prompts sorted by the hash of seed and id: a shuffle that adding or removing prompts does not change for the others."""
     return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", prompt.id), prompt.id))
 
 
 def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt]]:
-    """The split that a file of id lists decides."""
+    """The split that a file of id lists prescribes; ids that it does not list are train."""
     try:
         lists = json.loads(Path(path).read_text())
-        named = {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
+        split_of = {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
     except (json.JSONDecodeError, AttributeError, TypeError) as error:
         raise ValueError(f'{path} is no JSON object of id lists such as {{"dev": [3, 5], "test": [8]}}: {error}') from error
     if unknown := set(lists) - set(SPLITS):
-        raise ValueError(f"{path} names the split {sorted(unknown)[0]!r}; one of {', '.join(SPLITS)}")
+        raise ValueError(f"{path} names the split {sorted(unknown)[0]!r}; the splits are {', '.join(SPLITS)}")
     result: dict[Split, list[Prompt]] = {split: [] for split in SPLITS}
     for prompt in in_order:
-        result[named.get(prompt.id, "train")].append(prompt)
+        result[split_of.get(prompt.id, "train")].append(prompt)
     return result

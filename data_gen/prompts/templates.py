@@ -22,7 +22,7 @@ TEMPLATES = ("chat", *_WRAPPERS)
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
-    """Token ids of the conversation up to the point where the target is to speak.
+    """Token ids of the conversation up to the point where the target begins to write.
 
     Args:
         prompt: its first len(replies) + 1 turns are used.
@@ -37,7 +37,8 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
-    """Token ids of a rendered prompt; a chat template writes its own special tokens, the others leave them to the tokenizer."""
+    """Token ids of a rendered prompt."""
+    # A chat template has written the special tokens into the text already; all others leave them to the tokenizer.
     return list(tokenizer(text, add_special_tokens=template != "chat")["input_ids"])
 
 
@@ -48,10 +49,10 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
     turns = prompt.turns[: len(replies) + 1]
     if template == "chat":
         return _chat(prompt, tokenizer, (prompt.text, *turns[1:]), replies)
-    joint = "\nInput: " if template == "llama2" else "\n"
-    first = f"{turns[0]}{joint}{prompt.context}" if prompt.context.strip() else turns[0]
+    before_context = "\nInput: " if template == "llama2" else "\n"
+    first = f"{turns[0]}{before_context}{prompt.context}" if prompt.context.strip() else turns[0]
     texts = [_WRAPPERS[template](text) for text in (first, *turns[1:])]
-    if template == "plain":
+    if template == "plain":  # turns and replies alternate; the last turn has no reply yet
         return "\n".join(part for pair in zip(texts, [*replies, ""], strict=True) for part in pair if part)
     return _llama2(texts, replies, prompt.system, tokenizer)
 
@@ -71,7 +72,7 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
 
 
 def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the first <s> is left to the tokenizer."""
+    """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the tokenizer adds the first <s>."""
     bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
     parts = []
     for index, text in enumerate(texts):

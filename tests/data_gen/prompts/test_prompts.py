@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import DataConfig
-from data_gen.prompts import hub as prompt_sets
+from data_gen.prompts import hub
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt, prompt_of, read_jsonl
 from data_gen.prompts.splits import SPLITS, split_by_id
@@ -69,11 +69,11 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
 
 def test_every_prompt_is_in_exactly_one_split_whatever_the_order():
     prompts = [Prompt(str(number), ("x",)) for number in range(520)]
-    splits = split_by_id(prompts, DataConfig(), (40, 10, 2))
+    splits = split_by_id(prompts, weights=(40, 10, 2), seed=0)
     assert {split: len(splits[split]) for split in SPLITS} == {"train": 400, "dev": 100, "test": 20}
     assert sorted(prompt.id for split in SPLITS for prompt in splits[split]) == sorted(prompt.id for prompt in prompts)
-    assert split_by_id(reversed(prompts), DataConfig(), (40, 10, 2)) == splits
-    assert split_by_id(prompts, DataConfig(seed=1), (40, 10, 2)) != splits
+    assert split_by_id(reversed(prompts), weights=(40, 10, 2), seed=0) == splits
+    assert split_by_id(prompts, weights=(40, 10, 2), seed=1) != splits
 
 
 def test_a_larger_run_contains_the_smaller_one(tmp_path):
@@ -88,7 +88,8 @@ def test_a_larger_run_contains_the_smaller_one(tmp_path):
 def test_listed_ids_decide_the_split(tmp_path):
     lists = tmp_path / "ids.json"
     lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
-    splits = split_by_id([Prompt(str(number), ("x",)) for number in range(5)], DataConfig(split_ids=str(lists)), (1, 1, 1))
+    prompts = [Prompt(str(number), ("x",)) for number in range(5)]
+    splits = split_by_id(prompts, weights=(1, 1, 1), seed=0, split_ids=str(lists))
     assert {split: sorted(prompt.id for prompt in splits[split]) for split in SPLITS} == {
         "train": ["1", "4"],
         "dev": ["0", "3"],
@@ -101,24 +102,31 @@ def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
     path.write_text('{"prompt": "only"}\n')
     with pytest.raises(ValueError, match=r"num_train is 9 .* has 1 train prompts; set data.num_train=1"):
         load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
-    with pytest.raises(FileNotFoundError, match="neither a known set nor a file"):
+    with pytest.raises(FileNotFoundError, match="neither a known set nor a file; set it to stories, alpaca"):
         load_prompts(DataConfig(prompts="nowhere"), "train")
 
 
 def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypatch):
-    """The hub itself is out of reach of a test: the same records come from here."""
+    """The hub itself is out of a test's reach, so the records are made up here."""
     parts = {"train": [{"question": f"t{number}", "answer": ""} for number in range(10)], "test": [{"question": "own test", "answer": ""}]}
-    asked = []
+    requests = []
 
-    def records(known, part, name):
-        asked.append((known.path, known.name, part))
+    def records(place, part, name):
+        requests.append((place.path, place.name, part))
         return parts[part]
 
-    monkeypatch.setattr(prompt_sets, "_records", records)
+    monkeypatch.setattr(hub, "_records", records)
     config = DataConfig(prompts="gsm8k", num_train=8, num_dev=2, num_test=1)
     assert [prompt.turns for prompt in load_prompts(config, "test")] == [("own test",)]
     assert len(load_prompts(config, "train")) == 8
-    assert asked[0] == ("openai/gsm8k", "main", "test")
+    assert requests[0] == ("openai/gsm8k", "main", "test")
+
+
+def test_a_set_whose_fields_have_other_names_is_read_by_its_own(monkeypatch):
+    record = {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []}
+    monkeypatch.setattr(hub, "_records", lambda place, part, name: [record])
+    config = DataConfig(prompts="mt_bench", num_train=0, num_dev=0, num_test=1)
+    assert load_prompts(config, "test") == [Prompt("81", ("one", "two"), category="writing")]
 
 
 @pytest.fixture(scope="session")
