@@ -86,7 +86,7 @@ def _write(config: Config, spec: ShardSpec, part: Sequence[Parsed], worker: Work
     if worker is None:
         claim()
         facts = {"rows": len(part), "tokens": len(columns["log_p"]), "input": len(part), "ok": len(part), "problems": []}
-        write_shard(rows_path(config.data.dir, spec.split, spec.index), rows.to_parquet(exchanges, columns, None), **facts)
+        write_shard(rows_path(config.data.dir, spec.split, spec.index), rows.to_parquet(exchanges, columns, from_target=None), **facts)
         return
     known = {"draft_ids": columns["draft_ids"]}
     ours = stages.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None, known)

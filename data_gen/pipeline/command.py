@@ -23,7 +23,7 @@ def make(config: Config) -> None:
     check(config)
     tokenizer = load_pair_tokenizer(config.pair)
     splits = {split: load_prompts(config.data, split) for split in SPLITS}
-    settle(config.data.dir, make_manifest(config, tokenizer, splits))
+    settle(config.data.dir, make_manifest(config.pair, config.data, tokenizer=tokenizer, splits=splits))
     clean_partial(config.data.dir)
     specs = [spec for split in SPLITS for spec in cut(split, splits[split], config.data.rows_per_shard)]
     num_missing = sum(not is_done(config.data, spec) for spec in specs)

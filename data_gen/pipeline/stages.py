@@ -80,7 +80,7 @@ def write_files(
         content = features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
         path = features_path(config.dir, timing, spec.split, spec.index)
         write_shard(path, content, rows=len(exchanges) * mixes, tokens=layout.num_tokens * mixes)
-    table = rows.to_parquet(exchanges, columns, columns["from_target"], config.mixes)
+    table = rows.to_parquet(exchanges, columns, from_target=columns["from_target"], mixes=config.mixes)
     facts = {"input": spec.num_requests, "ok": len(exchanges), "problems": [problem._asdict() for problem in problems]}
     write_shard(rows_path(config.dir, spec.split, spec.index), table, rows=len(exchanges), tokens=layout.num_tokens, **facts)
 

@@ -1,6 +1,7 @@
-"""errors.jsonl: every prompt that has no row, with the reason. ok + error + skipped = input, asserted.
+"""errors.jsonl: every prompt that has no row, with the reason; ok + error + skipped = input.
 
-Each shard's sidecar carries its own problems, so they are as crash-safe as its rows; the file is made from the sidecars when a run ends.
+Each shard's sidecar lists the shard's own problems, so they survive a crash as its rows do; the file is put together from the sidecars when
+a run ends.
 """
 
 import json
@@ -21,7 +22,7 @@ def account(paths: Iterable[Path]) -> dict[str, int]:
             totals[name] += facts[name]
         for problem in facts["problems"]:
             totals[problem["outcome"]] += 1
-    assert totals["ok"] + totals["error"] + totals["skipped"] == totals["input"], f"prompts unaccounted for: {totals}"
+    assert totals["ok"] + totals["error"] + totals["skipped"] == totals["input"], f"some prompts have neither a row nor a reason: {totals}"
     return totals
 
 

@@ -1,8 +1,8 @@
-"""manifest.json: what the data of a directory is, so that a run with other settings refuses to mix its shards in.
+"""manifest.json: what the files of a directory were made from, so that a run with other settings refuses to add shards of its own.
 
-Everything that decides the rows is compared. `recorded` is not: git commit, machine, thread count, paths of local models (their weights are
-compared by fingerprint instead), engine and time-outs. Bytes are promised equal for equal hardware and thread count only; rows have the
-same law anyway.
+`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is compared. The entry
+`recorded` is not: git commit, machine, thread count, engine, and the paths of local models, whose weights are compared by fingerprint
+instead. Equal manifests promise equal bytes on equal hardware with the same thread count only; on other hardware rows follow the same law.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from configs.schema import Config, ModelSource
+from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
 from data_gen.store.shards import write_atomic
@@ -30,17 +30,18 @@ _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "num_
 _SAMPLE_BYTES = 2**20
 
 
-def make_manifest(config: Config, tokenizer: PreTrainedTokenizerBase, splits: Mapping[Split, Sequence[Prompt]]) -> dict[str, Any]:
+def make_manifest(
+    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, splits: Mapping[Split, Sequence[Prompt]]
+) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded."""
-    data = {name: value for name, value in asdict(config.data).items() if name not in _UNCOMPARED}
     return {
         "format": FORMAT,
-        "target": describe_model(config.pair.target, trust_remote_code=config.pair.trust_remote_code),
-        "draft": describe_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code),
+        "target": describe_model(pair.target, trust_remote_code=pair.trust_remote_code),
+        "draft": describe_model(pair.draft, trust_remote_code=pair.trust_remote_code),
         "tokenizer": _digest(_tokenizer_text(tokenizer)),
-        "chat_template": _digest(str(tokenizer.chat_template)) if config.data.template == "chat" else None,
-        "sampling": asdict(config.pair.sampling),
-        **data,
+        "chat_template": _digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
+        "sampling": asdict(pair.sampling),
+        **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
         "split": {name: {"prompts": len(prompts), "sha256": _digest(repr(list(prompts)))} for name, prompts in splits.items()},
         "versions": {name: _version(name) for name in _PACKAGES},
         "recorded": {
@@ -48,10 +49,10 @@ def make_manifest(config: Config, tokenizer: PreTrainedTokenizerBase, splits: Ma
             "python": platform.python_version(),
             "machine": f"{platform.system()} {platform.machine()}",
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "num_threads": config.pair.num_threads or torch.get_num_threads(),
-            "engine": config.data.engine,
-            "target_path": config.pair.target.path,
-            "draft_path": config.pair.draft.path,
+            "num_threads": pair.num_threads or torch.get_num_threads(),
+            "engine": data.engine,
+            "target_path": pair.target.path,
+            "draft_path": pair.draft.path,
             "command": sys.argv,
         },
     }
@@ -60,8 +61,11 @@ def make_manifest(config: Config, tokenizer: PreTrainedTokenizerBase, splits: Ma
 def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Name, revision and a fingerprint of one model, without loading its weights.
 
-    A hub model is fixed by its commit. A local one by sha256 over the name, size, first and last MiB of each weights file: quick for 140
-    GB, and different after any further training.
+    A hub model is identified by its commit; a local one by a sha256 over the name, the size and the first and last MiB of each weights
+    file, which is quick for 140 GB and changes with any further training.
+
+    Raises:
+        FileNotFoundError: neither a local model directory nor a hub id that can be reached.
     """
     try:
         model_config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
@@ -80,20 +84,29 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
     }
 
 
-def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """The manifest of a data directory.
+def read_manifest(directory: str | Path, *, command: str = "data_gen") -> dict[str, Any]:
+    """The manifest of a directory of shards.
+
+    Args:
+        directory: where the shards are.
+        command: the part after `python -m` of the command that makes such a directory, for the message.
 
     Raises:
-        FileNotFoundError: no data has been made there.
+        FileNotFoundError: nothing has been made there.
     """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}: run `python -m data_gen` with this config first")
+        raise FileNotFoundError(f"no {path}: run `python -m {command}` with this config first")
     return dict(json.loads(path.read_text()))
 
 
-def settle(directory: str | Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest into a new directory, or compare it with the one that is there.
+def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
+    """Write the manifest into a new directory, or compare it with the one in an old directory.
+
+    Args:
+        directory: where the shards are, or will be.
+        manifest: of this run.
+        setting: the key of the config that names the directory, for the message.
 
     Raises:
         ValueError: names the first key that differs, and both values.
@@ -102,26 +115,30 @@ def settle(directory: str | Path, manifest: Mapping[str, Any]) -> None:
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
-    differing = difference(read_manifest(directory), json.loads(json.dumps(manifest)))
-    if differing is not None:
-        key, there, here = differing
+    mismatch = _first_mismatch(read_manifest(directory), json.loads(json.dumps(manifest)))  # through JSON: tuples become lists
+    if mismatch is not None:
         raise ValueError(
-            f"{path} differs in {key}: {there!r} there, {here!r} in this run; choose another data.dir, or delete {Path(directory)} to make "
-            "its data anew"
+            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose another {setting}, or "
+            f"delete {directory} to start anew"
         )
 
 
-def difference(there: Any, here: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """(dotted key, value there, value here) of the first compared entry that differs; None if there is none."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for name in [*there, *(name for name in here if name not in there)]:
-            if not key and name == "recorded":
-                continue
-            found = difference(there.get(name), here.get(name), f"{key}.{name}" if key else name)
-            if found is not None:
-                return found
-        return None
-    return None if there == here else (key, there, here)
+class _Mismatch(NamedTuple):
+    """An entry that differs."""
+
+    key: str
+    """Dotted path of the entry."""
+    on_disk: Any
+    in_run: Any
+
+
+def _first_mismatch(on_disk: Any, in_run: Any, key: str = "") -> _Mismatch | None:
+    """The first compared entry that differs, in the order on disk; None if there is none."""
+    if not isinstance(on_disk, dict) or not isinstance(in_run, dict):
+        return None if on_disk == in_run else _Mismatch(key, on_disk, in_run)
+    names = (name for name in dict.fromkeys([*on_disk, *in_run]) if key or name != "recorded")
+    mismatches = (_first_mismatch(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name) for name in names)
+    return next((mismatch for mismatch in mismatches if mismatch is not None), None)
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -131,6 +148,7 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _fingerprint(directory: Path) -> str:
+    """sha256 over samples of a model's weights files."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
@@ -154,7 +172,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Of the project's checkout, if it is one."""
+    """The commit of the project's checkout; None where it is installed without git."""
     try:
         answer = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False

@@ -5,10 +5,11 @@
     acceptance_prob, log_p, log_q, acceptance_rate, entropy, cross_entropy   lists of float32, one number per response token
     from_target                                                          list of bool; with mixes > 1 a list of such lists, one per mix
 
-log_p may be -inf: under a truncating `Sampling` the target can give Y no probability at all. A column that a run could not compute is null.
+log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute is null.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,13 +22,13 @@ POSITION_COLUMNS = ("acceptance_prob", "log_p", "log_q", "acceptance_rate", "ent
 COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS, "from_target", "finish_reason")
 
 
-def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], from_target: Tensor | None, mixes: int = 1) -> bytes:
+def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, from_target: Tensor | None, mixes: int = 1) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
     Args:
         exchanges: the rows.
         columns: draft_ids and `POSITION_COLUMNS`, each [token] over all rows; those absent become null.
-        from_target: [rows * mixes * position] coins, row by row and in it mix by mix; None: null.
+        from_target: [token of every mixing] coins: row by row, and within a row mixing by mixing; None: null.
         mixes: mixings per row.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
@@ -42,13 +43,13 @@ def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], fro
         "finish_reason": pa.array([exchange.finish_reason for exchange in exchanges], pa.string()),
     }
     sink = pa.BufferOutputStream()
-    plain = [f"{name}.list.element" for name in POSITION_COLUMNS]
     pq.write_table(
         pa.table({name: arrays[name] for name in COLUMNS}),
         sink,
         compression="zstd",
         use_dictionary=["finish_reason"],
-        use_byte_stream_split=plain,
+        # floats hardly repeat but share their exponents: splitting them byte by byte is what compresses
+        use_byte_stream_split=[f"{name}.list.element" for name in POSITION_COLUMNS],
     )
     return bytes(sink.getvalue())
 
@@ -66,15 +67,12 @@ def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> 
 
 
 def _coins(from_target: Tensor | None, lengths: Sequence[int], mixes: int) -> pa.Array:
+    """One list of coins per row, or with several mixings a list of such lists."""
     if mixes == 1 or from_target is None:
-        return _lists(from_target, lengths, pa.bool_()) if from_target is not None else pa.nulls(len(lengths), pa.list_(pa.bool_()))
+        return _lists(from_target, lengths, pa.bool_())
     inner = _lists(from_target, [length for length in lengths for _ in range(mixes)], pa.bool_())
     return pa.ListArray.from_arrays(_offsets([mixes] * len(lengths)), inner)
 
 
 def _offsets(lengths: Sequence[int]) -> pa.Array:
-    total, offsets = 0, [0]
-    for length in lengths:
-        total += length
-        offsets.append(total)
-    return pa.array(offsets, pa.int32())
+    return pa.array(accumulate(lengths, initial=0), pa.int32())

@@ -1,7 +1,8 @@
-"""Shards on disk: written to a temporary name, fsynced, renamed, then vouched for by a sidecar. Present, with its sidecar, means whole.
+"""Shards on disk: written under a temporary name, fsynced and renamed; then the same for a sidecar that states size and sha256.
 
 `DIR/rows/{split}-{index:05d}.parquet`, `DIR/features/{timing}/{split}-{index:05d}.safetensors`; beside each, `<same name>.json` with at
-least rows, tokens, bytes, sha256. A process that dies at any moment leaves either a whole shard or one that the next run makes again.
+least rows, tokens, bytes, sha256. The sidecar comes last, so a shard that has one is whole. A process that dies at any moment leaves either
+a whole shard or one that the next run makes again.
 """
 
 import errno
@@ -9,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,20 @@ def rows_path(directory: str | Path, split: str, index: int) -> Path:
 
 
 def features_path(directory: str | Path, timing: str, split: str, index: int) -> Path:
-    """Where a shard's hidden states of one timing (fed, drawn) are."""
+    """Where a shard's features of one timing (fed, drawn) are."""
     return Path(directory) / "features" / timing / f"{split}-{index:05d}.safetensors"
 
 
 def sidecar_path(path: Path) -> Path:
-    """The file that vouches for `path`."""
+    """The file with the size and sha256 of `path`; a shard without it is not whole."""
     return path.with_name(path.name + ".json")
 
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
-    """Write `content` and then its sidecar {sha256, bytes, **facts}, each atomically.
+    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically.
 
     Raises:
-        ValueError: the disk is full; nothing half-written is left.
+        ValueError: the disk is full; no incomplete file is left.
     """
     write_atomic(path, content)
     facts = {**facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -43,7 +43,11 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Write a whole file or none: temporary name beside it, fsync, rename, fsync of the folder."""
+    """Write the whole file or nothing, even if the machine loses power.
+
+    Raises:
+        ValueError: the disk is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -58,10 +62,10 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
                 f"no space for {path}: {len(content):,} bytes to write, {free:,} free on the disk (or a file-size limit is set); free some "
-                "space and run the same command again, whole shards are kept"
+                "space and run the same command again: it keeps the whole shards"
             ) from error
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name is in the folder, and is on disk only once that is
     try:
         os.fsync(folder)
     finally:
@@ -74,12 +78,12 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard is there, vouched for, and of the size that its sidecar says."""
+    """Whether a shard has a sidecar, and the size that it states (its sha256 is checked by `verify`, when the shard is read)."""
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
 def verify(path: Path) -> None:
-    """Raise ValueError unless the shard's content is what was written: every reader's first call."""
+    """Raise ValueError unless the shard's content is what was written; readers call this first."""
     if not sidecar_path(path).is_file():
         raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; run `python -m data_gen` again")
     facts = read_sidecar(path)
@@ -94,7 +98,7 @@ def verify(path: Path) -> None:
 
 
 def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:
-    """Whole shards of one split in order: rows, or features of one timing.
+    """Every shard of one split in order, all of them whole: rows, or with `timing` features.
 
     Raises:
         FileNotFoundError: there is none.
@@ -102,20 +106,16 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
     """
     folder = Path(directory) / "rows" if timing is None else Path(directory) / "features" / timing
     suffix = "parquet" if timing is None else "safetensors"
-    found = sorted(folder.glob(f"{split}-*.{suffix}"))
-    if not found:
+    paths = sorted(folder.glob(f"{split}-*.{suffix}"))
+    if not paths:
         raise FileNotFoundError(f"no {split} shards in {folder}; run `python -m data_gen` with this config first")
-    for index, path in enumerate(found):
+    for index, path in enumerate(paths):
         if path.stem != f"{split}-{index:05d}" or not is_whole(path):
             raise ValueError(f"{folder} is not finished: {split} shard {index} is missing or not whole; run `python -m data_gen` to go on")
-    return found
+    return paths
 
 
 def clean_partial(directory: str | Path) -> None:
-    """Remove what killed writers left behind."""
-    for path in _partial(Path(directory)):
+    """Remove the temporary files of writers that were killed."""
+    for path in Path(directory).rglob(".*.partial"):
         path.unlink(missing_ok=True)
-
-
-def _partial(directory: Path) -> Iterator[Path]:
-    return directory.rglob(".*.partial")

@@ -10,14 +10,13 @@ import torch
 from tqdm import tqdm
 
 from configs.schema import Config
-from data_gen.store.manifest import describe_model
+from data_gen.store.manifest import describe_model, settle
 from decode.hierarchies.contenders import Arm, Setting
 from decode.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from decode.hierarchies.times import Times, fit_times, swapped
 from decode.hierarchies.trio import Trio, check_micro
 from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
-from decode.traces.disk import settle
 from lm import Sampling
 from lm.uniforms import seed_of
 
@@ -70,7 +69,7 @@ def directory_of(config: Config, dataset: str) -> Path:
     settings = {name: getattr(config.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
     directory = Path(config.decode.dir) / "hierarchy" / dataset
     directory.mkdir(parents=True, exist_ok=True)
-    settle(directory, {"format": 1, **described, "sampling": vars(config.pair.sampling), **settings})
+    settle(directory, {"format": 1, **described, "sampling": vars(config.pair.sampling), **settings}, setting="decode.dir")
     return directory
 
 

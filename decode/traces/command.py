@@ -21,7 +21,7 @@ from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.store.manifest import describe_model
+from data_gen.store.manifest import describe_model, read_manifest, settle
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
 from decode.traces import disk
 from decode.traces.coupling import Recorded, Recorder
@@ -87,13 +87,14 @@ def record(config: Config) -> Path:
     shards = shards_of(config)
     missing = [shard for shard in shards if not disk.is_done(directory, shard.dataset, shard.spec.split, shard.spec.index)]
     if not missing:
-        disk.settle(directory, _manifest(config, shards, frozenset(disk.read_manifest(directory)["eos_ids"])))
+        eos_ids = frozenset(read_manifest(directory, command="decode trace")["eos_ids"])
+        settle(directory, _manifest(config, shards, eos_ids), setting="decode.dir")
         return directory
     total = sum(shard.spec.num_requests for shard in missing)
     with tqdm(total=total, desc="trace: loading models", bar_format=_BAR, mininterval=0.2) as bar:
         bar.refresh()
         pair = load_pair(config.pair)
-        disk.settle(directory, _manifest(config, shards, pair.eos_ids))
+        settle(directory, _manifest(config, shards, pair.eos_ids), setting="decode.dir")
         clean_partial(directory)
         heads = [AcceptanceHead.from_pretrained(path) for path in config.decode.heads]
         for shard in missing:

@@ -7,7 +7,6 @@
 Written atomically with sidecars (`data_gen.store.shards`): present means whole.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from data_gen.store.manifest import difference
-from data_gen.store.shards import is_whole, verify, write_atomic, write_shard
+from data_gen.store.manifest import read_manifest
+from data_gen.store.shards import is_whole, verify, write_shard
 from decode.traces.trace import TokenInputs, Trace, TraceRow, join
 from lm import Sampling
 
@@ -34,36 +33,6 @@ _ROWS = pa.schema(
         "limit": pa.int32(),
     }
 )
-
-
-def settle(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of a new trace, or compare it with the one that is there.
-
-    Raises:
-        ValueError: names the first key that differs, and both values.
-    """
-    path = directory / "manifest.json"
-    if not path.exists():
-        write_atomic(path, json.dumps(manifest, indent=2).encode())
-        return
-    differing = difference(json.loads(path.read_text()), json.loads(json.dumps(manifest)))
-    if differing is not None:
-        key, there, here = differing
-        raise ValueError(
-            f"{path} differs in {key}: {there!r} there, {here!r} in this run; choose another decode.dir, or delete {directory}"
-        )
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a trace was recorded with.
-
-    Raises:
-        FileNotFoundError: nothing was recorded there.
-    """
-    path = directory / "manifest.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}: run `python -m decode trace` with this config first")
-    return dict(json.loads(path.read_text()))
 
 
 def shard_paths(directory: Path, dataset: str, split: str, index: int) -> tuple[Path, Path]:
@@ -98,7 +67,7 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int) -> Tr
         FileNotFoundError: a shard is missing.
         ValueError: one is corrupted; no prompt could be answered.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, command="decode trace")
     traces = []
     for index in range(num_shards):
         paths = shard_paths(directory, dataset, split, index)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, recorder, trace
 
+from data_gen.store.manifest import settle
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, SelfVerify, TokenProb
-from decode.traces.disk import read_trace, settle, write_trace
+from decode.traces.disk import read_trace, write_trace
 from decode.traces.replay import replay_settings
 from decode.traces.trace import PerfectHead, Trace, fingerprint, join
 from heads import AcceptanceHead
