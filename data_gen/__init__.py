@@ -1,6 +1,6 @@
 """From prompts to training data: target responses, token-mixed acceptance targets and draft hidden states, as resumable shards.
 
-Notation of law 4.6 (SpecDec++ section 3.3, arXiv 2405.19715), used throughout the room:
+Notation of law 4.6 (SpecDec++ section 3.3, arXiv 2405.19715), used throughout this package:
 
     X   the target's response to a prompt, X_1 … X_n, its end-of-sequence token included when it wrote one
     Y   Y_i ~ q(. | prompt, X_<i): what the draft would have proposed at position i

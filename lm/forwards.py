@@ -1,8 +1,7 @@
 """Teacher-forced forwards: final hidden states at chosen positions, and logits from them in bounded chunks.
 
-The [positions, vocabulary] matrix is never whole: a forward yields hidden states only (`base_model`), and the output layer is applied to a
-few thousand positions at a time, so that float32 logits stay under `chunk_mb` for a vocabulary of 152k as for one of 4k. Rows are padded on
-the right, where a causal model cannot see the padding, so no mask is needed.
+The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only (`base_model`), and callers apply the output
+layer to so few positions at a time that float32 logits fit a given number of megabytes, with a vocabulary of 152k as with one of 4k.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,24 +13,27 @@ from transformers import PreTrainedModel
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where token ids go in: the device of the input embeddings, also of a model that is spread over several."""
+    """The device that takes token ids: that of the input embeddings, also in a model that is spread over several devices."""
     return torch.device(str(model.get_input_embeddings().weight.device))
 
 
 def output_device_of(model: PreTrainedModel) -> torch.device:
-    """Where final hidden states come out: the device of the output layer."""
+    """The device that takes final hidden states: that of the output layer."""
     return torch.device(str(model.get_output_embeddings().weight.device))
 
 
 @torch.inference_mode()
 def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Float[Tensor, "token hidden"]:
-    """Final hidden states (after the final norm, as the output layer receives them) of one batch, padding and prompts cut away.
+    """Final hidden states (after the final norm, as the output layer receives them) of one batch, from `starts` on and without padding.
 
     Args:
+        model: a causal language model.
         rows: token ids of each sequence.
-        starts: the first position that is wanted of each; result rows are rows[0][starts[0]:], rows[1][starts[1]:], … one after the other.
+        starts: the first position of each sequence whose state is wanted; the result has those of rows[0][starts[0]:], then those of
+            rows[1][starts[1]:], and so on.
     """
     width = max(map(len, rows))
+    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id will do.
     ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return torch.cat([hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))])
@@ -39,19 +41,20 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int) -> Float[Tensor, "token vocab"]:
-    """What the model's output layer makes of final hidden states, cut to the tokenizer's ids."""
+    """Logits of the tokenizer's ids from final hidden states."""
     logits = model.get_output_embeddings()(hidden)[..., :vocab_size]
+    # Gemma 2 and its kin squash their logits after the output layer.
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def chunk_rows(vocab_size: int, chunk_mb: int) -> int:
-    """Positions whose float32 logits fit `chunk_mb`; at least one."""
+    """The number of positions whose float32 logits fit `chunk_mb`; at least one."""
     return max(1, chunk_mb * 2**20 // (4 * vocab_size))
 
 
 def chunks(num_tokens: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` that cover num_tokens."""
+    """Slices of at most `size` positions that cover `num_tokens`."""
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
@@ -64,6 +67,6 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     ours = logits_of(model, hidden, vocab_size).to(whole.device)
     if not torch.allclose(ours.float(), whole.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output layer in a way that is not known here; labels would be wrong, so "
-            "this family is refused"
+            f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and probabilities "
+            "would be wrong; choose models of another family"
         )

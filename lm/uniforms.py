@@ -1,7 +1,8 @@
-"""Where chance enters the data: one stream of uniforms per (run seed, stage, shard), used by inversion.
+"""Chance for work that is done in shards (data, traces): seeds from names, uniforms all at once, tokens from uniforms by inversion.
 
 A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws do not depend on the device,
-on the engine, on the order of shards, nor on how its rows are batched, and an interrupted run resumes to the same bytes.
+on the order of shards, nor on how its rows are batched, and an interrupted run resumes to the same bytes. A generation, whose length nobody
+knows beforehand, draws from `lm.draws` instead.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ _BELOW_ONE = 1.0 - 2.0**-40
 
 
 def seed_of(*parts: object) -> int:
-    """63 bits of sha256 over the parts: the seed of one stage of one shard, e.g. seed_of(run_seed, "response", "train", 7)."""
+    """63 bits of a sha256 over the parts: a seed of its own for every name, such as seed_of(run_seed, "response", "train", 7)."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -30,6 +31,7 @@ def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " positi
 
     Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """
+    # Scaled by the last entry, which rounding keeps from being exactly 1; right=True steps over ids of probability 0.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * _BELOW_ONE)
     return torch.searchsorted(cumulative, level, right=True).squeeze(-1)

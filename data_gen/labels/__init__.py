@@ -1,1 +1,1 @@
-"""Acceptance targets: the mathematics of law 4.6, and the forwards that it needs."""
+"""Acceptance labels: the mathematics of law 4.6, and the forwards that it needs."""

@@ -1,7 +1,7 @@
 """From exchanges to labels and features: the forwards of law 4.6 over one shard.
 
-With n response tokens, the forward over prompt + X_<n gives at positions len(prompt) - 1 … the states that produce q_1 … q_n (and p_1 …
-p_n): labels and drawn-time features in one pass per model. Fed-time features need one more draft forward over prompt + Z per mixing.
+A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 … p_n): all labels and
+the drawn-time features in one pass per model. Fed-time features need one more draft forward per mixing, over prompt + Z.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,42 +11,41 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_given, label_joint, label_target
-from data_gen.labels.layout import Layout
+from data_gen.labels.laws import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_joint, label_known, label_target
+from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
 from lm.finite import refuse_non_finite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Labeller:
-    """Labels a shard with whichever of the two models are loaded.
-
-    Attributes:
-        draft: None when only the target is loaded (`mode: sequential`, last pass).
-        target: None when only the draft is loaded.
-        chunk_mb: bound of one float32 [positions, vocabulary] chunk.
-    """
+    """Labels a shard with the draft, the target or both."""
 
     draft: PreTrainedModel | None
+    """None when only the target is loaded (`mode: sequential`, last stage)."""
     target: PreTrainedModel | None
+    """None when only the draft is loaded."""
     sampling: Sampling
     vocab_size: int
     batch_size: int
     chunk_mb: int
+    """Bound of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
 
     def label(
         self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
     ) -> dict[str, Tensor]:
-        """The columns that the loaded models decide, each [token], and with the draft `drawn` [token, hidden] if wanted.
+        """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if wanted.
 
         Args:
             exchanges: the rows of the shard.
-            given: `uniform` [token] to draw Y with, or the `draft_ids` that were drawn; without the draft, its `log_q` too; perhaps
-                `target_states` [token, hidden], which spare the target's forward.
+            given: columns that are known: `uniform` [token] to draw Y with, or else `draft_ids`; without the draft `log_q` too.
+                `target_states` [token, hidden] may be among them and spares the target's forward.
+            with_hidden: return `drawn`.
+            progress: is told of every row once.
         """
-        layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
+        layout = layout_of(exchanges)
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
         columns = {} if exchanges else self._no_columns(with_hidden)
         for rows in layout.batches(costs, self.batch_size):
@@ -60,7 +59,7 @@ class Labeller:
         return columns
 
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
-        """The columns of a shard without rows: every prompt was skipped."""
+        """The columns of a shard without rows, because every prompt was skipped."""
         names: list[str] = []
         names += DraftLabels._fields[1:] if self.draft is not None else ()
         names += ("log_p", "acceptance_prob") if self.target is not None else ()
@@ -73,19 +72,25 @@ class Labeller:
         return columns
 
     def _no_hidden(self) -> Tensor:
+        """The hidden states of no token."""
         assert self.draft is not None
         return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype)
 
-    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, mixes: int) -> Tensor:
-        """Draft states after feeding each token of each mixed sequence, [token of every mix, hidden]; order: row by row, in it mix by
-        mix.
+    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
+        """Draft states after each token of each mixed sequence was fed, [token of every mixing, hidden].
+
+        Args:
+            exchanges: the rows of the shard.
+            mixed_ids: Z, row by row, and within a row mixing by mixing.
+            mixes: mixings per row.
         """
         assert self.draft is not None
-        layout = Layout(tuple(len(exchange.response_ids) for exchange in exchanges)).repeated(mixes)
+        layout = layout_of(exchanges).repeated(mixes)
         prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
         sequences = [prompts[row] + mixed_ids[layout.offsets[row] : layout.offsets[row + 1]].tolist() for row in range(len(prompts))]
         hidden: Tensor | None = None
         for rows in layout.batches([len(sequence) for sequence in sequences], self.batch_size):
+            # After token i was fed the state is at token i itself, one position later than the state that produced q_i.
             part = forwards.hidden_states(self.draft, [sequences[row] for row in rows], [len(prompts[row]) for row in rows])
             part = part.to("cpu", self.feature_dtype)
             hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
@@ -96,7 +101,7 @@ class Labeller:
     def _label_batch(self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
         """Columns of one batch, in its row order."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
-        starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]
+        starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]  # the prompt's last token predicts the first of the response
         states = {
             name: forwards.hidden_states(model, sequences, starts)
             for name, model in (("draft", self.draft), ("target", self.target))
@@ -119,7 +124,7 @@ class Labeller:
         return columns
 
     def _label_chunk(self, states: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Columns of a bounded run of positions: the only place where [positions, vocabulary] exists."""
+        """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix exists."""
         columns: dict[str, Tensor] = {}
         draft_ids, log_q = given.get("draft_ids"), given.get("log_q")
         if self.draft is not None:
@@ -127,20 +132,21 @@ class Labeller:
             if draft_ids is None:
                 labels, q = label_draft(q_logits, given["uniform"].to(q_logits.device), self.sampling)
             else:
-                labels, q = label_given(q_logits, draft_ids, self.sampling)
+                labels, q = label_known(q_logits, draft_ids, self.sampling)
             columns |= labels._asdict()
             draft_ids, log_q = labels.draft_ids, labels.log_q
         if self.target is not None:
-            assert draft_ids is not None, "without the draft, its labels are given"
+            assert draft_ids is not None, "without the draft, its labels come from the stage before"
             assert log_q is not None
             p_logits = self._logits(self.target, states["target"], f"the target {where}").to(draft_ids.device)
             columns["log_p"], p = label_target(p_logits, draft_ids, self.sampling)
             columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q)
         if self.draft is not None and self.target is not None:
-            columns |= label_joint(q, p, q_logits, p_logits)._asdict()
+            columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor, whose: str) -> Tensor:
+        """The model's logits over the tokenizer's ids; ValueError if they are not numbers."""
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         refuse_non_finite(logits, whose, "(teacher-forced)")
         return logits

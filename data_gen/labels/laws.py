@@ -7,8 +7,8 @@
     entropy_i = H(q_i), cross_entropy_i = H(q_i, p_i)          untruncated, temperature 1, in nats (law 4.1)
     log_token_prob_i = log q_i(Y_i)                            untruncated, temperature 1
 
-The draft's half and the target's half can be computed apart (`mode: sequential`): acceptance_prob needs the two scalars only,
-acceptance_rate and cross_entropy need both distributions at once.
+With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob needs only the two
+scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from lm.uniforms import draw
 
 
 class DraftLabels(NamedTuple):
-    """What the draft alone decides, [position] each."""
+    """Labels that need the draft alone, [position] each."""
 
     draft_ids: Int[Tensor, " position"]
     log_q: Float[Tensor, " position"]
@@ -31,7 +31,7 @@ class DraftLabels(NamedTuple):
 
 
 class JointLabels(NamedTuple):
-    """What needs both distributions at once, [position] each."""
+    """Labels that need both distributions at once, [position] each."""
 
     acceptance_rate: Float[Tensor, " position"]
     cross_entropy: Float[Tensor, " position"]
@@ -40,16 +40,16 @@ class JointLabels(NamedTuple):
 def label_draft(
     q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
 ) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
-    """Draw Y and read the draft's numbers at it; also q, for `label_joint`."""
+    """Draw Y, and read the draft's labels at it; also q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     return _draft_labels(q_logits, q, draw(q, uniform)), q
 
 
-def label_given(
+def label_known(
     q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
 ) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
-    """`label_draft` for a Y that was drawn elsewhere: imported data."""
+    """The same as `label_draft` where Y is already known: imported data."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
@@ -66,10 +66,11 @@ def label_target(
 def label_joint(
     q: Float[Tensor, "position vocab"],
     p: Float[Tensor, "position vocab"],
+    *,
     q_logits: Float[Tensor, "position vocab"],
     p_logits: Float[Tensor, "position vocab"],
 ) -> JointLabels:
-    """acceptance_rate and cross_entropy of one chunk of positions."""
+    """acceptance_rate under the run's `Sampling`, cross_entropy from the logits, both over a chunk of positions."""
     return JointLabels(acceptance_rate(q, p), cross_entropy(q_logits.float(), p_logits.float()))
 
 
@@ -79,11 +80,12 @@ def acceptance_prob_of(log_p: Float[Tensor, " position"], log_q: Float[Tensor, "
 
 
 def mixed(response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " position"], from_target: Tensor) -> Int[Tensor, " position"]:
-    """Z: X where the coin says so, else Y."""
+    """The mixed sequence Z: X_i where the coin `from_target` is true, else Y_i."""
     return torch.where(from_target, response_ids, draft_ids)
 
 
 def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels:
+    # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
     log_token_prob = _at(q_logits, draft_ids) - q_logits.logsumexp(-1)
     return DraftLabels(draft_ids, _at(q, draft_ids).log(), log_token_prob, entropy(q_logits))
 

@@ -1,4 +1,4 @@
-"""Where each row's positions lie in a shard's flat [token] tensors, and how rows are grouped into forwards."""
+"""Where each row's positions are in a shard's flat [token] tensors, and which rows share a forward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from data_gen.responses.exchange import Exchange
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows of `lengths` positions, one after the other."""
+    """Rows of `lengths` positions, one after the other.
+
+    Worked example: lengths (2, 3) have offsets (0, 2, 5); `positions([1, 0])` is 2 3 4 0 1, `order(2)` is 0 1 0 1 2 3 4 2 3 4.
+    """
 
     lengths: tuple[int, ...]
 
@@ -31,7 +36,7 @@ class Layout:
         return torch.cat([torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
 
     def batches(self, costs: Sequence[int], size: int) -> Iterator[list[int]]:
-        """Rows in groups of `size`, longest first, so that padding is small and a lack of memory shows at once.
+        """Groups of `size` rows, longest first, so that there is little padding and a lack of memory shows at once.
 
         Args:
             costs: length of each row's forward, prompt included.
@@ -40,10 +45,15 @@ class Layout:
         return (order[start : start + size] for start in range(0, len(order), size))
 
     def order(self, times: int) -> Int[Tensor, " token"]:
-        """Flat positions such that values[order] repeats each row `times` times in a row."""
+        """Flat positions such that values[order] holds each row `times` times before the next."""
         rows = [row for row in range(len(self.lengths)) for _ in range(times)]
         return self.positions(rows) if rows else torch.empty(0, dtype=torch.int64)
 
     def repeated(self, times: int) -> "Layout":
-        """Each row `times` times in a row: the layout of `mixes`."""
+        """Each row `times` times before the next: the layout of several mixings."""
         return Layout(tuple(length for length in self.lengths for _ in range(times)))
+
+
+def layout_of(exchanges: Sequence[Exchange]) -> Layout:
+    """One position per response token."""
+    return Layout(tuple(len(exchange.response_ids) for exchange in exchanges))

@@ -1,1 +1,1 @@
-"""Data that the official SpecDec++ code made."""
+"""Import of the data that the official SpecDec++ code makes."""

@@ -1,10 +1,10 @@
 """`python -m data_gen import`: data made by the official SpecDec++ code -> rows, and with the draft of the config the features of both
 timings, so that `python train.py` runs on them.
 
-The file keeps Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. What else heads read comes from the draft: its
-hidden states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q). So neither timing
-lacks anything; acceptance_rate and cross_entropy would need the target and stay null. Before a shard is written, the draft's own log q(Y)
-is held against the file's: another draft, or swapped keys, are refused.
+The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. What else heads read comes from the draft: its
+hidden states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q). acceptance_rate
+and cross_entropy would need the target and are null. Before a shard is written, the draft's own log q(Y) is compared with the file's, so
+that another draft and swapped keys are refused.
 """
 
 import hashlib
@@ -19,94 +19,93 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs.schema import Config, ModelSource
+from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check
-from data_gen.pipeline.worker import Worker
+from data_gen.pipeline.worker import Job, Worker, max_positions
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Exchange
-from data_gen.store import rows
+from data_gen.responses.exchange import Answers
 from data_gen.store.manifest import FORMAT, describe_model, settle
-from data_gen.store.shards import clean_partial, is_whole, rows_path, write_atomic, write_shard
+from data_gen.store.shards import clean_partial, is_whole, rows_path, write_atomic
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
-"""Of log q(Y), in the median: half precision stays well under it, another model does not."""
-
-Parsed = tuple[Exchange, dict[str, Tensor]]
+"""Limit of the median difference in log q(Y): half precision stays well below it, another model does not."""
 
 
 def import_(
     config: Config, *, file: str, split: str = "train", features: bool = True, draft_key: str = "log_p_7b", target_key: str = "log_p_70b"
 ) -> None:
-    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Once per split; then train.py.
+    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then train.py.
 
     Args:
         file: the JSON, such as data/alpaca_data/train.json of the official code.
         split: train, dev or test. Training needs train and dev, and test unless data.num_test is 0.
-        features: run pair.draft over the rows; false: rows only, no model is loaded, and heads cannot train on them.
+        features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on them.
         draft_key: field with the draft's log probabilities of the draft tokens.
         target_key: field with the target's.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
-    check(config)
-    if features and asdict(config.pair.sampling) != _SAMPLING:
+    pair, data = config.pair, config.data
+    check(pair, data)
+    if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
-            f"pair.sampling is {asdict(config.pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
+            f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
             "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
         )
-    items, size = json_file.read(Path(file)), config.data.rows_per_shard
+    keys = json_file.Keys(draft_key, target_key)
+    items, size = json_file.read(Path(file)), data.rows_per_shard
 
-    def row(number: int) -> Parsed:
-        return json_file.parse(items[number], f"{file}: item {number}", f"{split}-{number}", (draft_key, target_key))
+    def row(number: int) -> json_file.OfficialRow:
+        return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
-    claim = partial(_claim, Path(config.data.dir), _manifest(config, features, (draft_key, target_key)), split, Path(file))
-    if Path(config.data.dir, "manifest.json").is_file():
+    claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=Path(file))
+    if Path(data.dir, "manifest.json").is_file():
         claim()
-    clean_partial(config.data.dir)
-    missing = [index for index in range(-(-len(items) // size)) if not _is_done(config, split, index, features)]
-    worker = Worker(config, "draft") if features and missing else None
-    for number in range(len(items)):  # every item before the first forward; rows are not kept, a file may hold 40,000
+    clean_partial(data.dir)
+    missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
+    worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
+    for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000
         _check_fit(row(number), worker)
     for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
         part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
         spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
-        _write(config, spec, part, worker, claim)
-    print(f"{config.data.dir}: {len(items):,} rows of {split} from {file}" + (", with features" if features else ", no features"))
+        _write(spec, part, data=data, worker=worker, claim=claim)
+    print(f"{data.dir}: {len(items):,} rows of {split} from {file}" + (", with features" if features else ", no features"))
 
 
-def _write(config: Config, spec: ShardSpec, part: Sequence[Parsed], worker: Worker | None, claim: Callable[[], None]) -> None:
-    """One shard; the folder is claimed when the first is about to be written, so that a refusal leaves none."""
-    exchanges = [exchange for exchange, _ in part]
-    columns = {name: torch.cat([values[name] for _, values in part]) for name in part[0][1]}
+def _write(
+    spec: ShardSpec, part: Sequence[json_file.OfficialRow], *, data: DataConfig, worker: Worker | None, claim: Callable[[], None]
+) -> None:
+    """One shard; `claim` is called only when it is about to be written, so that a file that is refused leaves no folder behind."""
+    answers = Answers([row.exchange for row in part], [])
+    columns = {name: torch.cat([row.columns[name] for row in part]) for name in part[0].columns}
     if worker is None:
         claim()
-        facts = {"rows": len(part), "tokens": len(columns["log_p"]), "input": len(part), "ok": len(part), "problems": []}
-        write_shard(rows_path(config.data.dir, spec.split, spec.index), rows.to_parquet(exchanges, columns, from_target=None), **facts)
+        stages.write_rows(spec, answers, columns=columns, data=data)
         return
     known = {"draft_ids": columns["draft_ids"]}
-    ours = stages.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None, known)
-    _check_draft(ours["log_q"], columns["log_q"], config.pair.draft.path)
+    ours = stages.label_and_mix(spec, answers.exchanges, labeller=worker.labeller, data=data, progress=lambda count: None, known=known)
+    _check_draft(ours["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
-    stages.write_files(exchanges, [], ours | columns, spec, config.data)
+    stages.write_files(spec, answers, columns=ours | columns, data=data)
 
 
-def _is_done(config: Config, split: str, index: int, features: bool) -> bool:
-    if features:
-        return stages.is_done(config.data, ShardSpec(split, index, ()))
-    return is_whole(rows_path(config.data.dir, split, index))
+def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
+    """Whether a shard is on disk, with features if they are wanted."""
+    return stages.is_done(spec, data) if features else is_whole(rows_path(data.dir, spec.split, spec.index))
 
 
-def _check_fit(row: Parsed, worker: Worker | None) -> None:
+def _check_fit(row: json_file.OfficialRow, worker: Worker | None) -> None:
     """Raise ValueError for a row that the draft, if there is one, cannot read."""
     if worker is None:
         return
     assert worker.labeller.draft is not None
-    limit = getattr(worker.labeller.draft.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(worker.labeller.draft)
     (exchange, columns), last = row, worker.labeller.vocab_size - 1
     ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
     if not exchange.prompt_ids or not exchange.response_ids:
@@ -119,6 +118,7 @@ def _check_fit(row: Parsed, worker: Worker | None) -> None:
 
 
 def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
+    """Raise ValueError unless the draft at `path` gives the log q of the file."""
     difference = float((ours - theirs).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
@@ -127,8 +127,8 @@ def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
         )
 
 
-def _claim(directory: Path, manifest: Mapping[str, Any], split: str, file: Path) -> None:
-    """Settle the manifest, and which file the split is of, so that another one is not taken for done."""
+def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Path) -> None:
+    """Settle the manifest, and record which file the split comes from, so that no other file goes on with its shards."""
     settle(directory, manifest)
     path, here = directory / "imported" / f"{split}.json", {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     there = json.loads(path.read_text()) if path.is_file() else here
@@ -139,10 +139,9 @@ def _claim(directory: Path, manifest: Mapping[str, Any], split: str, file: Path)
     write_atomic(path, json.dumps(here).encode())
 
 
-def _manifest(config: Config, features: bool, keys: tuple[str, str]) -> dict[str, Any]:
+def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.Keys) -> dict[str, Any]:
     """What is known about imported data, and how its features were made."""
-    data, pair = config.data, config.pair
-    made = {"features": list(data.features), "feature_dtype": data.feature_dtype, "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
+    settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
     return {
         "format": FORMAT,
         "source": "specdec++",
@@ -152,13 +151,13 @@ def _manifest(config: Config, features: bool, keys: tuple[str, str]) -> dict[str
         "sampling": _SAMPLING,
         "keys": list(keys),
         "rows_per_shard": data.rows_per_shard,
-        **(made | {"seed": data.seed} if features else {}),
+        **({"features": list(data.features), **settings} if features else {}),
         "recorded": {"target_path": pair.target.path, "draft_path": pair.draft.path},
     }
 
 
 def _describe(source: ModelSource, *, needed: bool) -> dict[str, Any]:
-    """A model by its fingerprint where it is at hand or needed, else by its name alone."""
+    """A model with its fingerprint if it is on this disk or needed, else by name alone: the target of 70B parameters rarely is either."""
     if needed or Path(source.path).is_dir():
         return describe_model(source)
     return {"name": source.path, "revision": source.revision}

@@ -1,14 +1,14 @@
 """The official SpecDec++ JSON (`data/gen_*.py` of the released code), object by object.
 
-One list of objects: prompt, continuation, and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc, each of the last six a
-list or a list written as a string. Its numbers are of raw temperature-1 distributions; acceptance_rate, entropies, the coins and
-finish_reason it does not keep.
+The file is one list of objects with the fields prompt and continuation (strings) and prefix, tokens, draft, log_p_7b (draft), log_p_70b
+(target), p_acc (lists, or lists written as strings). Probabilities are those of temperature 1 without truncation. The file has no
+acceptance_rate, no entropies, no coins and no finish_reason.
 """
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +19,37 @@ from data_gen.responses.exchange import Exchange
 _INFINITY = re.compile(r"-inf\b")
 
 
-def parse(item: Any, where: str, name: str, keys: tuple[str, str]) -> tuple[Exchange, dict[str, Tensor]]:
-    """The row `name` of one object of the JSON, and its columns draft_ids, log_q, log_p, acceptance_prob.
+class OfficialRow(NamedTuple):
+    """One object of the file."""
+
+    exchange: Exchange
+    columns: dict[str, Tensor]
+    """draft_ids, log_q, log_p, acceptance_prob, each [token]."""
+
+
+class Keys(NamedTuple):
+    """The fields with the log probabilities of the draft tokens."""
+
+    draft: str
+    target: str
+
+
+def parse(item: Any, name: str, *, keys: Keys, where: str) -> OfficialRow:
+    """One object of the file as the row `name`.
 
     Args:
+        item: as json reads it.
+        name: the id that the row gets.
+        keys: of its log probabilities.
         where: file and item, for messages.
-        keys: fields of the draft's and the target's log probabilities.
 
     Raises:
         ValueError: a field that is missing or no list of numbers, or lists of different lengths.
     """
-    draft_key, target_key = keys
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
-    prefix, tokens, draft, log_q, log_p = (_list(item, key, where) for key in ("prefix", "tokens", "draft", draft_key, target_key))
-    lengths = {"tokens": len(tokens), "draft": len(draft), draft_key: len(log_q), target_key: len(log_p)}
+    prefix, tokens, draft, log_q, log_p = (_list(item, key, where) for key in ("prefix", "tokens", "draft", *keys))
+    lengths = {"tokens": len(tokens), "draft": len(draft), keys.draft: len(log_q), keys.target: len(log_p)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
     columns = {
@@ -42,12 +58,14 @@ def parse(item: Any, where: str, name: str, keys: tuple[str, str]) -> tuple[Exch
         "log_p": torch.tensor(log_p, dtype=torch.float32),
     }
     columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
-    return Exchange(name, str(item.get("prompt", "")), [int(token) for token in prefix], [int(token) for token in tokens], None), columns
+    exchange = Exchange(name, str(item.get("prompt", "")), [int(token) for token in prefix], [int(token) for token in tokens], None)
+    return OfficialRow(exchange, columns)
 
 
 def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
     """A list of numbers, which may be written as a string."""
     value = item.get(key)
+    # Python wrote these strings, and its -inf is -Infinity in JSON.
     if isinstance(value, str):
         try:
             value = json.loads(_INFINITY.sub("-Infinity", value))
@@ -65,7 +83,7 @@ def read(path: Path) -> list[Any]:
         FileNotFoundError, ValueError: no such file, or none of that shape.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"there is no file {path}; --file takes the path of the official JSON")
     try:
         items = json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -1,7 +1,7 @@
 """`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors that hold the models.
 
-A shard writes its own files and returns only its name, so a lost actor loses one shard's work: Ray starts another actor and gives it that
-shard. Several machines need a data.dir that all of them see.
+A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another actor and gives it that
+shard. With several machines, data.dir must be a folder that all of them see.
 """
 
 import logging
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.schema import Config
-from data_gen.pipeline.stages import Stage
+from configs.schema import RayConfig
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.conversation import ShardSpec
 
 
-def run_on_actors(config: Config, stage: Stage, specs: Sequence[ShardSpec], bar: tqdm) -> None:
-    """Run one stage on every shard.
+def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
+    """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:
         ValueError: ray is not installed; or what a worker raised for a user's mistake.
@@ -31,41 +31,39 @@ def run_on_actors(config: Config, stage: Stage, specs: Sequence[ShardSpec], bar:
         raise ValueError(
             'data.engine is ray and it is not installed; `pip install "acceptance-heads[ray]"`, or use engine: local'
         ) from error
-    started = not ray.is_initialized()
-    if started:
-        ray.init(address=config.data.ray.address, log_to_driver=False, configure_logging=False, **_own_machine(config))
+    resources = job.data.ray
+    is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
+    if is_own:
+        ray.init(address=resources.address, log_to_driver=False, configure_logging=False, **_room_here(resources))
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    resources = config.data.ray
     try:
-        names = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs)).map_batches(
+        indices = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs)).map_batches(
             _Actor,
-            fn_constructor_args=(_settled(config), stage, list(specs)),
+            fn_constructor_args=(_same_everywhere(job), list(specs)),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=min(resources.num_workers, len(specs))),
             num_cpus=resources.num_cpus,
             num_gpus=resources.num_gpus,
         )
-        for row in names.iter_rows():
+        for row in indices.iter_rows():
             spec = specs[int(row["index"])]
-            bar.set_description(f"{stage}: {spec.split}-{spec.index:05d}")
+            bar.set_description(f"{job.stage}: {spec.split}-{spec.index:05d}")
             bar.update(spec.num_requests)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | FileNotFoundError):
+        if isinstance(error.cause, ValueError | FileNotFoundError):  # a user's mistake reads the same on every engine
             raise type(error.cause)(str(error.cause)) from error
         raise
     finally:
-        if started:
+        if is_own:
             ray.shutdown()
 
 
 class _Actor:
     """A worker in an actor's process."""
 
-    def __init__(self, config: Config, stage: Stage, specs: list[ShardSpec]) -> None:
-        from data_gen.pipeline.worker import Worker
-
-        self.worker, self.specs = Worker(config, stage), specs
+    def __init__(self, job: Job, specs: list[ShardSpec]) -> None:
+        self.worker, self.specs = Worker(job), specs
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for index in batch["index"]:
@@ -73,15 +71,15 @@ class _Actor:
         return batch
 
 
-def _settled(config: Config) -> Config:
-    """The config with what this process would decide for itself: the same thread count and folder in every actor, so the same bytes."""
-    pair = replace(config.pair, num_threads=config.pair.num_threads or torch.get_num_threads())
-    return replace(config, pair=pair, data=replace(config.data, dir=os.path.abspath(config.data.dir)))
+def _same_everywhere(job: Job) -> Job:
+    """The job with this process's thread count and folder spelled out, so that every actor computes the same bytes in the same place."""
+    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
+    return replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
 
 
-def _own_machine(config: Config) -> dict[str, Any]:
-    """Room for the workers on this machine, when no cluster is named (Ray counts cores, workers may be more)."""
-    if config.data.ray.address is not None:
+def _room_here(resources: RayConfig) -> dict[str, Any]:
+    """Arguments that make room for the workers on this machine, unless a cluster is named: Ray counts cores, and workers may be more."""
+    if resources.address is not None:
         return {}
-    needed = int(config.data.ray.num_workers * config.data.ray.num_cpus) + 1
+    needed = int(resources.num_workers * resources.num_cpus) + 1
     return {"num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}

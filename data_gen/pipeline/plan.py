@@ -1,7 +1,7 @@
 """`python -m data_gen plan`: what a run will take, before anything large starts.
 
-A few prompts are made for real into a temporary folder and timed; the rest is extrapolated per row. Without a sample (`--sample 0`: the
-models are not loaded) sizes are upper bounds from `max_new_tokens` and the draft's width, and there is no time.
+The run is made for a few prompts in a temporary folder and timed; the rest is extrapolated per row. Without a sample (`--sample 0`, which
+loads no model) sizes are upper bounds from `max_new_tokens` and the draft's width, and no time is estimated.
 """
 
 import math
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config
-from data_gen.pipeline.command import check, cut
+from configs.schema import Config, DataConfig, PairConfig
+from data_gen.pipeline.command import check, shards_of
 from data_gen.pipeline.stages import is_done, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Worker
+from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
@@ -30,12 +30,12 @@ from lm import load_pair_tokenizer
 _ROW_BYTES_PER_TOKEN = 40
 """Upper bound of the Parquet bytes of one response position: six float32, two ids, a coin, and the text."""
 _SAFETENSORS_BYTES_PER_TOKEN = 25
-"""Of one feature position beside its hidden state: five float32, one int32, one bool."""
+"""Bytes of one feature position without its hidden state: five float32, one int32, one bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Per row, measured on a sample or bounded."""
+    """Means per row, measured on a sample; or upper bounds."""
 
     prompt_tokens: float
     response_tokens: float
@@ -44,6 +44,7 @@ class Estimate:
     row_bytes: float
     feature_bytes: float
     seconds: float | None
+    """None where nothing was measured."""
 
 
 def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
@@ -52,47 +53,51 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     Args:
         sample: prompts that are made and timed; 0 loads no model.
     """
-    check(config)
-    splits = {split: load_prompts(config.data, split) for split in SPLITS}
-    specs = [spec for split in SPLITS for spec in cut(split, splits[split], config.data.rows_per_shard)]
-    missing = [spec for spec in specs if not is_done(config.data, spec)]
+    pair, data = config.pair, config.data
+    check(pair, data)
+    specs = shards_of({split: load_prompts(data, split) for split in SPLITS}, data.rows_per_shard)
+    missing = [spec for spec in specs if not is_done(spec, data)]
     prompts = [prompt for spec in missing for prompt in spec.prompts]
     num_rows = sum(spec.num_requests for spec in missing)
     if num_rows == 0:
-        print(f"{config.data.dir}: every shard is there, nothing to do")
+        print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
-    estimate = _measured(config, prompts[:sample]) if sample else _bounded(config, prompts)
-    result = _totals(config, num_rows, estimate)
-    print(_report(config, result, len(missing), len(specs), sample))
-    return result
+    estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data, prompts)
+    totals = _totals(data, num_rows, estimate)
+    origin = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
+    print(f"{data.dir}: {len(missing)} of {len(specs)} shards to make ({origin})")
+    print(_report(data, totals))
+    return totals
 
 
-def _totals(config: Config, num_rows: int, estimate: Estimate) -> dict[str, Any]:
+def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     """The numbers of the report."""
-    tokens = num_rows * estimate.response_tokens
-    num_batches = math.ceil(num_rows / min(config.data.batch_size, config.data.rows_per_shard))
+    num_batches = math.ceil(num_rows / min(data.batch_size, data.rows_per_shard))
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
-    folder = next(path for path in (Path(config.data.dir).absolute(), *Path(config.data.dir).absolute().parents) if path.exists())
+    if data.mode == "sequential":
+        disk_bytes *= 2  # the results of the earlier stages stay until the shard is whole
+    # disk_usage needs a folder that exists, and data.dir may not yet
+    folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {
         "rows": num_rows,
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
-        "response_tokens": round(tokens),
-        "target_decode_forwards": num_batches * estimate.longest_response if config.data.source == "transformers" else 0,
+        "response_tokens": round(num_rows * estimate.response_tokens),
+        "target_decode_forwards": num_batches * estimate.longest_response if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows,
-        "draft_sequence_forwards": num_rows * (1 + (config.data.mixes if "fed" in config.data.features else 0)),
-        "disk_bytes": round(disk_bytes * (1 if config.data.mode == "together" else 2)),
+        "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.features else 0)),
+        "disk_bytes": round(disk_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": None if estimate.seconds is None else num_rows * estimate.seconds,
     }
 
 
-def _measured(config: Config, prompts: list[Prompt]) -> Estimate:
-    """Make a sample of prompts and look at it; two prompts warm up first, and loading is not counted."""
+def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
+    """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
-        here = replace(config, data=replace(config.data, dir=folder, engine="local"))
+        here = replace(data, dir=folder)
         seconds = 0.0
-        for stage in stages_of(config.data):
-            worker = Worker(here, stage)
+        for stage in stages_of(data):
+            worker = Worker(Job(pair=pair, data=here, stage=stage))
             worker.make(ShardSpec("train", 0, tuple(prompts[:2])), lambda count: None)
             start = time.perf_counter()
             worker.make(ShardSpec("test", 0, tuple(prompts)), lambda count: None)
@@ -101,7 +106,7 @@ def _measured(config: Config, prompts: list[Prompt]) -> Estimate:
         num_rows = len(table["prompt_ids"])
         if num_rows == 0:
             raise ValueError(
-                f"none of the {len(prompts)} sampled prompts gave a row; look at them with a small run, or take a larger --sample"
+                f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the reasons, or raise --sample"
             )
         return Estimate(
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
@@ -113,45 +118,44 @@ def _measured(config: Config, prompts: list[Prompt]) -> Estimate:
         )
 
 
-def _bounded(config: Config, prompts: list[Prompt]) -> Estimate:
+def _bound(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
     """Upper bounds without a model; prompt lengths from up to 200 prompts."""
-    tokenizer = load_pair_tokenizer(config.pair)
-    lengths = [len(encode(prompt, tokenizer, config.data.template)) for prompt in prompts[:200]]
-    data, tokens = config.data, config.data.max_new_tokens
-    width = describe_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code)["hidden_size"]
-    sets = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
+    tokenizer = load_pair_tokenizer(pair)
+    lengths = [len(encode(prompt, tokenizer, data.template)) for prompt in prompts[:200]]
+    tokens = data.max_new_tokens
+    width = describe_model(pair.draft, trust_remote_code=pair.trust_remote_code)["hidden_size"]
+    num_features = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
         prompt_tokens=statistics.fmean(lengths),
         response_tokens=float(tokens),
         longest_response=tokens,
         row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),
-        feature_bytes=float(sets * tokens * position_bytes),
+        feature_bytes=float(num_features * tokens * position_bytes),
         seconds=None,
     )
 
 
-def _report(config: Config, result: dict[str, Any], num_missing: int, num_shards: int, sample: int) -> str:
-    """The plan as text, with a warning when the disk will not do."""
-    source = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
-    workers = config.data.ray.num_workers if config.data.engine == "ray" else 1
+def _report(data: DataConfig, totals: dict[str, Any]) -> str:
+    """The totals as text, with a warning when the disk is too small."""
+    workers = data.ray.num_workers if data.engine == "ray" else 1
     lines = [
-        f"{config.data.dir}: {num_missing} of {num_shards} shards to make ({source})",
-        f"  rows              {result['rows']:>15,}",
-        f"  prompt tokens     {result['prompt_tokens']:>15,}",
-        f"  response tokens   {result['response_tokens']:>15,}",
-        f"  target forwards   {result['target_decode_forwards']:>15,} decoding steps of up to {config.data.batch_size} sequences",
-        f"                    {result['target_sequence_forwards']:>15,} whole sequences",
-        f"  draft forwards    {result['draft_sequence_forwards']:>15,} whole sequences",
-        f"  disk              {result['disk_bytes'] / 1e9:>15,.3f} GB, free {result['free_bytes'] / 1e9:,.1f} GB",
+        f"  rows              {totals['rows']:>15,}",
+        f"  prompt tokens     {totals['prompt_tokens']:>15,}",
+        f"  response tokens   {totals['response_tokens']:>15,}",
+        f"  target forwards   {totals['target_decode_forwards']:>15,} decoding steps of up to {data.batch_size} sequences",
+        f"                    {totals['target_sequence_forwards']:>15,} whole sequences",
+        f"  draft forwards    {totals['draft_sequence_forwards']:>15,} whole sequences",
+        f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
     ]
-    if result["time_s"] is not None:
-        shared = f" / {workers} workers = {_hours(result['time_s'] / workers)}" if workers > 1 else ""
-        lines.append(f"  time              {_hours(result['time_s']):>15} on this machine{shared}")
-    if result["disk_bytes"] > result["free_bytes"]:
-        lines.append("warning: the disk will not do; use a larger one, fewer prompts, one timing of data.features, fewer data.mixes")
+    if totals["time_s"] is not None:
+        shared = f" / {workers} workers = {_duration(totals['time_s'] / workers)}" if workers > 1 else ""
+        lines.append(f"  time              {_duration(totals['time_s']):>15} on this machine{shared}")
+    if totals["disk_bytes"] > totals["free_bytes"]:
+        lines.append("warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer data.mixes")
     return "\n".join(lines)
 
 
-def _hours(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
     return f"{seconds / 3600:,.1f} h" if seconds >= 5400 else f"{seconds / 60:,.1f} min" if seconds >= 90 else f"{seconds:,.0f} s"

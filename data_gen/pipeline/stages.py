@@ -1,5 +1,5 @@
-"""One shard from prompts to files. With both models loaded (`mode: together`) in one go; with one at a time (`sequential`) in three stages
-that leave their results in DIR/stages until the last has written the shard.
+"""The stages that take one shard from prompts to files: one with both models loaded (`mode: together`), or three with one model at a time
+(`sequential`), which leave their results in DIR/stages until the last has written the shard.
 
     together    responses, labels of both models, mixings, features
     respond     responses                                    target (or none: a server or a file answers)
@@ -22,107 +22,121 @@ from torch import Tensor
 from configs.schema import DataConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import mixed
-from data_gen.labels.layout import Layout
+from data_gen.labels.layout import layout_of
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Exchange, Problem, Progress
+from data_gen.responses.exchange import Answers, Exchange, Problem, Progress
 from data_gen.store import features, rows
-from data_gen.store.shards import features_path, is_whole, rows_path, write_shard
+from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
 from lm.uniforms import seed_of, uniforms
 
 Stage = Literal["together", "respond", "draft", "target"]
+_SUFFIXES = {"respond": "responses", "draft": "safetensors"}
+"""Stages that leave a result of their own -> the ending of its file."""
 
 
-def stages_of(config: DataConfig) -> tuple[Stage, ...]:
+def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     """The stages of a run, in order."""
-    return ("together",) if config.mode == "together" else ("respond", "draft", "target")
+    return ("together",) if data.mode == "together" else ("respond", "draft", "target")
 
 
-def is_done(config: DataConfig, spec: ShardSpec, stage: Stage = "together") -> bool:
-    """Whether a stage need not be run on a shard: its own result or the whole shard is there."""
-    paths = [features_path(config.dir, timing, spec.split, spec.index) for timing in config.features]
-    if all(map(is_whole, [*paths, rows_path(config.dir, spec.split, spec.index)])):
+def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
+    """Whether a shard needs this stage no more: the stage's own result or the whole shard is on disk."""
+    paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.features]
+    if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
-    return stage in ("respond", "draft") and is_whole(_stage_path(config, spec, stage))
+    return stage in _SUFFIXES and is_whole(_stage_path(spec, data, stage))
 
 
 def label_and_mix(
-    exchanges: Sequence[Exchange],
     spec: ShardSpec,
+    exchanges: Sequence[Exchange],
+    *,
     labeller: Labeller,
-    config: DataConfig,
+    data: DataConfig,
     progress: Progress,
     known: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Everything that the draft decides, and with the target loaded the rest too: columns, `from_target`, and `drawn` and `fed` states
-    as wanted. `known` may hold `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
+    """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as far as wanted.
+
+    Args:
+        spec: the shard.
+        exchanges: its rows.
+        labeller: with the draft, and perhaps the target.
+        data: the section of the config.
+        progress: is told of every row once.
+        known: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
-    layout = _layout(exchanges)
-    given = {"uniform": uniforms(seed_of(config.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known or {})}
-    columns = labeller.label(exchanges, given, with_hidden="drawn" in config.features, progress=progress)
-    coins = uniforms(seed_of(config.seed, "mixing", spec.split, spec.index), layout.num_tokens * config.mixes)
-    columns["from_target"] = coins < config.mixing_ratio
-    if "fed" in config.features:
-        order = layout.order(config.mixes)
+    layout = layout_of(exchanges)
+    given = {"uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known or {})}
+    columns = labeller.label(exchanges, given, with_hidden="drawn" in data.features, progress=progress)
+    coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
+    columns["from_target"] = coins < data.mixing_ratio
+    if "fed" in data.features:
+        order = layout.order(data.mixes)
         response_ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
         mixed_ids = mixed(response_ids[order], columns["draft_ids"][order], columns["from_target"])
-        columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, config.mixes)
+        columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
     return columns
 
 
-def write_files(
-    exchanges: Sequence[Exchange], problems: Sequence[Problem], columns: dict[str, Tensor], spec: ShardSpec, config: DataConfig
-) -> None:
-    """Features first, rows last: rows that are there have their features."""
-    layout = _layout(exchanges)
-    for timing in config.features:
-        mixes = config.mixes if timing == "fed" else 1
+def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
+    """Write the features and then the rows of a shard, so that rows on disk always have their features."""
+    layout = layout_of(answers.exchanges)
+    for timing in data.features:
+        mixes = data.mixes if timing == "fed" else 1
         is_drafted = ~columns["from_target"] if timing == "fed" else torch.ones(layout.num_tokens)
         content = features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
-        path = features_path(config.dir, timing, spec.split, spec.index)
-        write_shard(path, content, rows=len(exchanges) * mixes, tokens=layout.num_tokens * mixes)
-    table = rows.to_parquet(exchanges, columns, from_target=columns["from_target"], mixes=config.mixes)
-    facts = {"input": spec.num_requests, "ok": len(exchanges), "problems": [problem._asdict() for problem in problems]}
-    write_shard(rows_path(config.dir, spec.split, spec.index), table, rows=len(exchanges), tokens=layout.num_tokens, **facts)
+        path = features_path(data.dir, timing, spec.split, spec.index)
+        write_shard(path, content, rows=len(answers.exchanges) * mixes, tokens=layout.num_tokens * mixes)
+    write_rows(spec, answers, columns=columns, data=data)
 
 
-def save_responses(exchanges: Sequence[Exchange], problems: Sequence[Problem], spec: ShardSpec, config: DataConfig) -> None:
-    """End of the stage `respond`."""
-    content = {"exchanges": [exchange._asdict() for exchange in exchanges], "problems": [problem._asdict() for problem in problems]}
-    write_shard(_stage_path(config, spec, "respond"), json.dumps(content).encode())
+def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
+    """Write the rows of a shard, and into their sidecar what became of every prompt."""
+    table = rows.to_parquet(answers.exchanges, columns, from_target=columns.get("from_target"), mixes=data.mixes)
+    num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
+    problems = [problem._asdict() for problem in answers.problems]
+    account = {"input": spec.num_requests, "ok": num_rows, "problems": problems}
+    write_shard(rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account)
 
 
-def load_responses(spec: ShardSpec, config: DataConfig) -> tuple[list[Exchange], list[Problem]]:
-    """What `save_responses` left."""
-    content = json.loads(_stage_path(config, spec, "respond").read_text())
-    return [Exchange(**exchange) for exchange in content["exchanges"]], [Problem(**problem) for problem in content["problems"]]
+def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
+    """The result of the stage `respond`, without the target's states."""
+    content = {
+        "exchanges": [exchange._asdict() for exchange in answers.exchanges],
+        "problems": [problem._asdict() for problem in answers.problems],
+    }
+    write_shard(_stage_path(spec, data, "respond"), json.dumps(content).encode())
 
 
-def save_drafted(columns: dict[str, Tensor], spec: ShardSpec, config: DataConfig) -> None:
-    """End of the stage `draft`."""
-    write_shard(_stage_path(config, spec, "draft"), safetensors.torch.save(columns))
+def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
+    """What `save_responses` saved."""
+    content = json.loads(_stage_path(spec, data, "respond").read_text())
+    return Answers([Exchange(**exchange) for exchange in content["exchanges"]], [Problem(**problem) for problem in content["problems"]])
+
+
+def save_drafted(spec: ShardSpec, columns: dict[str, Tensor], data: DataConfig) -> None:
+    """The result of the stage `draft`."""
+    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(columns))
 
 
 def add_target(
-    exchanges: Sequence[Exchange], spec: ShardSpec, labeller: Labeller, config: DataConfig, progress: Progress
+    spec: ShardSpec, exchanges: Sequence[Exchange], *, labeller: Labeller, data: DataConfig, progress: Progress
 ) -> dict[str, Tensor]:
-    """The stage `target`: what `save_drafted` left, with log_p and acceptance_prob."""
-    columns = safetensors.torch.load(_stage_path(config, spec, "draft").read_bytes())
+    """The stage `target`: the columns that `save_drafted` saved, with log_p and acceptance_prob."""
+    columns = safetensors.torch.load(_stage_path(spec, data, "draft").read_bytes())
     given = {name: columns[name] for name in ("draft_ids", "log_q")}
     return columns | labeller.label(exchanges, given, with_hidden=False, progress=progress)
 
 
-def forget_stages(spec: ShardSpec, config: DataConfig) -> None:
-    """Remove the results of earlier stages of a shard that is whole."""
-    for stage in ("respond", "draft"):
-        path = _stage_path(config, spec, stage)
-        for name in (path, path.with_name(path.name + ".json")):
-            name.unlink(missing_ok=True)
+def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
+    """Remove the results of the earlier stages of a shard that is whole."""
+    for stage in _SUFFIXES:
+        path = _stage_path(spec, data, stage)
+        for file in (path, sidecar_path(path)):
+            file.unlink(missing_ok=True)
 
 
-def _stage_path(config: DataConfig, spec: ShardSpec, stage: str) -> Path:
-    suffix = {"respond": "responses", "draft": "safetensors"}[stage]
-    return Path(config.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{suffix}"
-
-
-def _layout(exchanges: Sequence[Exchange]) -> Layout:
-    return Layout(tuple(len(exchange.response_ids) for exchange in exchanges))
+def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
+    """Where a stage leaves its result on a shard."""
+    return Path(data.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{_SUFFIXES[stage]}"

@@ -1,16 +1,17 @@
 """A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine: ray`)."""
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from configs.schema import Config
+from configs.schema import DataConfig, PairConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Exchange, Problem, Progress
+from data_gen.responses.exchange import Answers, Progress
 from data_gen.responses.source import make_source
 from lm import Sampling, check_width, load_model, load_pair_tokenizer
 from lm.forwards import check_output_layer
@@ -18,69 +19,79 @@ from lm.forwards import check_output_layer
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker has to know; picklable, so that it can be sent to an actor."""
+
+    pair: PairConfig
+    data: DataConfig
+    stage: Stage
+
+
 class Worker:
     """Makes shards, one stage of each."""
 
-    def __init__(self, config: Config, stage: Stage) -> None:
+    def __init__(self, job: Job) -> None:
         """Load the tokenizer and the models that the stage needs.
 
         Raises:
             ValueError: models that do not fit each other, the tokenizer, or the configured lengths.
         """
         logging.disable_progress_bar()
-        torch.set_num_threads(config.pair.num_threads or torch.get_num_threads())
-        self.config, self.stage, self.data = config, stage, config.data
-        self.tokenizer = load_pair_tokenizer(config.pair)
-        wants = {
+        pair, data = job.pair, job.data
+        torch.set_num_threads(pair.num_threads or torch.get_num_threads())
+        self.job, self.stage, self.data = job, job.stage, data
+        self.tokenizer = load_pair_tokenizer(pair)
+        names = {
             "together": ("draft", "target"),
-            "respond": ("target",) if config.data.source == "transformers" else (),
+            "respond": ("target",) if data.source == "transformers" else (),
             "draft": ("draft",),
             "target": ("target",),
-        }[stage]
-        models = {name: self._load(name) for name in wants}
-        sampling = Sampling(**vars(config.pair.sampling))
-        self.source = make_source(config, models, self.tokenizer, sampling) if stage in ("together", "respond") else None
+        }[job.stage]
+        models = {name: self._load(name) for name in names}
+        has_source = job.stage in ("together", "respond")
+        self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer) if has_source else None
         self.labeller = Labeller(
             draft=models.get("draft"),
             target=models.get("target"),
-            sampling=sampling,
+            sampling=Sampling(**vars(pair.sampling)),
             vocab_size=len(self.tokenizer),
-            batch_size=config.data.batch_size,
-            chunk_mb=config.data.chunk_mb,
-            feature_dtype=FEATURE_DTYPES[config.data.feature_dtype],
+            batch_size=data.batch_size,
+            chunk_mb=data.chunk_mb,
+            feature_dtype=FEATURE_DTYPES[data.feature_dtype],
         )
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
-        """Run the stage on one shard; `progress` is told num_requests once for responses and once for labels."""
-        exchanges, problems, states = self._exchanges(spec, progress)
+        """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`)."""
+        answers = self._answers(spec, progress)
         if self.stage == "respond":
-            stages.save_responses(exchanges, problems, spec, self.data)
+            stages.save_responses(spec, answers, self.data)
             return
-        progress(len(problems))
+        progress(len(answers.problems))  # they have no labels to wait for
         if self.stage == "target":
-            columns = stages.add_target(exchanges, spec, self.labeller, self.data, progress)
+            columns = stages.add_target(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress)
         else:
-            known = {} if states is None else {"target_states": states}
-            columns = stages.label_and_mix(exchanges, spec, self.labeller, self.data, progress, known)
+            known = {} if answers.states is None else {"target_states": answers.states}
+            columns = stages.label_and_mix(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress, known=known)
         if self.stage == "draft":
-            stages.save_drafted(columns, spec, self.data)
+            stages.save_drafted(spec, columns, self.data)
             return
-        stages.write_files(exchanges, problems, columns, spec, self.data)
+        stages.write_files(spec, answers, columns=columns, data=self.data)
         stages.forget_stages(spec, self.data)
 
-    def _exchanges(self, spec: ShardSpec, progress: Progress) -> tuple[list[Exchange], list[Problem], Tensor | None]:
-        """The shard's responses: asked for here, or left by the stage before."""
+    def _answers(self, spec: ShardSpec, progress: Progress) -> Answers:
+        """The shard's responses: from the source, or as the stage before saved them."""
         if self.source is not None:
-            return ask(spec, self.source, self.tokenizer, self.data, progress)
-        return *stages.load_responses(spec, self.data), None
+            return ask(spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress)
+        return stages.load_responses(spec, self.data)
 
     def _load(self, name: str) -> PreTrainedModel:
         """One model, checked against the tokenizer and the lengths that it is to read."""
-        source = getattr(self.config.pair, name)
-        model = load_model(source, trust_remote_code=self.config.pair.trust_remote_code)
+        source = getattr(self.job.pair, name)
+        model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
         check_width(model, len(self.tokenizer), name)
         check_output_layer(model, len(self.tokenizer))
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(model)
         longest = self.data.max_prompt_tokens + self.data.max_new_tokens
         if limit is not None and longest > limit:
             raise ValueError(
@@ -90,6 +101,11 @@ class Worker:
         return model
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model reads; None if it sets no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def steps_of(stage: Stage) -> int:
-    """How often `Worker.make` reports each request to its progress."""
+    """How often `Worker.make` reports each request: `together` asks and then labels, every other stage does one of the two."""
     return 2 if stage == "together" else 1

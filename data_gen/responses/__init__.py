@@ -1,1 +1,1 @@
-"""Responses X ~ target: the sources that answer requests, behind one interface."""
+"""Responses X ~ target: a server, a file or the target itself answers requests, all behind one interface."""

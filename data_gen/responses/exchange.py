@@ -1,4 +1,4 @@
-"""What a source of responses is asked, and what it answers (law 4.6)."""
+"""What a source of responses is given and what it gives back (law 4.6)."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -6,9 +6,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-
-
 Progress = Callable[[int], None]
+"""Is called with the number of requests that have been dealt with since the last call."""
 
 
 class Request(NamedTuple):
@@ -22,13 +21,13 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """X of one request."""
+    """The target's response X to one request."""
 
     response_ids: list[int]
     """With the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
     states: Tensor | None = None
-    """[response token, hidden] on the CPU: the target's final hidden states that its tokens were drawn from, if the source keeps them."""
+    """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the source keeps them."""
 
 
 class Problem(NamedTuple):
@@ -44,12 +43,12 @@ class ResponseSource(Protocol):
     """Where responses come from."""
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request, in order; `progress` is told how many more are done."""
+        """One answer per request, in order. The same requests and seed give the same answers, as far as the source can promise it."""
         ...
 
 
 class Exchange(NamedTuple):
-    """One prompt and the target's response to it: what a row is about."""
+    """One prompt and the target's response to it: the subject of a row."""
 
     id: str
     prompt: str
@@ -57,3 +56,12 @@ class Exchange(NamedTuple):
     response_ids: list[int]
     finish_reason: FinishReason | None
     """None where it is not known: imported data."""
+
+
+class Answers(NamedTuple):
+    """What became of the turns of a shard: each has an exchange or a problem, both in the order of the shard."""
+
+    exchanges: list[Exchange]
+    problems: list[Problem]
+    states: Tensor | None = None
+    """[response token, hidden] of all exchanges, one after the other, if the source keeps them."""

@@ -1,7 +1,7 @@
 """`source: file`: responses that the user already has, one JSON object per line.
 
-{"id": "81", "response": "text"}                                  tokenized here, end-of-sequence added unless finish_reason is length
-{"id": "81", "turn": 2, "response_ids": [5, 9, 1]}                used as they are; turn from 1
+{"id": "81", "response": "text"}                        tokenized here, and ended with end-of-sequence unless finish_reason is length
+{"id": "81", "turn": 2, "response_ids": [5, 9, 1]}      taken as they are; turns count from 1
 optional: "finish_reason": "stop" | "length"
 """
 
@@ -9,52 +9,48 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from configs.schema import DataConfig
 from data_gen.prompts.prompt import json_lines
 from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
-from data_gen.responses.spelling import finished, response_of_text
+from data_gen.responses.spelling import Spelling
 
 
 class ResponseFile:
-    """Looks responses up by row id. Only byte offsets are held, so the file may be large."""
+    """Looks responses up by row id. Only the byte offset of each line stays in memory, so the file may be large."""
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> None:
+    def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
         """Read through the file once and check every line.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: no file named, or a malformed line (file and line number).
+            ValueError: a malformed line (file and line number).
         """
-        if config.responses is None:
-            raise ValueError("data.source is file and data.responses names none; give it the path of a JSONL file")
-        self.path, self.tokenizer, self.eos_ids, self.max_new_tokens = config.responses, tokenizer, eos_ids, config.max_new_tokens
-        self._lines = {self._name(record, number): number for number, record in json_lines(self.path)}
-        self._offsets = _line_offsets(self.path)
+        self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
+        offsets = _line_offsets(path)
+        self._offsets = {self._name(record, number): offsets[number - 1] for number, record in json_lines(path)}
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """The file's response to each request; a `Problem` where there is none or it does not fit."""
+        """The file's response to each request; a `Problem` where it has none or one that is too long or malformed."""
         with open(self.path, "rb") as file:
             answers: list[Response | Problem] = []
             for request in requests:
-                number = self._lines.get(request.id)
-                if number is None:
+                offset = self._offsets.get(request.id)
+                if offset is None:
                     answers.append(Problem(request.id, "error", f"no response in {self.path}"))
                 else:
-                    file.seek(self._offsets[number - 1])
+                    file.seek(offset)
                     answers.append(self._response(json.loads(file.readline()), request))
                 progress(1)
         return answers
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
+        """The response of one line."""
         reason: FinishReason = record.get("finish_reason", "stop")
         if "response_ids" in record:
             ids = list(record["response_ids"])
-            reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.eos_ids else "length")
-            answer = finished(ids, reason, request, self.tokenizer, self.eos_ids)
+            reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.spelling.eos_ids else "length")
+            answer = self.spelling.of_ids(ids, reason, request)
         else:
-            answer = response_of_text(record["response"], reason, request, self.tokenizer, self.eos_ids)
+            answer = self.spelling.of_text(record["response"], reason, request)
         if isinstance(answer, Response) and len(answer.response_ids) > self.max_new_tokens:
             return Problem(
                 request.id, "skipped", f"response of {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}"
@@ -62,7 +58,7 @@ class ResponseFile:
         return answer
 
     def _name(self, record: dict[str, Any], number: int) -> str:
-        """The row id that a line answers."""
+        """The id of the row that a line answers."""
         here = f"{self.path}:{number}"
         if record.get("id") is None:
             raise ValueError(f"{here}: expected an id; got {sorted(record)}")

@@ -1,49 +1,55 @@
-"""The three sources of responses behind one interface (`ResponseSource`)."""
+"""Which source of responses a run has: the target in this process, a server, or a file."""
 
 from collections.abc import Mapping
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.schema import Config
+from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.responses.exchange import ResponseSource
+from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.in_process import TargetInProcess
-from lm import Sampling
+from data_gen.responses.spelling import Spelling
+from lm import Sampling, eos_ids_of
 
 
 def make_source(
-    config: Config, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    pair: PairConfig, data: DataConfig, *, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> ResponseSource:
-    """The source that `data.source` names. `models` are those that are loaded: beside the draft, the target keeps its states for labelling.
+    """The source that `data.source` names.
+
+    Args:
+        pair: for the target's name and the sampling.
+        data: the section of the config.
+        models: those that are loaded; with the draft among them, the target keeps its hidden states for the labels.
+        tokenizer: of the pair.
 
     Raises:
         ValueError: a setting that the source needs or cannot honour.
     """
-    eos_ids = eos_ids_of(config, tokenizer)
-    if config.data.source == "server":
-        from data_gen.responses.server import CompletionsServer
+    sampling = Sampling(**vars(pair.sampling))
+    spelling = Spelling(tokenizer, _eos_ids(pair.target, tokenizer))
+    if data.source == "server":
+        from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
-        return CompletionsServer(config, tokenizer, sampling, eos_ids)
-    if config.data.source == "file":
-        from data_gen.responses.from_file import ResponseFile
-
-        return ResponseFile(config.data, tokenizer, eos_ids)
+        model = data.server.model or pair.target.path
+        return CompletionsServer(data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens)
+    if data.source == "file":
+        return ResponseFile(str(data.responses), spelling, max_new_tokens=data.max_new_tokens)
     return TargetInProcess(
-        model=models["target"],
-        sampling=sampling,
+        models["target"],
+        sampling,
         vocab_size=len(tokenizer),
-        eos_ids=eos_ids,
-        max_new_tokens=config.data.max_new_tokens,
-        batch_size=config.data.batch_size,
+        eos_ids=spelling.eos_ids,
+        max_new_tokens=data.max_new_tokens,
+        batch_size=data.batch_size,
         keeps_states="draft" in models,
     )
 
 
-def eos_ids_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The target's end-of-sequence ids (its generation config may name several), or the tokenizer's."""
-    source = config.pair.target
+def _eos_ids(target: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The end-of-sequence ids of the target's generation config, read without loading the model; or the tokenizer's."""
     try:
-        ids = GenerationConfig.from_pretrained(source.path, revision=source.revision or "main").eos_token_id
+        config = GenerationConfig.from_pretrained(target.path, revision=target.revision or "main")
     except OSError:
-        ids = None
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        config = None
+    return eos_ids_of(config) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))

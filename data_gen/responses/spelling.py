@@ -1,49 +1,53 @@
-"""What text has to pass to become token ids.
+"""What a response from outside has to pass to become token ids.
 
-Text that comes from outside is turned into ids and back: prompt ids + response ids must decode to prompt text + response text. A response
-that does not is a `Problem`, never altered. (A response whose ids spell the same text in another way than the target did cannot be told;
-servers that return token ids avoid that.)
+Text is turned into ids and back: prompt ids + response ids must decode to prompt text + response text. A response that does not is a
+`Problem` and never altered. (Where the target spelled the same text with other ids, nothing here can notice; servers that return token ids
+avoid that.)
 """
+
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.responses.exchange import FinishReason, Problem, Request, Response
 
 
-def response_of_text(
-    text: str, finish_reason: FinishReason, request: Request, tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int]
-) -> Response | Problem:
-    """A response's ids from its text, the end-of-sequence id added where it stopped; a `Problem` if they do not spell it.
+@dataclass(frozen=True)
+class Spelling:
+    """The ids of responses, under one tokenizer."""
 
-    The response is tokenized on its own, and if that does not join the prompt, together with it.
-    """
-    alone, prompt, joint = (
-        list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, request.text, request.text + text)
-    )
-    candidates = [alone] + ([joint[len(prompt) :]] if joint[: len(prompt)] == prompt else [])
-    expected = _decoded(request.prompt_ids, tokenizer) + text
-    for ids in candidates:
-        if _decoded(request.prompt_ids + ids, tokenizer) == expected:
-            return finished(ids, finish_reason, request, tokenizer, eos_ids)
-    return Problem(request.id, "error", f"response does not round-trip through the tokenizer: {text[:60]!r}")
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]
+    """Ids that end a response."""
 
+    def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
+        """The response whose text this is; a `Problem` if no ids spell it."""
+        alone, prompt, joint = (
+            list(self.tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, request.text, request.text + text)
+        )
+        # Some tokenizers mark the start of a text (a space before the first word), so that text on its own does not continue the prompt;
+        # the ids of prompt and response together then do, unless a token spans the border.
+        candidates = [alone] + ([joint[len(prompt) :]] if joint[: len(prompt)] == prompt else [])
+        expected = self._decode(request.prompt_ids) + text
+        for ids in candidates:
+            if self._decode(request.prompt_ids + ids) == expected:
+                return self.of_ids(ids, finish_reason, request)
+        return Problem(request.id, "error", f"response does not round-trip through the tokenizer: {text[:60]!r}")
 
-def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def of_ids(self, ids: list[int], finish_reason: FinishReason, request: Request) -> Response | Problem:
+        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they cannot be a response."""
+        if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
+            own = self.tokenizer.eos_token_id
+            ids = [*ids, own if own in self.eos_ids else min(self.eos_ids)]
+        if not ids:
+            return Problem(request.id, "error", "empty response")
+        wrong = next((token for token in ids if not 0 <= token < len(self.tokenizer)), None)
+        if wrong is not None:
+            return Problem(request.id, "error", f"response id {wrong} is outside the tokenizer's {len(self.tokenizer)}")
+        early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
+        if early is not None:
+            return Problem(request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
+        return Response(ids, finish_reason)
 
-
-def finished(
-    ids: list[int], finish_reason: FinishReason, request: Request, tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int]
-) -> Response | Problem:
-    """The response with its end-of-sequence id; a `Problem` if nothing is left of it."""
-    if finish_reason == "stop" and eos_ids and not (ids and ids[-1] in eos_ids):
-        ids = [*ids, tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else min(eos_ids)]
-    if not ids:
-        return Problem(request.id, "error", "empty response")
-    wrong = next((token for token in ids if not 0 <= token < len(tokenizer)), None)
-    if wrong is not None:
-        return Problem(request.id, "error", f"response id {wrong} is outside the tokenizer's {len(tokenizer)}")
-    early = next((position for position, token in enumerate(ids[:-1]) if token in eos_ids), None)
-    if early is not None:
-        return Problem(request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
-    return Response(ids, finish_reason)
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

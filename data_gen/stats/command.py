@@ -18,18 +18,19 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
 
     Args:
         split: train, dev or test.
-        plots: also draw entropy.png, entropy_ratio.png and bounds.png into DIR/stats.
+        plots: also draw SPLIT-entropy.png, SPLIT-entropy_ratio.png and SPLIT-bounds.png into DIR/stats.
     """
-    manifest = read_manifest(config.data.dir)
-    paths = list_shards(config.data.dir, split)
+    directory = Path(config.data.dir)
+    manifest = read_manifest(directory)
+    paths = list_shards(directory, split)
     positions, reasons = read_positions(paths)
     summary = summarise(positions) | {"rows": sum(reasons.values()), "finish_reason": reasons, "sampling": manifest["sampling"]}
     summary |= {f"prompts_{name}": count for name, count in account(paths).items()}
-    folder = Path(config.data.dir) / "stats"
+    folder = directory / "stats"
     write_atomic(folder / f"{split}.json", json.dumps(summary, indent=1).encode())
     print(
         "\n".join(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}" for name, value in summary.items())
     )
     if plots and positions.acceptance_rate.size:
-        print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder, split)))
+        print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))
     return summary

@@ -1,22 +1,33 @@
 """The plots of `python -m data_gen stats`: SVIP's Figures 2, 3 and 4 for this pair (definitions in `data_gen.stats.command`)."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_gen.stats.positions import Array, Positions
 
-matplotlib.use("Agg")
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d95f02", "#777777"
 _NUM_BINS = 20
 
 
-def draw_all(positions: Positions, summary: dict[str, Any], folder: Path, split: str) -> list[Path]:
-    """Write every plot; the paths."""
+class Bins(NamedTuple):
+    """Statistics of y over bins of x, [bin] each."""
+
+    centres: Array
+    means: Array
+    lower: Array
+    """Lower quartile."""
+    upper: Array
+    """Upper quartile."""
+    counts: Array
+    """Points of the bin."""
+
+
+def draw_all(positions: Positions, summary: dict[str, Any], *, folder: Path, split: str) -> list[Path]:
+    """Write every plot as FOLDER/SPLIT-NAME.png; returns the paths."""
     figures = {
         "entropy": draw_entropy(positions, summary),
         "entropy_ratio": draw_ratio(positions, summary),
@@ -32,21 +43,20 @@ def draw_all(positions: Positions, summary: dict[str, Any], folder: Path, split:
 
 
 def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
-    """Figure 2: draft entropy against acceptance, and against accepted length; mean of each bin with its quartiles, and how many
-    positions it holds.
-    """
+    """Figure 2: draft entropy against acceptance, and against accepted length: mean, quartiles and number of positions of each bin."""
     figure, axes = _figure(2, "Draft entropy against acceptance")
     for axis, values, label in (
         (axes[0], positions.acceptance_rate, "acceptance_rate"),
         (axes[1], positions.accepted_length, "expected accepted length, tokens"),
     ):
-        centres, means, lower, upper, counts = binned(positions.entropy, values)
-        axis.fill_between(centres, lower, upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
-        axis.plot(centres, means, color=_BLUE, marker="o", ms=3, label="mean")
+        bins = bins_of(positions.entropy, values)
+        axis.fill_between(bins.centres, bins.lower, bins.upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
+        axis.plot(bins.centres, bins.means, color=_BLUE, marker="o", ms=3, label="mean")
         axis.set(xlabel="H(q), nats (temperature 1)", ylabel=label, ylim=(0, None), xlim=(0, None))
-        behind = axis.twinx()
-        behind.fill_between(centres, counts / counts.sum(), step="mid", color=_GREY, alpha=0.15, lw=0)
-        highest = float((counts / counts.sum()).max())
+        behind, shares = axis.twinx(), bins.counts / bins.counts.sum()
+        behind.fill_between(bins.centres, shares, step="mid", color=_GREY, alpha=0.15, lw=0)
+        highest = float(shares.max())
+        # three times the height that they need: the shares stay in the lower third, clear of the curve
         behind.set(ylabel="share of positions (grey)", ylim=(0, 3 * highest), yticks=[0, round(highest, 2)])
         behind.spines["top"].set_visible(False)
     grid = np.linspace(0, positions.entropy.max(), 200)
@@ -63,8 +73,8 @@ def draw_ratio(positions: Positions, summary: dict[str, Any]) -> Figure:
     figure, (axis,) = _figure(1, "Cross-entropy over entropy")
     has_entropy = positions.entropy > 0.01
     ratio = positions.cross_entropy[has_entropy] / positions.entropy[has_entropy]
-    shown = float(np.quantile(ratio, 0.97))
-    axis.hist(np.minimum(ratio, shown), bins=np.linspace(1, max(shown, 1.01), 60).tolist(), color=_BLUE, alpha=0.7)
+    highest = float(np.quantile(ratio, 0.97))  # the tail is long; it is drawn as one bar
+    axis.hist(np.minimum(ratio, highest), bins=np.linspace(1, max(highest, 1.01), 60).tolist(), color=_BLUE, alpha=0.7)
     rho = summary["rho_ratio_of_means"]
     axis.axvline(rho, color=_ORANGE, label=f"ratio of means {rho:.2f}, so c = {summary['c']:.2f}")
     axis.axvline(
@@ -80,7 +90,7 @@ def draw_ratio(positions: Positions, summary: dict[str, Any]) -> Figure:
 
 
 def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
-    """Figure 4: acceptance_rate against its Pinsker and Bretagnolle-Huber lower bounds; points belong above the diagonal."""
+    """Figure 4: acceptance_rate against its Pinsker and Bretagnolle-Huber lower bounds; a bound holds above the diagonal."""
     figure, axes = _figure(2, "Acceptance against its lower bounds")
     for axis, bound, name in ((axes[0], positions.pinsker, "pinsker"), (axes[1], positions.bretagnolle_huber, "bretagnolle_huber")):
         axis.hexbin(np.maximum(bound, -0.5), positions.acceptance_rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1)
@@ -91,24 +101,24 @@ def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
         axis.set_title(f"{share:.2%} of positions below the bound", fontsize=9)
     note = "darker: more positions (logarithmic); Pinsker cut off at -0.5"
     if summary["sampling"] != {"temperature": 1.0, "top_k": None, "top_p": None}:
-        given = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
-        note += f"\nacceptance under {given}, bounds under temperature 1 without truncation: no law orders the two"
+        sampling = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
+        note += f"\nacceptance under {sampling}, bounds under temperature 1 without truncation: no law orders the two"
     figure.supxlabel(note, fontsize=8)
     return figure
 
 
-def binned(x: Array, y: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Centres, means, lower and upper quartiles and counts of y over equal-width bins of x; bins with under five points are left out."""
+def bins_of(x: Array, y: Array) -> Bins:
+    """Statistics of y over equal-width bins of x; bins with under five points are left out."""
     edges = np.linspace(0, max(float(np.quantile(x, 0.999)), 1e-9), _NUM_BINS + 1)
     index = np.clip(np.digitize(x, edges) - 1, 0, _NUM_BINS - 1)
     groups = [(centre, y[index == number]) for number, centre in enumerate((edges[:-1] + edges[1:]) / 2)]
-    kept = [(centre, values) for centre, values in groups if values.size >= 5] or [(float(x.mean()), y)]
-    statistics = [(centre, values.mean(), *np.quantile(values, [0.25, 0.75]), float(values.size)) for centre, values in kept]
-    centres, means, lower, upper, counts = (np.asarray(column) for column in zip(*statistics, strict=True))
-    return centres, means, lower, upper, counts
+    filled = [(centre, values) for centre, values in groups if values.size >= 5] or [(float(x.mean()), y)]
+    statistics = [(centre, values.mean(), *np.quantile(values, [0.25, 0.75]), float(values.size)) for centre, values in filled]
+    return Bins(*(np.asarray(column) for column in zip(*statistics, strict=True)))
 
 
 def _figure(num_axes: int, title: str) -> tuple[Figure, list[Axes]]:
+    """A figure with axes side by side."""
     figure = Figure(figsize=(6 * num_axes, 4.2), layout="constrained")
     axes = [figure.add_subplot(1, num_axes, number + 1) for number in range(num_axes)]
     figure.suptitle(title)

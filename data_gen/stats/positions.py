@@ -5,9 +5,9 @@
     acceptance_rate_i >= 1 - sqrt(1 - exp(-KL_i))               Bretagnolle-Huber
     rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's stopping rule
 
-The bounds hold for acceptance under the same distributions, so position by position only where the run's `Sampling` is temperature 1
-without truncation. Expected accepted length at i is sum over k >= i of prod over j = i … k of acceptance_rate_j: the rates along the
-target's response stand for the coins of verification, so it is cut short by the response's end.
+The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's `Sampling` is
+temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product over j = i … k of
+acceptance_rate_j, up to the end of the response.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from data_gen.store.shards import verify
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Positions:
     """Columns of every response position of a split, [position]."""
 
@@ -51,7 +51,11 @@ class Positions:
 
 
 def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
-    """Every position of some shards, and how often each finish_reason occurs; rows without the columns of both models (null) give none."""
+    """Every position of some shards, and how often each finish_reason occurs; a row without the columns of both models gives no position.
+
+    Raises:
+        ValueError: a shard is corrupted, or no row has the columns of both models.
+    """
     names = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
     columns: dict[str, list[Array]] = {name: [] for name in (*names, "accepted_length")}
     reasons: dict[str, int] = {}
@@ -67,7 +71,8 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
             columns["accepted_length"].append(accepted_length(columns["acceptance_rate"][-1]))
     if not columns["entropy"]:
         raise ValueError(
-            f"{paths[0].parent} has no acceptance_rate and entropy (sequential or imported data); stats need both models at once"
+            f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, so make the data "
+            "with data.mode together"
         )
     return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
 
@@ -81,10 +86,10 @@ def accepted_length(acceptance_rate: Array) -> Array:
 
 
 def summarise(positions: Positions) -> dict[str, Any]:
-    """Means, correlations, rho and c, and how often each bound is violated (0 under temperature 1 without truncation)."""
+    """Means, correlations, rho and c, and the share of positions that violate each bound (0 under temperature 1 without truncation)."""
     rate, entropy = positions.acceptance_rate, positions.entropy
     rho = float(positions.cross_entropy.sum() / max(entropy.sum(), 1e-12))
-    has_entropy = entropy > 0.01
+    has_entropy = entropy > 0.01  # below, the ratio of the two says nothing
     return {
         "positions": int(rate.size),
         "acceptance_rate_mean": float(rate.mean()),

@@ -1,12 +1,13 @@
 """The kinds of task: each draws a prompt and a worked answer from one `random.Random`.
 
-An answer alternates between three sorts of tokens: phrases, whose first token is a free choice and whose rest is fixed; free words
-inside an aside; and what has to be worked out from the prompt (results, items in order, counts, numbers looked up), one to three tokens at
-a time. The last line is always `Answer: …`.
+An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that decides the rest; free words inside an
+aside; and what has to be worked out from the prompt (results, items in order, counts, numbers from a list), one to three tokens at a time.
+The last line is always `Answer: …`. The order of the draws decides the text, so it must not change.
 """
 
 from collections.abc import Callable
 from random import Random
+from typing import NamedTuple
 
 from data_gen.stories import words
 
@@ -17,23 +18,36 @@ Task = tuple[str, str]
 def story(rng: Random) -> Task:
     """Two to four changes to a number of things that somebody has."""
     name, thing = rng.choice(words.NAMES), rng.choice(words.THINGS)
-    total = rng.randint(12, 60)
-    told, lines = [], [f"At the start {name} has {total} {thing}."]
+    start = total = rng.randint(12, 60)
+    events, lines = [], [f"At the start {name} has {start} {thing}."]
     for _ in range(rng.choice((2, 2, 2, 3, 3, 4))):
-        event, reason, equation, total = _change(rng, total)
-        told.append(event)
-        lines.append(f"{rng.choice(words.LEADS)} {reason}: {equation}.")
-    prompt = f"{name} has {lines[0].split()[5]} {thing}. {name} {', then '.join(told)}. How many {thing} does {name} have in the end?"
+        change = _change(rng, total)
+        total = change.total
+        events.append(change.event)
+        lines.append(f"{rng.choice(words.LEADS)} {change.reason}: {change.equation}.")
+    prompt = f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
     return prompt, _answer(rng, lines, f"{total} {thing}")
 
 
-def _change(rng: Random, total: int) -> tuple[str, str, str, int]:
-    """(what happens, why we calculate so, equation, new total)."""
+class _Change(NamedTuple):
+    """A gain or a loss."""
+
+    event: str
+    """What happens, for the prompt."""
+    reason: str
+    """Why it is added or subtracted, for the answer."""
+    equation: str
+    total: int
+    """After the change."""
+
+
+def _change(rng: Random, total: int) -> _Change:
+    """Mostly a loss when there are many things, a gain when there are few."""
     if total > 50 or (total > 20 and rng.random() < 0.5):
         k = rng.randint(2, min(total - 5, 30))
-        return rng.choice(words.LOSSES).format(k=k), rng.choice(words.LOSS_REASONS), f"{total} - {k} = {total - k}", total - k
+        return _Change(rng.choice(words.LOSSES).format(k=k), rng.choice(words.LOSS_REASONS), f"{total} - {k} = {total - k}", total - k)
     k = rng.randint(2, 35)
-    return rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k
+    return _Change(rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k)
 
 
 def receipt(rng: Random) -> Task:
@@ -54,7 +68,7 @@ def receipt(rng: Random) -> Task:
 
 
 def stock(rng: Random) -> Task:
-    """Two numbers looked up in a list, and their sum or difference."""
+    """The sum or the difference of two numbers that stand in a list."""
     things = rng.sample(words.THINGS, 4)
     numbers = rng.sample(range(2, 50), 4)
     (a, x), (b, y) = rng.sample(list(zip(things, numbers, strict=True)), 2)
@@ -73,19 +87,19 @@ def sort(rng: Random) -> Task:
     count = rng.randint(3, 5)
     if rng.random() < 0.6:
         items = [str(number) for number in rng.sample(range(2, 100), count)]
-        ordered, asked = sorted(items, key=int), "Sort these numbers, the smallest first"
+        ordered, task = sorted(items, key=int), "Sort these numbers, the smallest first"
     else:
         items = rng.sample(words.FRUITS, count)
-        ordered, asked = sorted(items), "Sort these words by the alphabet"
-    return f"{asked}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
+        ordered, task = sorted(items), "Sort these words by the alphabet"
+    return f"{task}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
 
 
 def sums(rng: Random) -> Task:
     """Two to four small calculations that have nothing to do with each other."""
-    asked = [_calculation(rng) for _ in range(rng.randint(2, 4))]
-    lines = [f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {task} = {result}." for task, result in asked]
-    results = ", ".join(str(result) for _, result in asked)
-    return f"Work out {', '.join(task for task, _ in asked)}.", _answer(rng, lines, results)
+    calculations = [_calculation(rng) for _ in range(rng.randint(2, 4))]
+    lines = [f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {term} = {result}." for term, result in calculations]
+    results = ", ".join(str(result) for _, result in calculations)
+    return f"Work out {', '.join(term for term, _ in calculations)}.", _answer(rng, lines, results)
 
 
 def _calculation(rng: Random) -> tuple[str, int]:
@@ -102,9 +116,9 @@ def copy(rng: Random) -> Task:
     """Three to five words, as they are or from the last to the first."""
     items = rng.sample(rng.choice((words.FRUITS, words.COLOURS, words.THINGS, words.NAMES)), rng.randint(3, 5))
     is_reversed = rng.random() < 0.5
-    said = items[::-1] if is_reversed else items
-    asked = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
-    return f"{asked}: {', '.join(items)}.", _answer(rng, [_sequence(rng, said)], ", ".join(said))
+    reply = items[::-1] if is_reversed else items
+    task = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
+    return f"{task}: {', '.join(items)}.", _answer(rng, [_sequence(rng, reply)], ", ".join(reply))
 
 
 def count(rng: Random) -> Task:
@@ -123,18 +137,18 @@ def compare(rng: Random) -> Task:
     numbers = rng.sample(range(2, 99), 3)
     ranked = sorted(zip(numbers, names, strict=True), reverse=True)
     (most, winner), (second, runner_up), _ = ranked
-    told = ", ".join(f"{name} has {number}" for number, name in zip(numbers, names, strict=True))
+    holdings = ", ".join(f"{name} has {number}" for number, name in zip(numbers, names, strict=True))
     lines = [
         f"{rng.choice(words.LEADS)} the largest number is {most}, and it belongs to {winner}.",
         f"{rng.choice(words.LEADS)} the second largest is {second}, from {runner_up}.",
         f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {most} - {second} = {most - second}.",
     ]
-    prompt = f"Of {thing}, {told}. Who has the most, and how many more than the next?"
+    prompt = f"Of {thing}, {holdings}. Who has the most, and how many more than the next?"
     return prompt, _answer(rng, lines, f"{winner}, {most - second} more")
 
 
 def convert(rng: Random) -> Task:
-    """So many of one unit in a smaller one, and some on top."""
+    """A number of one unit in a smaller unit, and some of the smaller added."""
     (unit, smaller), factor = rng.choice(list(words.UNITS.items()))
     number, extra = rng.randint(2, 9), rng.randint(2, 20)
     product = number * factor
@@ -159,7 +173,7 @@ def _answer(rng: Random, lines: list[str], result: str) -> str:
 
 
 def _aside(rng: Random) -> str:
-    """A sentence that says nothing, with two to four free words."""
+    """A sentence that has nothing to do with the task, with two to four free words."""
     return rng.choice(words.ASIDES).format(
         size=rng.choice(words.SIZES),
         colour=rng.choice(words.COLOURS),
@@ -180,4 +194,4 @@ KINDS: dict[str, tuple[Callable[[Random], Task], int]] = {
     "compare": (compare, 2),
     "convert": (convert, 2),
 }
-"""kind -> (its generator, its share)"""
+"""kind -> (the function that draws a task of it, its share among the kinds)"""

@@ -1,7 +1,7 @@
 """Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its experiments.
 
-A problem belongs to the split that the sha256 of its prompt names, so no prompt is ever in two splits, whatever the seed. Problems of one
-(split, seed) form one endless sequence without repeated prompts; a longer run begins with the shorter one.
+A problem belongs to the split that the sha256 of its prompt decides, so no prompt is ever in two splits, whatever the seed. The problems of
+one (split, seed) form one endless sequence without repeated prompts; a longer run begins with a shorter one.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class Story:
     """Kind and hash of the prompt: the same prompt has the same id in every run."""
     prompt: str
     answer: str
-    """Worked, with a last line `Answer: …`."""
+    """Step by step, with a last line `Answer: …`."""
     kind: str
     """A key of `kinds.KINDS`."""
 
@@ -51,7 +51,7 @@ def split_of(prompt: str) -> str:
 
 
 def story_stream(split: str, seed: int) -> Iterator[Story]:
-    """Problems without end: candidates one after the other; those of other splits and those already seen are passed over."""
+    """Problems without end: one candidate after the other, without those of other splits and those that came before."""
     assert split in _SPLIT_SHARES, split
     seen = set()
     for index in count():

@@ -1,7 +1,7 @@
-"""What the embedded trio is measured by: how often the small models are accepted, and how much cheaper they are.
+"""Figures of the embedded trio: how often the small models are accepted, and how much cheaper they are.
 
-Responses are drawn from the target at temperature 1 on prompts of the test split; acceptance_rate is sum over v of min(p(v), q(v)) at every
-position of them.
+Responses are drawn from the target at temperature 1 on prompts of the test split; acceptance_rate, the sum over v of min(p(v), q(v)), is
+measured at each of their positions.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource
-from data_gen.prompts.pool import Prompt
+from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode, render
 from data_gen.responses.exchange import Request, Response
 from data_gen.responses.in_process import TargetInProcess
@@ -26,6 +26,9 @@ from lm.forwards import hidden_states, logits_of
 NAMES = ("target", "draft", "micro")
 _CONTEXT_TOKENS = 100
 """Cache length at which a forward is timed."""
+_MAX_NEW_TOKENS = 160
+"""Longer than any worked answer."""
+_BATCH_SIZE = 64
 
 
 def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_timings: int = 100) -> dict[str, float]:
@@ -36,7 +39,7 @@ def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_
     times_ms = forward_times_ms(list(models.values()), num_timings)
     figures = {f"{name}_forward_ms": time_ms for name, time_ms in zip(models, times_ms, strict=True)}
     figures["forward_ratio"] = figures["target_forward_ms"] / figures["draft_forward_ms"]
-    rates = acceptance_rates(models, tokenizer, num_prompts, seed)
+    rates = acceptance_rates(models, tokenizer, num_prompts=num_prompts, seed=seed)
     for name, rate in rates.items():
         figures |= {f"{name}_acceptance_mean": rate.mean().item(), f"{name}_acceptance_std": rate.std().item()}
     figures["positions"] = len(rates["draft"])
@@ -45,13 +48,20 @@ def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_
 
 
 def acceptance_rates(
-    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, num_prompts: int, seed: int
+    models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, num_prompts: int, seed: int
 ) -> dict[str, Float[Tensor, " position"]]:
-    """Of every model but the target, at every position of the target's responses to `num_prompts` test prompts."""
+    """The acceptance_rate of every model but the target, at every position of the target's responses to `num_prompts` test prompts."""
     sampling, vocab_size = Sampling(), len(tokenizer)
     prompts = [Prompt(story.id, (story.prompt,)) for story in stories("test", num_prompts, seed=seed)]
     requests = [Request(prompt.id, render(prompt, tokenizer, "chat"), encode(prompt, tokenizer, "chat")) for prompt in prompts]
-    source = TargetInProcess(models["target"], sampling, vocab_size, frozenset([tokenizer.eos_token_id]), 160, 64)
+    source = TargetInProcess(
+        models["target"],
+        sampling,
+        vocab_size=vocab_size,
+        eos_ids=frozenset([tokenizer.eos_token_id]),
+        max_new_tokens=_MAX_NEW_TOKENS,
+        batch_size=_BATCH_SIZE,
+    )
     answers = source.respond(requests, seed, lambda _: None)
     rates: dict[str, list[Tensor]] = {name: [] for name in models if name != "target"}
     for request, answer in zip(requests, answers, strict=True):

@@ -3,8 +3,8 @@
 Three Llama-architecture models with one tokenizer, trained on `data_gen.stories.stories` alone:
 
     target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
-    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (Looking a word up in the prompt
-             takes two layers: with a second one the draft learns that too, is accepted 95 % of the time, and leaves little to predict.)
+    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a word up in the prompt
+             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
 Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn from q is accepted
@@ -15,7 +15,7 @@ Same seed, recipe, machine and thread count give the same bytes. The models lear
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from data_gen.stories.stories import story_stream
 from data_gen.tiny.figures import NAMES, measure, report
 from data_gen.tiny.tokenizer import MAX_TOKENS, train_tokenizer
-from data_gen.tiny.training import Encoded, batches, distil, encode_story, train
+from data_gen.tiny.training import Batch, batches, distil, encode_story, train
 
 _STORY_SEED = 1 << 32
 """Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that the trio learned."""
@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything beside seed and machine that decides the trio's bytes."""
+    """Everything but seed and machine that decides the trio's bytes."""
 
     target: Shape = Shape(num_layers=10, hidden_size=128, intermediate_size=352, num_heads=4)
     draft: Shape = Shape(num_layers=1, hidden_size=96, intermediate_size=256, num_heads=3)
@@ -58,7 +58,7 @@ class Recipe:
     target_learning_rate: float = 4e-3
     distil_learning_rate: float = 4e-3
     num_threads: int = 1
-    """One thread loses little: the models are small."""
+    """More threads would gain little, since the models are small."""
 
 
 def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
@@ -67,7 +67,7 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     Nothing is written before all three are trained, so an interrupted run leaves `out_dir` as it was.
 
     Returns:
-        the figures of `tiny_figures.measure`.
+        the figures of `data_gen.tiny.figures.measure`.
 
     Raises:
         ValueError: a model is there already and `overwrite` is off.
@@ -78,36 +78,36 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
         raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
     torch.set_num_threads(recipe.num_threads)
     with _progress() as progress:
-        models, tokenizer = _trained(seed, recipe, progress)
+        models, tokenizer = _train_trio(seed, recipe, progress)
     _write(models, tokenizer, out_dir)
     figures = measure(out_dir)
     print(report(figures))
     return figures
 
 
-def _trained(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+def _train_trio(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
     """The three models, in bfloat16, and their tokenizer."""
     torch.manual_seed(seed)
     num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
     stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    texts = list(_tracked(progress, "write stories", stream, num_stories))
-    tokenizer = train_tokenizer(texts[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    rows = [encode_story(text, tokenizer) for text in _tracked(progress, "tokenize", texts, len(texts))]
+    stories = list(_track(progress, "write stories", stream, total=num_stories))
+    tokenizer = train_tokenizer(stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", stories, total=num_stories)]
     models = {name: _new_model(shape, tokenizer) for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)}
-    _learn(models, rows, seed, recipe, progress)
+    source = batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
+    _learn(models, source, recipe, progress)
     return models, tokenizer
 
 
-def _learn(models: dict[str, LlamaForCausalLM], rows: list[Encoded], seed: int, recipe: Recipe, progress: Progress) -> None:
-    """First the target; then the others from the target as it will be stored."""
+def _learn(models: dict[str, LlamaForCausalLM], source: Iterator[Batch], recipe: Recipe, progress: Progress) -> None:
+    """Train the target, then distil the others from it."""
     target, *others = models.values()
-    source = batches(rows, recipe.batch_size, seed, pad_id=target.config.pad_token_id or 0)
-    steps = train(target, source, recipe.target_steps, recipe.target_learning_rate)
-    for _ in _tracked(progress, "train target", steps, recipe.target_steps):
+    steps = train(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
+    for _ in _track(progress, "train target", steps, total=recipe.target_steps):
         pass
-    target.bfloat16().float()
-    steps = distil(target, others, source, recipe.distil_steps, recipe.distil_learning_rate)
-    for _ in _tracked(progress, "distil draft and micro", steps, recipe.distil_steps):
+    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
+    steps = distil(target, others, source, num_steps=recipe.distil_steps, learning_rate=recipe.distil_learning_rate)
+    for _ in _track(progress, "distil draft and micro", steps, total=recipe.distil_steps):
         pass
     for model in models.values():
         model.bfloat16()
@@ -133,7 +133,7 @@ def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCaus
 def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
     """Each model directory appears whole or not at all."""
     for name, model in models.items():
-        partial = out_dir / f".{name}.partial"
+        partial = out_dir / f".{name}.partial"  # a rename is atomic, a directory of files is not
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -148,8 +148,8 @@ def _progress() -> Progress:
     return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), note)
 
 
-def _tracked(progress: Progress, description: str, steps: Iterable, total: int) -> Iterable:
-    """The steps, with a bar; losses among them stand beside it."""
+def _track(progress: Progress, description: str, steps: Iterable, *, total: int) -> Iterable:
+    """The steps, with a bar; a step that is a list of losses shows them beside it."""
     task = progress.add_task(description, total=total, note="")
     for step in steps:
         note = " ".join(f"{loss:.3f}" for loss in step) + " nats" if isinstance(step, list) else ""

@@ -2,7 +2,7 @@
 
     <|user|>\\n{prompt}\\n<|assistant|>\\n{answer}<|end|>
 
-A space before a number is a token of its own too, so it announces the number and carries none of it.
+A space before a number is a token of its own too, so it says that a number follows and nothing about which.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[Story], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over prompts and answers, with at most `vocab_size` tokens."""
+def train_tokenizer(stories: Iterable[Story], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on prompts and answers, with at most `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[Story], vocab_size: int) -> PreTrainedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for story in texts for text in (story.prompt, story.answer)), trainer)
+    tokenizer.train_from_iterator((text for story in stories for text in (story.prompt, story.answer)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

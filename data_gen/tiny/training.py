@@ -1,6 +1,6 @@
 """How the embedded trio learns: batches of stories, cross-entropy for the target, distillation for the other two.
 
-Losses are means over answer positions (the end token included); prompts are read and not learned. Rows of a batch have nearly the same
+Losses are means over answer positions (the end token included); prompts are read but not learned. Rows of a batch have nearly the same
 length and are padded on the right, where a causal model cannot see the padding.
 
 Matrices inside the layers are trained with Muon (momentum, orthogonalised by Newton-Schulz iterations; K. Jordan 2024), embeddings and
@@ -23,11 +23,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from data_gen.stories.stories import Story
 
 Encoded = tuple[list[int], int]
-"""(token ids of prompt, answer and end token; where the answer begins)"""
+"""(token ids of prompt, answer and end token; index of the answer's first token)"""
 _WARMUP_STEPS = 50
 _LAST_RATE = 0.02
 """The learning rate ends at this share of its peak."""
 _BATCHES_SORTED_TOGETHER = 16
+"""Rows are sorted by length within chunks of so many batches: enough for little padding, and the order of an epoch stays random."""
 
 
 class Batch(NamedTuple):
@@ -45,8 +46,8 @@ def encode_story(story: Story, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     return [*prompt_ids, *tokenizer(story.answer)["input_ids"], tokenizer.eos_token_id], len(prompt_ids)
 
 
-def batches(rows: Sequence[Encoded], batch_size: int, seed: int, pad_id: int) -> Iterator[Batch]:
-    """Endless batches in an order that `seed` decides; every row once per epoch, but for less than one chunk."""
+def batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[Batch]:
+    """Endless batches in an order that `seed` decides; an epoch has every row once, but leaves out the rows that fill no whole chunk."""
     rng, order = Random(seed), list(range(len(rows)))
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
@@ -73,7 +74,7 @@ def log_probs(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "learned v
     return model.lm_head(hidden[batch.is_learned]).log_softmax(-1)
 
 
-def train(model: LlamaForCausalLM, source: Iterator[Batch], num_steps: int, learning_rate: float) -> Iterator[list[float]]:
+def train(model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, learning_rate: float) -> Iterator[list[float]]:
     """Train on the stories themselves; yields the loss of each step, -log p(X_i), in nats per token."""
     optimiser = _Optimiser(model, learning_rate, num_steps)
     for batch in islice(source, num_steps):
@@ -84,11 +85,11 @@ def train(model: LlamaForCausalLM, source: Iterator[Batch], num_steps: int, lear
 
 
 def distil(
-    target: LlamaForCausalLM, models: Sequence[LlamaForCausalLM], source: Iterator[Batch], num_steps: int, learning_rate: float
+    target: LlamaForCausalLM, models: Sequence[LlamaForCausalLM], source: Iterator[Batch], *, num_steps: int, learning_rate: float
 ) -> Iterator[list[float]]:
     """Train several models at once towards the target; yields KL(p || q) of each, in nats per token.
 
-    The forward divergence, not total variation: it keeps q honest about what it does not know, which is what policies read.
+    The loss is the forward divergence and not total variation, because it makes q spread out where it does not know: policies read that.
     """
     optimisers = [_Optimiser(model, learning_rate, num_steps) for model in models]
     for batch in islice(source, num_steps):
@@ -111,7 +112,7 @@ class _Optimiser:
         """Args:
         model: put into training mode.
         learning_rate: of AdamW, at its peak; Muon's is 5 times that (its updates have unit singular values).
-        num_steps: after which the rate has come down.
+        num_steps: length of the schedule.
         """
         self._parameters = list(model.train().parameters())
         matrices = [parameter for layer in model.model.layers for parameter in layer.parameters() if parameter.ndim == 2]

@@ -163,8 +163,15 @@ def _record_shard(config: Config, shard: TraceShard, pair: Pair, heads: Sequence
     sampling = Sampling(**vars(config.pair.sampling))
     seed = seed_of(decode.seed, "trace", shard.dataset, spec.split, spec.index)
     data = replace(config.data, seed=seed, max_new_tokens=decode.max_new_tokens)
-    source = TargetInProcess(pair.target, sampling, pair.vocab_size, pair.eos_ids, decode.max_new_tokens, decode.prompts_per_shard)
-    exchanges, problems, _ = ask(spec, source, pair.tokenizer, data, lambda count: None)
+    source = TargetInProcess(
+        pair.target,
+        sampling,
+        vocab_size=pair.vocab_size,
+        eos_ids=pair.eos_ids,
+        max_new_tokens=decode.max_new_tokens,
+        batch_size=decode.prompts_per_shard,
+    )
+    exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
     progress(spec.num_requests - len(exchanges))
     recorder = Recorder(
         pair.draft,

@@ -4,10 +4,11 @@
 
 official   as the released SpecDec++ code does it: one prompt at a time, `generate`, then a draft pass that draws Y, a draft pass and a
            target pass that read log probabilities, whole [positions, vocabulary] each time; JSON with lists as strings at the end
-ours       `python -m data_gen` on the same prompts, both feature sets included, which the official code leaves to training
+ours       `python -m data_gen` on the same prompts, with both feature sets, which the official code leaves to training
 
-Arms are interleaved, each repeat on prompts of its own; medians. Rows per second count the same prompts in both arms; tokens are those
-that an arm generated. Peak memory is that of a process of its own for 1, 4 and 16 times the rows. The last line is one JSON document.
+The arms are interleaved, every repeat has prompts of its own, and medians are reported. Rows per second count the same prompts in both
+arms; tokens are those that an arm generated. Peak memory is that of a fresh process with 1, 4 and 16 times the rows. The last line is one
+JSON document.
 """
 
 import json
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import torch
@@ -30,7 +31,7 @@ from configs.schema import Config
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
-from data_gen.pipeline.worker import Worker
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
@@ -45,14 +46,14 @@ _MEMORY_ROWS, _MEMORY_TOKENS = 16, 16
 
 def official(prompts: list[Prompt], worker: Worker, path: Path) -> None:
     """The official shape, from prompts to a JSON file."""
-    config, target, draft = worker.config, worker.labeller.target, worker.labeller.draft
-    settings = {"do_sample": True, "temperature": config.pair.sampling.temperature or 1.0, "top_k": config.pair.sampling.top_k or 0}
+    data, sampling, target, draft = worker.data, worker.labeller.sampling, worker.labeller.target, worker.labeller.draft
+    settings = {"do_sample": True, "temperature": sampling.temperature or 1.0, "top_k": sampling.top_k or 0}
     items = []
     with torch.inference_mode():
         for prompt in prompts:
-            prefix = encode(prompt, worker.tokenizer, config.data.template)
+            prefix = encode(prompt, worker.tokenizer, data.template)
             ids = torch.tensor([prefix])
-            settings["max_new_tokens"] = config.data.max_new_tokens
+            settings["max_new_tokens"] = data.max_new_tokens
             whole = target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
             tokens = whole[0, len(prefix) :]
             span = slice(len(prefix) - 1, -1)
@@ -65,43 +66,51 @@ def official(prompts: list[Prompt], worker: Worker, path: Path) -> None:
     path.write_text(json.dumps(items, indent=2))
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of the wall, seconds of this process's cores: the second hardly feels what else the machine does."""
+class Seconds(NamedTuple):
+    """What some work took."""
+
+    wall: float
+    cpu: float
+    """Of this process alone, which other load on the machine hardly changes."""
+
+
+def time_of(work: Callable[[], Any]) -> Seconds:
+    """How long `work` takes."""
     start, start_cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start, time.process_time() - start_cpu
+    return Seconds(time.perf_counter() - start, time.process_time() - start_cpu)
 
 
 def column_bytes(path: Path) -> int:
-    """Bytes of the columns that the official JSON has too, on disk."""
+    """Bytes on disk of the columns that the official JSON has too."""
     metadata = pq.ParquetFile(path).metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(column.total_compressed_size for column in columns if column.path_in_schema.split(".")[0] in _OFFICIAL_COLUMNS)
 
 
-def compare(config: Config, worker: Worker, prompts: list[list[Prompt]], folder: Path) -> dict[str, float]:
+def compare(worker: Worker, prompts: list[list[Prompt]], folder: Path) -> dict[str, float]:
     """Rows and tokens per second and bytes per row of both arms."""
-    seconds: dict[str, list[tuple[float, float]]] = {"official": [], "ours": []}
+    seconds: dict[str, list[Seconds]] = {"official": [], "ours": []}
     tokens = {"official": 0, "ours": 0}
     json_path, num_rows = folder / "official.json", len(prompts[0])
     rows_bytes = all_bytes = json_bytes = 0
     for index, group in enumerate(prompts):
-        seconds["official"].append(timed(lambda group=group: official(group, worker, json_path)))
+        seconds["official"].append(time_of(lambda group=group: official(group, worker, json_path)))
         tokens["official"] += sum(len(json.loads(item["tokens"])) for item in json.loads(json_path.read_text()))
         json_bytes += json_path.stat().st_size
         spec = ShardSpec("train", index, tuple(group))
-        seconds["ours"].append(timed(lambda spec=spec: worker.make(spec, lambda count: None)))
-        path = rows_path(config.data.dir, "train", index)
+        seconds["ours"].append(time_of(lambda spec=spec: worker.make(spec, lambda count: None)))
+        path = rows_path(worker.data.dir, "train", index)
         tokens["ours"] += read_sidecar(path)["tokens"]
         rows_bytes += column_bytes(path)
         all_bytes += path.stat().st_size
-    ratios = [slow[0] / fast[0] for slow, fast in zip(seconds["official"], seconds["ours"], strict=True)]
-    cpu_ratios = [slow[1] / fast[1] for slow, fast in zip(seconds["official"], seconds["ours"], strict=True)]
+    ratios = [theirs.wall / ours.wall for theirs, ours in zip(seconds["official"], seconds["ours"], strict=True)]
+    cpu_ratios = [theirs.cpu / ours.cpu for theirs, ours in zip(seconds["official"], seconds["ours"], strict=True)]
     total = num_rows * len(prompts)
     return {
-        **{f"{arm}_rows_per_s": num_rows / statistics.median(wall for wall, _ in times) for arm, times in seconds.items()},
-        **{f"{arm}_tokens_per_s": tokens[arm] / sum(wall for wall, _ in times) for arm, times in seconds.items()},
+        **{f"{arm}_rows_per_s": num_rows / statistics.median(spent.wall for spent in times) for arm, times in seconds.items()},
+        **{f"{arm}_tokens_per_s": tokens[arm] / sum(spent.wall for spent in times) for arm, times in seconds.items()},
         "rows_per_s_ratio": statistics.median(ratios),
         "rows_per_s_ratio_min": min(ratios),
         "rows_per_s_ratio_max": max(ratios),
@@ -114,7 +123,7 @@ def compare(config: Config, worker: Worker, prompts: list[list[Prompt]], folder:
 
 
 def bare_forwards(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
-    """The forwards that labels and fed-time features need, logits only where they are used, and nothing else."""
+    """Nothing but the forwards that labels and fed-time features need, with logits only where they are used."""
     order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
     for start in range(0, len(order), size):
         batch = order[start : start + size]
@@ -127,19 +136,23 @@ def bare_forwards(labeller: Labeller, exchanges: list[Exchange], size: int) -> N
         forwards.hidden_states(labeller.draft, whole, [len(ids) for ids in prompts])
 
 
-def labelling(config: Config, worker: Worker, spec: ShardSpec, repeats: int) -> dict[str, float]:
+def labelling(worker: Worker, spec: ShardSpec, repeats: int) -> dict[str, float]:
     """Labels, both feature sets and their files, as a fraction of the bare forwards' throughput."""
-    exchanges, problems, _ = ask(spec, worker.source, worker.tokenizer, config.data, lambda count: None)
+    data, labeller = worker.data, worker.labeller
+    answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=data, progress=lambda count: None)
+    exchanges = answers.exchanges
     num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
 
     def label() -> None:
-        columns = stages.label_and_mix(exchanges, spec, worker.labeller, config.data, lambda count: None)
-        stages.write_files(exchanges, problems, columns, spec, config.data)
+        columns = stages.label_and_mix(spec, exchanges, labeller=labeller, data=data, progress=lambda count: None)
+        stages.write_files(spec, answers, columns=columns, data=data)
 
-    bare: Callable[[], None] = lambda: bare_forwards(worker.labeller, exchanges, config.data.batch_size)  # noqa: E731
+    def bare() -> None:
+        bare_forwards(labeller, exchanges, data.batch_size)
+
     bare()
     label()
-    pairs = [(timed(bare)[0], timed(label)[0]) for _ in range(2 * repeats + 1)]
+    pairs = [(time_of(bare).wall, time_of(label).wall) for _ in range(2 * repeats + 1)]
     return {
         "bare_tokens_per_s": num_tokens / statistics.median(first for first, _ in pairs),
         "labelling_tokens_per_s": num_tokens / statistics.median(second for _, second in pairs),
@@ -148,7 +161,7 @@ def labelling(config: Config, worker: Worker, spec: ShardSpec, repeats: int) -> 
 
 
 def peak_memory(config: Config, times: int, folder: Path) -> float:
-    """MiB of a process that makes `times` the rows, shards of one size."""
+    """MiB of a process that makes `times` as many rows, in shards of one size."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -186,12 +199,12 @@ def data_gen(config: Config, *, rows: int = 48, repeats: int = 3) -> dict[str, A
         config = replace(config, data=replace(config.data, dir=str(folder / "ours"), num_train=rows * repeats + 2))
         memory = {f"peak_memory_{times}x_mib": peak_memory(config, times, folder) for times in (1, 4, 16)}
         prompts = load_prompts(config.data, "train")
-        worker = Worker(config, "together")
+        worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
         official(prompts[-2:], worker, folder / "warm.json")
         worker.make(ShardSpec("train", 99, tuple(prompts[-2:])), lambda count: None)
         groups = [prompts[rows * index : rows * (index + 1)] for index in range(repeats)]
-        result: dict[str, Any] = compare(config, worker, groups, folder)
-        result |= labelling(config, worker, ShardSpec("test", 0, tuple(groups[0])), repeats) | memory
+        result: dict[str, Any] = compare(worker, groups, folder)
+        result |= labelling(worker, ShardSpec("test", 0, tuple(groups[0])), repeats) | memory
     result["peak_memory_16x_over_1x"] = memory["peak_memory_16x_mib"] / memory["peak_memory_1x_mib"]
     result |= {
         "rows": rows,

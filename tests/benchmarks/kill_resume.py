@@ -4,8 +4,8 @@
         --data.num_test 0 [--kills 10] [--actor_kills 2] [--seed 0]
 
 Every run is `python -m data_gen` in a process of its own, as a user starts it. A kill waits until the run has written a random number of
-files, up to a share of what is to write, and then for a random moment more; so `kills` of them do not outlast the work. With `actor_kills`
-the same data are made with `engine: ray` then, and so many of its actors get SIGKILL on the way. The last line is one JSON document.
+files, at most its share of all files, and then for a random moment more; so there is work left for each of the `kills`. With `actor_kills`
+the same data are then made with `engine: ray`, and that many of its actors get SIGKILL on the way. The last line is one JSON document.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def kill_resume(config: Config, *, kills: int = 10, actor_kills: int = 0, seed: 
         finish(config, folder / "whole")
         whole = digests(folder / "whole")
         share = sum(path.endswith(".json") for path in whole) // kills
-        moments = [killed(config, folder / "killed", chance.randint(0, share - 1), chance) for _ in range(kills)]
+        moments = [run_and_kill(config, folder / "killed", chance.randint(0, share - 1), chance) for _ in range(kills)]
         finish(config, folder / "killed")
         result = {
             "files": len(whole),
@@ -54,7 +54,7 @@ def kill_resume(config: Config, *, kills: int = 10, actor_kills: int = 0, seed: 
         }
         if actor_kills:
             ray = replace(config, data=replace(config.data, engine="ray"))
-            result["actor_kills"] = with_actors_killed(ray, folder / "ray", actor_kills, chance)
+            result["actor_kills"] = kill_actors(ray, folder / "ray", actor_kills, chance)
             result["ray_differing_files"] = differing(whole, digests(folder / "ray"))
     result |= {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "cores": os.cpu_count(), "command": sys.argv[1:]}
     print(json.dumps(result))
@@ -70,8 +70,8 @@ def start(config: Config, directory: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
 
-def killed(config: Config, directory: Path, num_more: int, chance: random.Random) -> dict[str, Any]:
-    """SIGKILL a run a random moment after it has written so many more files (0: while it starts); what was there then."""
+def run_and_kill(config: Config, directory: Path, num_more: int, chance: random.Random) -> dict[str, Any]:
+    """SIGKILL a run a random moment after it has written `num_more` files (0: while it starts); returns what it left on disk."""
     began, before = time.monotonic(), num_sidecars(directory)
     process = start(config, directory)
     wait_s = chance.uniform(0, 0.3 if num_more else 5)
@@ -92,7 +92,7 @@ def killed(config: Config, directory: Path, num_more: int, chance: random.Random
 
 
 def num_sidecars(directory: Path) -> int:
-    """Files that are vouched for."""
+    """Shards that have their sidecar."""
     return len([path for path in directory.rglob("*-0*.json") if not path.name.startswith(".")])
 
 
@@ -102,12 +102,12 @@ def num_files(directory: Path) -> int:
 
 
 def finish(config: Config, directory: Path) -> None:
-    """Let a run end."""
+    """Run to the end."""
     end(start(config, directory))
 
 
-def with_actors_killed(config: Config, directory: Path, count: int, chance: random.Random) -> int:
-    """How many actors could be killed, each a random while after the shard that was then the newest."""
+def kill_actors(config: Config, directory: Path, count: int, chance: random.Random) -> int:
+    """Run to the end and SIGKILL up to `count` actors, each a random moment after a new shard; returns how many were killed."""
     process, num_killed, num_shards = start(config, directory), 0, 0
     while process.poll() is None:
         time.sleep(0.05)
@@ -122,7 +122,7 @@ def with_actors_killed(config: Config, directory: Path, count: int, chance: rand
 
 
 def end(process: subprocess.Popen) -> None:
-    """Wait for a run that must succeed."""
+    """Wait for the end of a run; ValueError if it failed."""
     _, errors = process.communicate()
     if process.returncode:
         raise ValueError(f"python -m data_gen ended with {process.returncode}: {errors.decode()[-500:]}")

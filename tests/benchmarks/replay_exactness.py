@@ -64,7 +64,14 @@ def traced(
     pair: Pair, sampling: Sampling, prompts: list[list[int]], config: Config, *, seed: int, has_target_branches: bool = False
 ) -> Trace:
     """One response to each of `prompts`, as a trace; with target branches, for the bound of the perfect head too."""
-    source = TargetInProcess(pair.target, sampling, pair.vocab_size, pair.eos_ids, config.decode.max_new_tokens, 32)
+    source = TargetInProcess(
+        pair.target,
+        sampling,
+        vocab_size=pair.vocab_size,
+        eos_ids=pair.eos_ids,
+        max_new_tokens=config.decode.max_new_tokens,
+        batch_size=32,
+    )
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
     exchanges = [
         Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)

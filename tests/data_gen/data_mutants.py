@@ -1,7 +1,6 @@
-"""Mutants of the data stage: each breaks one law of 4.6. MUTANTS maps a name to (object, attribute, replacement); `monkeypatch.setattr(*
-MUTANTS[name])` takes it.
+"""Mutants of the data stage: each breaks one law of 4.6.
 
-test_data_mutants.py says which named test each of them fails.
+MUTANTS maps a name to the three arguments of `monkeypatch.setattr`; test_data_mutants.py says which test each of them fails.
 """
 
 import torch
@@ -21,9 +20,9 @@ _label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden
 _to_safetensors = features.to_safetensors
 
 
-def _coin_by_equality(exchanges, spec, labeller, config, progress, known=None):
+def _coin_by_equality(spec, exchanges, **settings):
     """A token counts as the target's wherever Y equals X."""
-    columns = label_and_mix(exchanges, spec, labeller, config, progress, known)
+    columns = label_and_mix(spec, exchanges, **settings)
     columns["from_target"] = columns["draft_ids"] == torch.tensor([token for exchange in exchanges for token in exchange.response_ids])
     return columns
 
@@ -39,9 +38,9 @@ def _drawn_shifted(self, exchanges, given, with_hidden):
     return columns | {name: columns[name].roll(-1, 0) for name in ("drawn",) if name in columns}
 
 
-def _fed_shifted(self, exchanges, mixed_ids, mixes):
+def _fed_shifted(self, exchanges, mixed_ids, *, mixes):
     """Fed-time states of the position before."""
-    return _fed_hidden(self, exchanges, mixed_ids, mixes).roll(1, 0)
+    return _fed_hidden(self, exchanges, mixed_ids, mixes=mixes).roll(1, 0)
 
 
 def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
@@ -50,18 +49,21 @@ def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
 
 
 def _log_q_untruncated(q_logits, uniform, sampling):
-    made, q = label_draft(q_logits, uniform, sampling)
-    return made._replace(log_q=made.log_token_prob), q
+    """log q is the model's own, not that of the run's sampling."""
+    labels, q = label_draft(q_logits, uniform, sampling)
+    return labels._replace(log_q=labels.log_token_prob), q
 
 
 def _log_p_untruncated(p_logits, draft_ids, sampling):
+    """log p is the model's own, not that of the run's sampling."""
     log_p, _ = label_target(p_logits, draft_ids, Sampling())
     return log_p, sampling.probs(p_logits.float())
 
 
 def _entropy_truncated(q_logits, uniform, sampling):
-    made, q = label_draft(q_logits, uniform, sampling)
-    return made._replace(entropy=torch.special.entr(q).sum(-1)), q
+    """The entropy is that of the run's sampling, not the model's own."""
+    labels, q = label_draft(q_logits, uniform, sampling)
+    return labels._replace(entropy=torch.special.entr(q).sum(-1)), q
 
 
 def _drawn_before_warping(q_logits, uniform, sampling):
@@ -71,8 +73,9 @@ def _drawn_before_warping(q_logits, uniform, sampling):
     return laws._draft_labels(q_logits.float(), q, draft_ids), q
 
 
-def _cross_entropy_swapped(q, p, q_logits, p_logits):
-    return label_joint(q, p, q_logits, p_logits)._replace(cross_entropy=cross_entropy(p_logits.float(), q_logits.float()))
+def _cross_entropy_swapped(q, p, *, q_logits, p_logits):
+    """H(p, q) instead of H(q, p)."""
+    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._replace(cross_entropy=cross_entropy(p_logits.float(), q_logits.float()))
 
 
 def _eos_dropped(self, requests, seed, progress):

@@ -1,4 +1,4 @@
-"""Processes by their parents, to find the ones that a test may kill: its own only."""
+"""Processes by their parents: a test may kill only those that it started."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 
 def parents() -> dict[int, int]:
     """pid -> parent pid of every process."""
-    stats = {}
+    parent_of = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            stats[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
+            parent_of[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since the folder was listed
             continue
-    return stats
+    return parent_of
 
 
 def descendants(ancestor: int) -> list[int]:
@@ -31,12 +31,12 @@ def descendants(ancestor: int) -> list[int]:
 
 def ray_actors(ancestor: int | None = None) -> list[int]:
     """Ray's workers among the descendants of a process (default: this one)."""
-    found = []
+    actors = []
     for pid in descendants(os.getpid() if ancestor is None else ancestor):
         try:
             name = Path(f"/proc/{pid}/cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if name.startswith("ray::MapWorker"):
-            found.append(pid)
-    return found
+            actors.append(pid)
+    return actors

@@ -1,6 +1,6 @@
-"""Each mutant of the data stage fails a named test: KILLERS is the table.
+"""Each mutant of the data stage fails the test that KILLERS names.
 
-The named test passes on the real stage (it runs in its own module); here it must raise AssertionError on the mutant.
+In its own module that test runs on the real stage, and passes; here it runs on the mutant, and must raise AssertionError.
 """
 
 import inspect

@@ -31,10 +31,10 @@ def assert_law(counts: torch.Tensor, probs: torch.Tensor) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.6, top_k=3), Sampling(top_p=0.8), Sampling(temperature=0.0)])
 def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
     logits = torch.tensor([[1.0, 0.3, -0.5, 2.0, -2.0]]).expand(40_000, -1)
-    drawn, q = laws.label_draft(logits, uniforms(5, 40_000), sampling)
-    assert_law(torch.bincount(drawn.draft_ids, minlength=5).float(), q[0])
-    torch.testing.assert_close(drawn.log_q.exp(), q.gather(-1, drawn.draft_ids[:, None])[:, 0])
-    torch.testing.assert_close(drawn.log_token_prob, logits.log_softmax(-1).gather(-1, drawn.draft_ids[:, None])[:, 0])
+    labels, q = laws.label_draft(logits, uniforms(5, 40_000), sampling)
+    assert_law(torch.bincount(labels.draft_ids, minlength=5).float(), q[0])
+    torch.testing.assert_close(labels.log_q.exp(), q.gather(-1, labels.draft_ids[:, None])[:, 0])
+    torch.testing.assert_close(labels.log_token_prob, logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0])
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6).filter(lambda values: sum(values) > 0.01), st.floats(0, 1, exclude_max=True))
@@ -54,10 +54,10 @@ def test_mean_acceptance_prob_over_draws_is_the_acceptance_rate():
     """E over Y ~ q of min(1, p(Y)/q(Y)) = sum of min(p, q); standard error 0.3 / sqrt(40,000) at most."""
     torch.manual_seed(0)
     q_logits, p_logits = torch.randn(1, 6).expand(40_000, -1), torch.randn(1, 6).expand(40_000, -1)
-    drawn, q = laws.label_draft(q_logits, uniforms(1, 40_000), Sampling())
-    log_p, p = laws.label_target(p_logits, drawn.draft_ids, Sampling())
-    rate = laws.label_joint(q, p, q_logits, p_logits).acceptance_rate[0]
-    assert float(laws.acceptance_prob_of(log_p, drawn.log_q).mean()) == pytest.approx(float(rate), abs=SIGMAS * 0.5 / 200)
+    labels, q = laws.label_draft(q_logits, uniforms(1, 40_000), Sampling())
+    log_p, p = laws.label_target(p_logits, labels.draft_ids, Sampling())
+    rate = laws.label_joint(q, p, q_logits=q_logits, p_logits=p_logits).acceptance_rate[0]
+    assert float(laws.acceptance_prob_of(log_p, labels.log_q).mean()) == pytest.approx(float(rate), abs=SIGMAS * 0.5 / 200)
 
 
 def requests(*lengths: int) -> list[Request]:
@@ -70,9 +70,9 @@ def target_source(models, **changes) -> TargetInProcess:
 
 
 def test_greedy_responses_equal_transformers_generate(models):
-    asked = requests(3, 9, 1, 5, 2)
-    answers = target_source(models, sampling=Sampling(temperature=0.0)).respond(asked, 0, lambda count: None)
-    for request, answer in zip(asked, answers, strict=True):
+    prompts = requests(3, 9, 1, 5, 2)
+    answers = target_source(models, sampling=Sampling(temperature=0.0)).respond(prompts, 0, lambda count: None)
+    for request, answer in zip(prompts, answers, strict=True):
         expected = models["target"].generate(
             torch.tensor([request.prompt_ids]), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0
         )
@@ -81,19 +81,19 @@ def test_greedy_responses_equal_transformers_generate(models):
 
 def test_a_response_does_not_depend_on_who_shares_its_batch(models):
     """Many end ids, so that sequences leave the batch early and the cache is cut down again and again."""
-    asked = requests(3, 9, 1, 5, 2, 7, 7, 30)
+    prompts = requests(3, 9, 1, 5, 2, 7, 7, 30)
     ends = frozenset(range(1, 260, 6))
-    alone, together = (target_source(models, batch_size=size, eos_ids=ends).respond(asked, 3, lambda count: None) for size in (1, 8))
+    alone, together = (target_source(models, batch_size=size, eos_ids=ends).respond(prompts, 3, lambda count: None) for size in (1, 8))
     assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in together]
     assert len({len(answer.response_ids) for answer in together}) > 2
     assert all((answer.response_ids[-1] in ends) == (answer.finish_reason == "stop") for answer in together)
 
 
-def test_states_that_the_source_keeps_are_those_of_an_uncached_forward(models):
+def test_states_of_the_source_are_those_of_an_uncached_forward(models):
     ends = frozenset(range(1, 260, 6))
-    asked = requests(3, 9, 1, 5, 2, 7)
-    answers = target_source(models, batch_size=4, eos_ids=ends, keeps_states=True).respond(asked, 3, lambda count: None)
-    for request, answer in zip(asked, answers, strict=True):
+    prompts = requests(3, 9, 1, 5, 2, 7)
+    answers = target_source(models, batch_size=4, eos_ids=ends, keeps_states=True).respond(prompts, 3, lambda count: None)
+    for request, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             whole = models["target"].model(torch.tensor([request.prompt_ids + answer.response_ids])).last_hidden_state[0]
         torch.testing.assert_close(answer.states, whole[len(request.prompt_ids) - 1 : -1], rtol=1e-4, atol=1e-4)
@@ -119,24 +119,30 @@ def test_responses_follow_the_targets_law(models):
 
 def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
     """Every [positions, vocabulary] matrix that reaches the label functions fits the bound; the columns do not depend on it."""
-    seen = []
-    whole = labeller.label_draft
+    num_bytes = []
+    label_draft = labeller.label_draft
 
-    def watched(q_logits, uniform, sampling):
-        seen.append(q_logits.numel() * 4)
-        return whole(q_logits, uniform, sampling)
+    def watch(q_logits, uniform, sampling):
+        num_bytes.append(q_logits.numel() * 4)
+        return label_draft(q_logits, uniform, sampling)
 
-    monkeypatch.setattr(labeller, "label_draft", watched)
+    monkeypatch.setattr(labeller, "label_draft", watch)
     monkeypatch.setattr(labeller.forwards, "chunk_rows", lambda vocab_size, chunk_mb: max(1, chunk_mb * 1024 // (4 * vocab_size)))
     exchanges = [Exchange(str(number), "", [2, 3], list(range(10, 10 + number)), "length") for number in range(1, 12)]
     uniform = {"uniform": uniforms(0, sum(range(1, 12)))}
     results = [
-        Labeller(models["draft"], models["target"], Sampling(), 260, 4, kilobytes, torch.float32).label(
-            exchanges, uniform, with_hidden=True, progress=lambda n: None
-        )
+        Labeller(
+            draft=models["draft"],
+            target=models["target"],
+            sampling=Sampling(),
+            vocab_size=260,
+            batch_size=4,
+            chunk_mb=kilobytes,
+            feature_dtype=torch.float32,
+        ).label(exchanges, uniform, with_hidden=True, progress=lambda n: None)
         for kilobytes in (4, 1000)
     ]
-    assert max(seen[: len(seen) // 2]) <= 4 * 1024
+    assert max(num_bytes[: len(num_bytes) // 2]) <= 4 * 1024
     for name, values in results[0].items():
         torch.testing.assert_close(values, results[1][name], msg=lambda m, name=name: f"{name}: {m}")
 
@@ -150,15 +156,15 @@ def test_seeds_differ_between_stages_splits_and_shards():
 
 
 def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
-    """Three streams of uniforms a shard: in_process, draft tokens, coins; none is used twice in a run."""
+    """Three streams of uniforms per shard (responses, draft tokens, coins), and five shards; no stream is used twice in a run."""
     seeds = []
 
-    def recorded(seed, *shape):
+    def record(seed, *shape):
         seeds.append(seed)
         return uniforms(seed, *shape)
 
     for module in (in_process, stages):
-        monkeypatch.setattr(module, "uniforms", recorded)
+        monkeypatch.setattr(module, "uniforms", record)
     make(toy_config)
     assert len(seeds) == 3 * 5
     assert len(set(seeds)) == len(seeds)

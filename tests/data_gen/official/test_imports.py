@@ -73,7 +73,7 @@ def as_official(config: Config, split: str, folder: Path) -> str:
 
 
 @pytest.fixture
-def made(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, str]]:
+def imports(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, str]]:
     """A run of our own, the config of an import of it, and the official files of its splits."""
     own = with_data(toy_config, split_weights=(2, 1, 1), num_train=6, num_dev=3, num_test=3, mixing_ratio=0.4)
     make(own)
@@ -81,9 +81,9 @@ def made(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, str
     return own, with_data(own, dir=str(tmp_path / "imported")), files
 
 
-def test_imported_features_are_those_of_a_run_of_our_own(made):
-    """The same responses, drafts and coins: the same tensors, and only acceptance_rate, which needs the target, is not there."""
-    own, config, files = made
+def test_imported_features_are_those_of_a_run_of_our_own(imports):
+    """The same responses, drafts and coins give the same tensors; only acceptance_rate is absent, since it needs the target."""
+    own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
         for path in list_shards(own.data.dir, split):
@@ -102,8 +102,8 @@ def test_imported_features_are_those_of_a_run_of_our_own(made):
 
 @pytest.mark.parametrize("features", ["cached", "online"])
 @pytest.mark.filterwarnings("ignore")
-def test_heads_train_on_imported_data(made, tmp_path, features):
-    _, config, files = made
+def test_heads_train_on_imported_data(imports, tmp_path, features):
+    _, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
     heads = HeadsConfig(dir=str(tmp_path / "run"), depths=(1,), timings=("fed", "drawn"), scalars=(True,), batch_size=2, features=features)
@@ -113,8 +113,8 @@ def test_heads_train_on_imported_data(made, tmp_path, features):
     assert all(math.isfinite(head["calibrated_kl"]) for head in results["dev"]["heads"].values())
 
 
-def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(made):
-    _, config, files = made
+def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(imports):
+    _, config, files = imports
     import_(config, file=files["train"])
     whole = {path: path.read_bytes() for path in Path(config.data.dir).rglob("*-0*")}
     rows_path(config.data.dir, "train", 1).unlink()
@@ -124,8 +124,8 @@ def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(made):
         import_(config, file=files["dev"])
 
 
-def test_features_of_another_draft_are_refused(made):
-    _, config, files = made
+def test_features_of_another_draft_are_refused(imports):
+    _, config, files = imports
     other = replace(config, pair=replace(config.pair, draft=config.pair.target))
     with pytest.raises(ValueError, match=r"log q of the draft at .* differs from the file's by .* nats"):
         import_(other, file=files["train"])
@@ -133,21 +133,21 @@ def test_features_of_another_draft_are_refused(made):
     import_(config, file=files["train"])
 
 
-def test_swapped_keys_are_refused(made):
-    _, config, files = made
+def test_swapped_keys_are_refused(imports):
+    _, config, files = imports
     with pytest.raises(ValueError, match="check --draft_key"):
         import_(config, file=files["train"], draft_key="log_p_70b", target_key="log_p_7b")
 
 
-def test_a_sampling_that_the_official_labels_are_not_of_is_refused(made):
-    _, config, files = made
+def test_a_sampling_that_the_official_labels_are_not_of_is_refused(imports):
+    _, config, files = imports
     warm = replace(config.pair, sampling=replace(config.pair.sampling, top_k=50))
     with pytest.raises(ValueError, match=r"temperature 1 without truncation; pass --pair\.sampling\.temperature 1"):
         import_(replace(config, pair=warm), file=files["train"])
 
 
-def test_a_row_that_the_draft_cannot_read_is_refused(made, tmp_path):
-    _, config, _ = made
+def test_a_row_that_the_draft_cannot_read_is_refused(imports, tmp_path):
+    _, config, _ = imports
     path = tmp_path / "wide.json"
     path.write_text(json.dumps([item(prefix="[1, 31999]")]))
     with pytest.raises(ValueError, match=r"train-0 has token ids 1 to 31999 and pair\.draft's tokenizer 0 to 259"):

@@ -1,4 +1,4 @@
-"""What bad prompts, models, lengths and disks get: an account of every prompt, or one line that names the culprit."""
+"""Bad prompts, models, lengths and disks end in an account of every prompt, or in one line that names the cause."""
 
 import contextlib
 import json
@@ -73,9 +73,8 @@ def test_lengths_beyond_what_a_model_reads_are_refused(toy_config, with_data):
         make(with_data(toy_config, max_new_tokens=240))
 
 
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(toy_config, tmp_path):
-    """A limit on file size stands for the full disk: a write fails after 3,000 bytes."""
-
+def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, tmp_path):
+    """A limit on file size acts as the full disk: a write fails after 3,000 bytes."""
     errors = tmp_path / "errors"
 
     def work() -> None:
@@ -86,8 +85,8 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(toy_config
     assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
     assert "error: no space for" in errors.read_text()
     assert "Traceback" not in errors.read_text()
-    left = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
-    assert not [path for path in left if path.suffix == ".partial" or path.suffix == ".parquet"]
-    for path in left:
+    paths = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
+    assert not [path for path in paths if path.suffix == ".partial" or path.suffix == ".parquet"]
+    for path in paths:
         if path.suffix == ".safetensors":
             verify(path)

@@ -16,7 +16,7 @@ from data_gen.pipeline.command import make
 
 @pytest.mark.slow
 def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(toy_config, with_data, tmp_path):
-    """One actor gets SIGKILL as soon as a first shard is there; its own shard is made again by another."""
+    """One actor gets SIGKILL as soon as a first shard is on disk; another makes its shard again."""
     config = with_data(toy_config, rows_per_shard=1)
     make(config)
     directory = tmp_path / "ray"

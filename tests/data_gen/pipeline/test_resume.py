@@ -1,4 +1,4 @@
-"""A run that was killed, cut or finished goes on to the bytes of an uninterrupted one, and never into another run's folder."""
+"""A run that is started again, after any end, comes to the bytes of an uninterrupted one, and never adds to another run's folder."""
 
 import os
 import shutil
@@ -37,17 +37,17 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
 
 def make_and_die(config: Config, write: int) -> None:
     """`make`, with a SIGKILL in the middle of its `write`-th file."""
-    whole, count = shards.write_atomic, [0]
+    write_atomic, count = shards.write_atomic, [0]
 
-    def dying(path: Path, content: bytes) -> None:
+    def write_or_die(path: Path, content: bytes) -> None:
         count[0] += 1
         if count[0] == write:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(f".{path.name}.{os.getpid()}.partial").write_bytes(content[:7])
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(path, content)
+        write_atomic(path, content)
 
-    shards.write_atomic = dying
+    shards.write_atomic = write_or_die
     make(config)
 
 

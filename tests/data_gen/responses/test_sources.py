@@ -15,7 +15,7 @@ from data_gen.pipeline.command import make
 from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.server import request_settings
-from data_gen.responses.spelling import response_of_text
+from data_gen.responses.spelling import Spelling
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import list_shards
 from lm import Sampling
@@ -110,13 +110,13 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
 
     server.answer = answer
     make(served)
-    found = problems(served)
-    assert len(found) + len(all_rows(served)) == 12
-    assert any(reason.startswith("refused: ") for reason in found.values())
-    assert any(reason.startswith("garbage from the server") for reason in found.values())
+    reasons = problems(served)
+    assert len(reasons) + len(all_rows(served)) == 12
+    assert any(reason.startswith("refused: ") for reason in reasons.values())
+    assert any(reason.startswith("garbage from the server") for reason in reasons.values())
 
 
-def test_a_server_that_is_not_there_stops_the_run_and_keeps_nothing_half(served, server):
+def test_a_server_that_does_not_answer_stops_the_run_and_leaves_no_rows(served, server):
     config = replace(served, data=replace(served.data, server=replace(served.data.server, url="http://127.0.0.1:9/v1", max_retries=0)))
     with pytest.raises(ValueError, match="does not answer after 0 retries"):
         make(config)
@@ -140,13 +140,13 @@ def test_token_ids_of_a_server_are_taken_as_they_are(served, server):
 
 def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
     request = Request("a", "<u>q\n<a>", tokenizer("<u>q\n<a>").input_ids)
-    fine = response_of_text("caf\u00e9", "stop", request, tokenizer, frozenset({1}))
-    assert isinstance(fine, Response)
-    assert tokenizer.decode(fine.response_ids, skip_special_tokens=True) == "caf\u00e9"
+    response = Spelling(tokenizer, frozenset({1})).of_text("caf\u00e9", "stop", request)
+    assert isinstance(response, Response)
+    assert tokenizer.decode(response.response_ids, skip_special_tokens=True) == "caf\u00e9"
 
-    folding = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    folding.backend_tokenizer.normalizer = normalizers.Lowercase()
-    answer = response_of_text("Loud", "stop", request, folding, frozenset({1}))
+    lowering = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    lowering.backend_tokenizer.normalizer = normalizers.Lowercase()
+    answer = Spelling(lowering, frozenset({1})).of_text("Loud", "stop", request)
     assert isinstance(answer, Problem)
     assert "does not round-trip" in answer.reason
 
@@ -162,12 +162,12 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
     path.write_text("".join(json.dumps(record) + "\n" for record in records[1:]))
     config = with_data(toy_config, source="file", responses=str(path))
     make(config)
-    rows, found = all_rows(config), problems(config)
+    rows, reasons = all_rows(config), problems(config)
     assert rows["p9"]["response_ids"] == [50, 51]
     assert (rows["p9"]["finish_reason"], rows["p10"]["finish_reason"]) == ("length", "stop")
     assert rows["p1"]["response_ids"] == [*tokenizer("text").input_ids, 1]
-    assert "no response in" in found["p0"]
-    assert "data.max_new_tokens is 10" in found["p11"]
+    assert "no response in" in reasons["p0"]
+    assert "data.max_new_tokens is 10" in reasons["p11"]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
         ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
     ],
 )
-def test_a_malformed_line_of_responses_is_named(toy_config, tmp_path, tokenizer, line, complaint):
+def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, complaint):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"id": 0, "response": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=complaint):
-        ResponseFile(replace(toy_config.data, responses=str(path)), tokenizer, frozenset({1}))
+        ResponseFile(str(path), Spelling(tokenizer, frozenset({1})), max_new_tokens=10)
 
 
-def test_each_kind_of_server_is_told_the_sampling():
+def test_every_kind_of_server_is_told_the_sampling():
     sampling = Sampling(temperature=0.5, top_k=50)
-    assert request_settings("vllm", sampling, 9, [1])["extra_body"] == {"top_k": 50}
-    generation = json.loads(request_settings("transformers", sampling, 9, [1])["extra_body"]["generation_config"])
+    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {"top_k": 50}
+    generation = json.loads(request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"])
     assert generation == {"do_sample": True, "max_new_tokens": 9, "eos_token_id": [1], "temperature": 0.5, "top_k": 50, "top_p": 1.0}
     with pytest.raises(ValueError, match="top_k is 50 and an OpenAI server takes none"):
-        request_settings("openai", sampling, 9, [1])
+        request_settings("openai", sampling, max_new_tokens=9, eos_ids=[1])

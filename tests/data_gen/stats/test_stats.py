@@ -1,4 +1,4 @@
-"""Estimates and statistics: what stands around a run."""
+"""The plan before a run, and the statistics after it."""
 
 from pathlib import Path
 
@@ -19,7 +19,13 @@ def test_acceptance_lies_above_both_bounds_for_any_pair_of_distributions():
     torch.manual_seed(0)
     q_logits, p_logits = 2 * torch.randn(2000, 6).double(), 2 * torch.randn(2000, 6).double()
     rate = acceptance_rate(q_logits.softmax(-1), p_logits.softmax(-1)).numpy()
-    positions = Positions(rate, rate, entropy(q_logits).numpy(), cross_entropy(q_logits, p_logits).numpy(), rate)
+    positions = Positions(
+        acceptance_prob=rate,
+        acceptance_rate=rate,
+        entropy=entropy(q_logits).numpy(),
+        cross_entropy=cross_entropy(q_logits, p_logits).numpy(),
+        accepted_length=rate,
+    )
     assert (rate >= positions.pinsker - 1e-9).all()
     assert (rate >= positions.bretagnolle_huber - 1e-9).all()
 
@@ -66,7 +72,7 @@ def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config, with_data
     assert plan(config, sample=8) == {"rows": 0}
 
 
-def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_will_not_do(toy_config, with_data, capsys, monkeypatch):
+def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_is_too_small(toy_config, with_data, capsys, monkeypatch):
     config = with_data(toy_config, num_test=0)
     bound = plan(config, sample=0)
     assert bound["time_s"] is None
@@ -75,4 +81,4 @@ def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_will_not_do(t
     usage = type("Usage", (), {"free": 10})()
     monkeypatch.setattr("data_gen.pipeline.plan.shutil.disk_usage", lambda folder: usage)
     plan(config, sample=0)
-    assert "warning: the disk will not do" in capsys.readouterr().out
+    assert "warning: the disk is too small" in capsys.readouterr().out

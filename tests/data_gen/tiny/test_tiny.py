@@ -1,4 +1,4 @@
-"""Laws of the recipe: same seed, same bytes; and of the trio in the repository: it loads, fits, is small, and is accepted unevenly."""
+"""Laws of the recipe (same seed, same bytes) and of the trio in the repository: it loads, fits, is small, and is accepted unevenly."""
 
 import hashlib
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_measuring")
-def test_models_that_are_there_are_kept_unless_told_otherwise(tmp_path):
+def test_models_on_disk_are_replaced_only_on_request(tmp_path):
     make_trio(tmp_path, recipe=TOY_RECIPE)
     before = digest(tmp_path)
     with pytest.raises(ValueError, match=r"target exists.*overwrite"):
@@ -61,10 +61,10 @@ def test_models_that_are_there_are_kept_unless_told_otherwise(tmp_path):
 
 @pytest.mark.usefixtures("_no_measuring")
 def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("data_gen.tiny.recipe.distil", interrupted)
+    monkeypatch.setattr("data_gen.tiny.recipe.distil", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_trio(tmp_path / "out", recipe=TOY_RECIPE)
     assert not (tmp_path / "out").exists()
