@@ -35,6 +35,10 @@ class TalliedModel(CachedModel):
         self._log.append(Call(self._name, len(self), len(token_ids) - len(self), num_rows))
         return super().forward(token_ids, num_rows)
 
+    def forward_drawn(self, token: torch.Tensor) -> torch.Tensor:
+        self._log.append(Call(self._name, len(self), 1, 1))
+        return super().forward_drawn(token)
+
 
 class Call(NamedTuple):
     """One forward: which model, tokens in its cache, tokens fed, rows asked."""

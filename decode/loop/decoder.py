@@ -97,18 +97,17 @@ class SpeculativeDecoder:
         drafter: proposes; its policy decides the draft length.
         sampling: the one transform of draft and target (law 4.1).
         max_draft_length: upper bound of every round.
-        eos_ids: tokens that end a generation; None: the target's generation config.
+        eos_ids: tokens that end a generation; None: the target's generation config; an empty set: none does.
         vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
         """
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
-        if eos_ids is None:
-            eos_ids = eos_ids_of(target.generation_config) if isinstance(target, PreTrainedModel) else frozenset()
         self.target = CachedModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
-        self.eos_ids = eos_ids
+        self.eos_ids = eos_ids_of(self.target.model.generation_config) if eos_ids is None else eos_ids
+        self._is_streaming = False
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:
         """All rounds of one generation."""
@@ -117,8 +116,19 @@ class SpeculativeDecoder:
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
     ) -> Iterator[Round]:
-        """Rounds, each as soon as it is verified."""
+        """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is closed.
+
+        Raises:
+            ValueError: at the first round: a prompt that is empty, a text that exceeds the target's context, another stream still open.
+        """
         self._check(len(prompt_ids), max_new_tokens)
+        self._is_streaming = True
+        try:
+            yield from self._rounds(prompt_ids, max_new_tokens, generator)
+        finally:
+            self._is_streaming = False
+
+    def _rounds(self, prompt_ids: Sequence[int], max_new_tokens: int, generator: torch.Generator | Draws | None) -> Iterator[Round]:
         draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         session = Session(self.sampling, self.eos_ids, draws)
         self.target.reset()
@@ -132,7 +142,12 @@ class SpeculativeDecoder:
                 return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise ValueError unless the target has room for prompt and answer; the last token is never fed."""
+        """Raise ValueError unless the caches are free, and the target has room for prompt and answer; the last token is never fed."""
+        if self._is_streaming:
+            raise ValueError(
+                "this decoder is in the middle of another stream, and its caches hold one sequence; "
+                "exhaust or close() that stream first, or make a second decoder with models and drafter of its own"
+            )
         if num_prompt_tokens < 1:
             raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
         if max_new_tokens < 0:
@@ -158,9 +173,12 @@ class SpeculativeDecoder:
         if not (emitted and emitted[-1] in self.eos_ids):
             emitted = [*emitted, verdict.next_token]
         committed += emitted
+        # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather than derived
+        num_beyond = len(self.target) - (len(committed) - 1)
         self.target.roll_back(len(committed) - 1)
         self.drafter.conclude(committed, verdict.num_accepted)
         counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
+        assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
         ended_s = perf_counter()
         return Round(
             tuple(proposal.tokens),

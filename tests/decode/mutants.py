@@ -16,6 +16,7 @@ from decode import ModelDrafter, SpeculativeDecoder
 from lm import GreedyDraws, RandomDraws, residual_probs, verify
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
+_counts_of = decode.loop.decoder._counts_of
 
 
 def _residual_sign(q, p):
@@ -105,6 +106,20 @@ def _no_bonus_token(self, committed, num_left, draws):
     return replace(played, emitted=tuple(committed[length:]))
 
 
+def _drafts_without_the_rejected(proposal, num_accepted, num_emitted):
+    return replace(_counts_of(proposal, num_accepted, num_emitted), num_drafted=num_accepted)
+
+
+def _accepted_without_eos(proposal, num_accepted, num_emitted):
+    """One emitted token of each round is booked as the target's, also where the draft's EOS ended it."""
+    return replace(_counts_of(proposal, num_accepted, num_emitted), num_accepted=num_emitted - 1)
+
+
+def _forwards_without_unused(proposal, num_accepted, num_emitted):
+    """A forward whose token was not drawn is not counted."""
+    return replace(_counts_of(proposal, num_accepted, num_emitted), num_draft_forwards=len(proposal.tokens))
+
+
 def _stale_cache(self, length):
     """Positions are counted right, but the last one still holds the rejected token."""
     if length < len(self.fed):
@@ -168,6 +183,9 @@ MUTANTS = {
     "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
     "overrun": (SpeculativeDecoder, "_round", _overrun),
     "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),
+    "drafts_without_the_rejected": (decode.loop.decoder, "_counts_of", _drafts_without_the_rejected),
+    "accepted_without_eos": (decode.loop.decoder, "_counts_of", _accepted_without_eos),
+    "forwards_without_unused": (decode.loop.decoder, "_counts_of", _forwards_without_unused),
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
     "uncut_padding": (ToyModel, "forward", _uncut_forward),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from enumeration import ToyModel, law_of
+from observed import observed
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
@@ -53,12 +54,12 @@ def decoder_of(policy: Policy, *, sampling: Sampling | None = None, eos_ids: Seq
 
 
 def law(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
-    """The loop's law, exactly."""
+    """The loop's law, exactly; law 4.4 holds on every branch."""
 
     def play(draws: Draws) -> tuple[int, ...]:
-        generation = decoder.generate(prompt, max_new_tokens, generator=draws)
-        counts = generation.counts
-        assert counts.num_drafted + counts.num_target == len(generation.token_ids) + counts.num_discarded
+        with observed(decoder) as seen:
+            generation = decoder.generate(prompt, max_new_tokens, generator=draws)
+        seen.check(generation, len(prompt))
         return generation.token_ids
 
     return law_of(play)

@@ -4,6 +4,7 @@ The named test passes on the real loop (it runs in its own module); here it must
 """
 
 import pytest
+import test_counts as counts
 import test_losslessness as laws
 import test_sampled_law as sampled
 import torch
@@ -28,6 +29,9 @@ KILLERS = {
     "draft_past_eos": (laws.test_nothing_is_drafted_or_emitted_after_eos, ()),
     "overrun": (laws.test_the_length_limit_and_the_draft_length_never_change_the_law, (3, 2)),
     "no_bonus_token": (laws.test_every_round_emits_one_token_more_than_it_accepts_unless_the_drafts_eos_ends_it, ()),
+    "drafts_without_the_rejected": (counts.test_counts_are_what_drafter_target_and_cache_saw, ()),
+    "accepted_without_eos": (counts.test_counts_are_what_drafter_target_and_cache_saw, ()),
+    "forwards_without_unused": (counts.test_counts_are_what_drafter_target_and_cache_saw, ()),
     "stale_cache": (laws.test_the_length_limit_and_the_draft_length_never_change_the_law, (3, 4)),
     "forgetful_cache": (laws.test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others, ()),
     "uncut_padding": (laws.test_a_padded_vocabulary_never_leaks, (5,)),

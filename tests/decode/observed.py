@@ -1,0 +1,93 @@
+"""What a generation cost (law 4.4) as drafter, models and cache saw it, beside what the loop says that it cost.
+
+N_draft        tokens that the drafter handed over; and tokens fed to the target, less the prompt and one a round
+N_target       calls of the target
+N              the tokens that came out
+N_discarded    positions that the target's cache gave back
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from decode import Generation, Proposal, SpeculativeDecoder
+from lm import CachedModel
+
+
+@dataclass
+class Observed:
+    """Counts of one generation, none of them the loop's."""
+
+    num_proposed: int = 0
+    num_target: int = 0
+    num_fed: int = 0
+    """Tokens fed to the target."""
+    num_given_back: int = 0
+    num_draft_forwards: int = 0
+
+    def check(self, generation: Generation, num_prompt_tokens: int) -> None:
+        """The loop counted right, and law 4.4 holds of what was seen."""
+        counts, num_emitted = generation.counts, len(generation.token_ids)
+        assert counts.num_emitted == num_emitted
+        assert counts.num_drafted == self.num_proposed == sum(len(played.drafted) for played in generation.rounds)
+        assert counts.num_target == self.num_target == len(generation.rounds)
+        assert counts.num_discarded == self.num_given_back
+        # a residual token is never the rejected one, so that the two texts part exactly where verification stopped
+        assert counts.num_accepted == sum(_common(played.drafted, played.emitted) for played in generation.rounds)
+        assert self.num_proposed + self.num_target == num_emitted + self.num_given_back
+        if num_emitted:
+            assert self.num_fed == num_prompt_tokens + self.num_proposed + self.num_target - 1
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@contextmanager
+def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> Iterator[Observed]:
+    """Count what happens in `decoder`, and the forwards of `draft`, while this is open."""
+    seen, target = Observed(), decoder.target
+
+    def propose(original: Callable[..., Proposal], *arguments: Any) -> Proposal:
+        proposal = original(*arguments)
+        seen.num_proposed += len(proposal.tokens)
+        return proposal
+
+    def forward(original: Callable[..., Any], token_ids: Sequence[int], num_rows: int = 1) -> Any:
+        seen.num_target += 1
+        seen.num_fed += len(token_ids) - len(target)
+        return original(token_ids, num_rows)
+
+    def roll_back(original: Callable[..., None], length: int) -> None:
+        seen.num_given_back += max(0, len(target) - length)
+        original(length)
+
+    def reset(original: Callable[..., None]) -> None:
+        before = seen.num_given_back
+        original()
+        seen.num_given_back = before  # a sequence that is forgotten is nothing that this generation discards
+
+    def draft_forward(original: Callable[..., Any], *arguments: Any) -> Any:
+        before = seen.num_draft_forwards
+        result = original(*arguments)
+        seen.num_draft_forwards = before + 1  # a toy feeds a drawn token by its other method: one forward all the same
+        return result
+
+    watched = [(decoder.drafter, "propose", propose), (target, "forward", forward), (target, "roll_back", roll_back)]
+    watched.append((target, "reset", reset))
+    if draft is not None:
+        watched += [(draft, "forward", draft_forward), (draft, "forward_drawn", draft_forward)]
+    for owner, name, watch in watched:
+        setattr(owner, name, _around(getattr(owner, name), watch))
+    try:
+        yield seen
+    finally:
+        for owner, name, _ in watched:
+            delattr(owner, name)
+
+
+def _around(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: watch(original, *arguments)
