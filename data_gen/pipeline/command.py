@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from configs.schema import Config, DataConfig
@@ -31,6 +32,7 @@ def make(config: Config) -> None:
         missing = [spec for spec in specs if not is_done(config.data, spec, stage)]
         if missing:
             run_engine(config, stage, missing)
+    clean_partial(config.data.dir)  # of actors that died in this very run
     shutil.rmtree(Path(config.data.dir) / "stages", ignore_errors=True)
     paths = [rows_path(config.data.dir, spec.split, spec.index) for spec in specs]
     write_errors(config.data.dir, paths)
@@ -60,11 +62,22 @@ def check(config: Config) -> None:
     if data.feature_dtype not in FEATURE_DTYPES:
         raise ValueError(f"data.feature_dtype is {data.feature_dtype!r}; one of {', '.join(FEATURE_DTYPES)}")
     _check_source(data)
+    if data.engine == "ray":
+        _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
+    if data.source == "server":
+        _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
 
 
 def _at_least(name: str, value: int, limit: int) -> None:
     if value < limit:
         raise ValueError(f"{name} is {value}; it must be at least {limit}")
+
+
+def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{setting} and {module} is not installed: install the extra `{extra}`, or use {instead}") from error
 
 
 def _check_source(data: DataConfig) -> None:

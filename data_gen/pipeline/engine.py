@@ -11,11 +11,7 @@ from data_gen.responses.conversation import ShardSpec
 
 
 def run_engine(config: Config, stage: Stage, specs: Sequence[ShardSpec]) -> None:
-    """Run one stage on every shard of `specs`, with a progress bar over their prompts.
-
-    Raises:
-        ValueError: `engine: ray` without ray.
-    """
+    """Run one stage on every shard of `specs`, with a progress bar over their prompts."""
     total = sum(spec.num_requests for spec in specs)
     with tqdm(total=total, unit="row", desc=f"{stage}: loading models", mininterval=0.2, bar_format=_FORMAT) as bar:
         if config.data.engine == "ray":
