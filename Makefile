@@ -4,6 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/pip --disable-pip-version-check
 RUN = $(VENV)/bin/python
 CONFIG ?= configs/tiny.yaml
+EXTRAS ?= dev
 INSTALLED = $(VENV)/.installed
 
 .PHONY: help install demo test check bench clean
@@ -18,10 +19,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED) ## the main job on the embedded trio: data, 20-head sweep, export, evaluation (resumes what is there)
+demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 40 heads, export, evaluation (resumes what is there)
 	$(RUN) -m data_gen --config $(CONFIG)
 	$(RUN) train.py --config $(CONFIG)
 	$(RUN) -m heads export --config $(CONFIG)
@@ -37,4 +38,4 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 	$(RUN) -m pytest -n 2
 
 clean: ## remove what was installed and made (runs, data), keep the embedded trio
-	rm -rf $(VENV) data checkpoints/runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) data checkpoints/runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

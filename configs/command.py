@@ -12,9 +12,10 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
+from configs.shipped import NAMES, experiment_file, with_shipped_models
 
 Command = Callable[..., Any]
 _SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
@@ -36,7 +37,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
     parser.add_function_arguments(command, skip={"config"})
     if not takes_config(command):
         return parser
-    parser.add_argument("--config", action="config", help="YAML of the experiment, such as configs/tiny.yaml")
+    parser.add_argument("--config", action=_Experiment, help=f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}")
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
     if trainer is None:
@@ -55,7 +56,18 @@ def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
     """The experiment that `parser` read into `parsed`."""
     built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
-    return Config(trainer=trainer, **{name: built[name] for name in _SECTIONS})
+    sections = {name: built[name] for name in _SECTIONS}
+    return Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
+
+
+class _Experiment(ActionConfigFile):
+    """`--config`: a path, or the name of a shipped experiment."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            super().__call__(parser, cfg, experiment_file(values), option_string)
+        except ValueError as error:
+            raise ArgumentError(self, str(error)) from error
 
 
 def run(commands: dict[str, Command], *, default: str | None = None, argv: list[str] | None = None, trainer: type | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
@@ -37,6 +38,7 @@ def make(config: Config) -> None:
         missing = [spec for spec in specs if not is_done(spec, data, stage)]
         if missing:
             _run(Job(pair=pair, data=data, stage=stage), missing)
+    clean_partial(data.dir)  # of actors that died in this very run
     shutil.rmtree(Path(data.dir) / "stages", ignore_errors=True)
     paths = [rows_path(data.dir, spec.split, spec.index) for spec in specs]
     write_errors(data.dir, paths)
@@ -81,9 +83,20 @@ def check(pair: PairConfig, data: DataConfig) -> None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():
         raise FileNotFoundError(f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file")
+    if data.engine == "ray":
+        _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
+    if data.source == "server":
+        _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
 
 
 def _at_least(name: str, value: int, limit: int) -> None:
     """Raise ValueError if a setting is below its limit."""
     if value < limit:
         raise ValueError(f"{name} is {value}; it must be at least {limit}")
+
+
+def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{setting} and {module} is not installed: install the extra `{extra}`, or use {instead}") from error

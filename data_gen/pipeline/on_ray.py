@@ -22,15 +22,11 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:
-        ValueError: ray is not installed; or what a worker raised for a user's mistake.
+        ValueError: what a worker raised for a user's mistake.
     """
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ValueError(
-            'data.engine is ray and it is not installed; `pip install "acceptance-heads[ray]"`, or use engine: local'
-        ) from error
+    import ray  # an extra: data_gen.pipeline.command.check says so where it is missing
+    import ray.data
+
     resources = job.data.ray
     is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
     if is_own:

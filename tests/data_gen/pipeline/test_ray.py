@@ -8,8 +8,6 @@ import pytest
 from on_disk import files_of
 from processes import ray_actors
 
-pytest.importorskip("ray")
-
 from configs.schema import RayConfig
 from data_gen.pipeline.command import make
 
@@ -17,6 +15,7 @@ from data_gen.pipeline.command import make
 @pytest.mark.slow
 def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(toy_config, with_data, tmp_path):
     """One actor gets SIGKILL as soon as a first shard is on disk; another makes its shard again."""
+    pytest.importorskip("ray.data", reason="the extra `ray` is not installed")
     config = with_data(toy_config, rows_per_shard=1)
     make(config)
     directory = tmp_path / "ray"

@@ -1,0 +1,39 @@
+"""What is installed with the code: experiments that can be named, and the embedded trio. A local file or directory of that name wins."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from configs.schema import ModelSource, PairConfig
+
+_YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+_ROOT = Path(__file__).parents[1]  # of a checkout, or site-packages: both hold configs/ and checkpoints/tiny/ side by side
+_TRIO = Path("checkpoints/tiny")
+NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
+"""What `--config` takes beside a path."""
+
+
+def experiment_file(given: str) -> str:
+    """The YAML that `--config` names: `given` where it is a local file, else the shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if ":" in given or Path(given).is_file():  # a colon: the YAML itself
+        return given
+    shipped = _YAMLS.get(Path(given).name.removesuffix(".yaml") + ".yaml")
+    if shipped is None or Path(given).parent not in (Path(), Path("configs")):
+        raise ValueError(f"{given!r} is neither a file nor the name of a shipped experiment: {', '.join(NAMES)}")
+    return str(shipped)
+
+
+def with_shipped_models(pair: PairConfig) -> PairConfig:
+    """`pair`, with the models of `checkpoints/tiny` taken from the installed trio where there is no such local directory."""
+    micro = None if pair.micro is None else _located(pair.micro)
+    return replace(pair, target=_located(pair.target), draft=_located(pair.draft), micro=micro)
+
+
+def _located(source: ModelSource) -> ModelSource:
+    path = Path(source.path)
+    if path.parent != _TRIO or path.exists() or not (_ROOT / path).is_dir():
+        return source
+    return replace(source, path=str(_ROOT / path))

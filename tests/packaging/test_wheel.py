@@ -1,0 +1,94 @@
+"""The wheel holds everything, and works where there is no checkout: in an environment of its own, from another directory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+TRIO = ROOT / "checkpoints/tiny"
+IMPORT_EVERYTHING = """
+import sys
+from importlib import import_module
+from importlib.metadata import files
+modules = [path.with_suffix("") for path in files("acceptance-heads") if path.suffix == ".py" and path.stem != "__main__"]
+for module in modules:
+    parts = module.parts[:-1] if module.name == "__init__" else module.parts
+    place = import_module(".".join(parts)).__file__
+    assert place.startswith(sys.prefix), place
+print(len(modules))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since setuptools leaves its work beside the source, and takes up what an older build left there."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in [*PACKAGES, TRIO]:
+        shutil.copytree(path, source / path.relative_to(ROOT), ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(out), str(source))
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment with the wheel in it. Dependencies are those of this environment."""
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    pip("--python", str(environment), "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    # A folder named in a .pth file is searched, but its own .pth files are not read: this environment's editable install stays behind.
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "dependencies.pth").write_text("\n".join(sorted(installed)) + "\n")
+    return environment / "bin/python"
+
+
+def pip(*arguments: str) -> None:
+    """Run this environment's pip."""
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+
+
+def run(python: Path, *arguments: str, at: Path) -> str:
+    """What the installed command prints, run in the directory `at`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([python, *arguments], cwd=at, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_file_of_every_package_and_the_trio_is_in_the_wheel(wheel: Path):
+    wanted = {path for folder in [*PACKAGES, TRIO] for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {"configs/tiny.yaml", "decode/evaluation/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(wanted)
+    missing = names_of(wanted | {ROOT / "train.py"}) - set(ZipFile(wheel).namelist())
+    assert not missing
+
+
+def names_of(paths: set[Path]) -> set[str]:
+    """Paths as they stand in an archive."""
+    return {path.relative_to(ROOT).as_posix() for path in paths}
+
+
+def test_every_module_of_the_wheel_can_be_imported(python: Path, tmp_path: Path):
+    assert int(run(python, "-c", IMPORT_EVERYTHING, at=tmp_path)) > 100
+
+
+@pytest.mark.parametrize("module", ["data_gen", "train", "heads", "decode"])
+def test_every_command_answers_help(python: Path, tmp_path: Path, module: str):
+    assert "--help" in run(python, "-m", module, "--help", at=tmp_path)
+
+
+def test_the_first_command_of_the_demo_runs_from_a_name(python: Path, tmp_path: Path):
+    sizes = ["--data.num_train", "4", "--data.num_dev", "2", "--data.num_test", "2", "--data.max_new_tokens", "16"]
+    printed = run(python, "-m", "data_gen", "--config", "tiny", *sizes, at=tmp_path)
+    assert printed.startswith("data/tiny: 8 rows")
+    assert (tmp_path / "data/tiny/rows/train-00000.parquet").is_file()
