@@ -63,9 +63,9 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     probe = [[0, min(1, vocab_size - 1), 0]]
     hidden = hidden_states(model, probe, [0])
     with torch.inference_mode():
-        whole = model(input_ids=torch.tensor(probe, device=hidden.device)).logits[0, :, :vocab_size]
-    ours = logits_of(model, hidden, vocab_size).to(whole.device)
-    if not torch.allclose(ours.float(), whole.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+        expected = model(input_ids=torch.tensor(probe, device=hidden.device)).logits[0, :, :vocab_size]
+    ours = logits_of(model, hidden, vocab_size).to(expected.device)
+    if not torch.allclose(ours.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and probabilities "
             "would be wrong; choose models of another family"

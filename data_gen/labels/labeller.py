@@ -34,13 +34,13 @@ class Labeller:
     feature_dtype: torch.dtype
 
     def label(
-        self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
+        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
     ) -> dict[str, Tensor]:
         """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if wanted.
 
         Args:
             exchanges: the rows of the shard.
-            given: columns that are known: `uniform` [token] to draw Y with, or else `draft_ids`; without the draft `log_q` too.
+            inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q` too.
                 `target_states` [token, hidden] may be among them and spares the target's forward.
             with_hidden: return `drawn`.
             progress: is told of every row once.
@@ -51,7 +51,7 @@ class Labeller:
         for rows in layout.batches(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
-                [exchanges[row] for row in rows], {name: value[positions] for name, value in given.items()}, with_hidden
+                [exchanges[row] for row in rows], {name: value[positions] for name, value in inputs.items()}, with_hidden
             )
             for name, values in part.items():
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
@@ -98,23 +98,23 @@ class Labeller:
         return self._no_hidden() if hidden is None else hidden
 
     @torch.inference_mode()
-    def _label_batch(self, exchanges: Sequence[Exchange], given: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
+    def _label_batch(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
         """Columns of one batch, in its row order."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
         starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]  # the prompt's last token predicts the first of the response
         states = {
             name: forwards.hidden_states(model, sequences, starts)
             for name, model in (("draft", self.draft), ("target", self.target))
-            if model is not None and f"{name}_states" not in given
+            if model is not None and f"{name}_states" not in inputs
         }
-        given = dict(given)
-        if self.target is not None and "target_states" in given:
-            states["target"] = given.pop("target_states").to(forwards.output_device_of(self.target))
+        inputs = dict(inputs)
+        if self.target is not None and "target_states" in inputs:
+            states["target"] = inputs.pop("target_states").to(forwards.output_device_of(self.target))
         where = f"over the batch of {exchanges[0].id}"
         num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
         parts = [
             self._label_chunk(
-                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in given.items()}, where
+                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in inputs.items()}, where
             )
             for chunk in forwards.chunks(num_tokens, forwards.chunk_rows(self.vocab_size, self.chunk_mb))
         ]
@@ -123,14 +123,14 @@ class Labeller:
             columns["drawn"] = states["draft"].to("cpu", self.feature_dtype)
         return columns
 
-    def _label_chunk(self, states: Mapping[str, Tensor], given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix exists."""
         columns: dict[str, Tensor] = {}
-        draft_ids, log_q = given.get("draft_ids"), given.get("log_q")
+        draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
             q_logits = self._logits(self.draft, states["draft"], f"the draft {where}")
             if draft_ids is None:
-                labels, q = label_draft(q_logits, given["uniform"].to(q_logits.device), self.sampling)
+                labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
             else:
                 labels, q = label_known(q_logits, draft_ids, self.sampling)
             columns |= labels._asdict()

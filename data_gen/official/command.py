@@ -88,8 +88,10 @@ def _write(
         claim()
         stages.write_rows(spec, answers, columns=columns, data=data)
         return
-    known = {"draft_ids": columns["draft_ids"]}
-    ours = stages.label_and_mix(spec, answers.exchanges, labeller=worker.labeller, data=data, progress=lambda count: None, known=known)
+    known_columns = {"draft_ids": columns["draft_ids"]}
+    ours = stages.label_and_mix(
+        spec, answers.exchanges, labeller=worker.labeller, data=data, progress=lambda count: None, known_columns=known_columns
+    )
     _check_draft(ours["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
     stages.write_files(spec, answers, columns=ours | columns, data=data)
@@ -130,13 +132,14 @@ def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
 def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Path) -> None:
     """Settle the manifest, and record which file the split comes from, so that no other file goes on with its shards."""
     settle(directory, manifest)
-    path, here = directory / "imported" / f"{split}.json", {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    there = json.loads(path.read_text()) if path.is_file() else here
-    if there["sha256"] != here["sha256"]:
+    path = directory / "imported" / f"{split}.json"
+    source = {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    earlier = json.loads(path.read_text()) if path.is_file() else source
+    if earlier["sha256"] != source["sha256"]:
         raise ValueError(
-            f"{directory} holds {split} rows of another file ({there['name']}, sha256 {there['sha256'][:12]}); choose another data.dir"
+            f"{directory} holds {split} rows of another file ({earlier['name']}, sha256 {earlier['sha256'][:12]}); choose another data.dir"
         )
-    write_atomic(path, json.dumps(here).encode())
+    write_atomic(path, json.dumps(source).encode())
 
 
 def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.Keys) -> dict[str, Any]:

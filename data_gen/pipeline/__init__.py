@@ -1,1 +1,1 @@
-"""From prompts to shards: stages, workers, engines, and the plan beforehand."""
+"""From prompts to shards: stages, workers, the engines that run them, and the plan before a run."""

@@ -54,7 +54,7 @@ def label_and_mix(
     labeller: Labeller,
     data: DataConfig,
     progress: Progress,
-    known: Mapping[str, Tensor] | None = None,
+    known_columns: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as far as wanted.
 
@@ -64,11 +64,11 @@ def label_and_mix(
         labeller: with the draft, and perhaps the target.
         data: the section of the config.
         progress: is told of every row once.
-        known: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
+        known_columns: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = layout_of(exchanges)
-    given = {"uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known or {})}
-    columns = labeller.label(exchanges, given, with_hidden="drawn" in data.features, progress=progress)
+    inputs = {"uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known_columns or {})}
+    columns = labeller.label(exchanges, inputs, with_hidden="drawn" in data.features, progress=progress)
     coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
     columns["from_target"] = coins < data.mixing_ratio
     if "fed" in data.features:
@@ -125,8 +125,8 @@ def add_target(
 ) -> dict[str, Tensor]:
     """The stage `target`: the columns that `save_drafted` saved, with log_p and acceptance_prob."""
     columns = safetensors.torch.load(_stage_path(spec, data, "draft").read_bytes())
-    given = {name: columns[name] for name in ("draft_ids", "log_q")}
-    return columns | labeller.label(exchanges, given, with_hidden=False, progress=progress)
+    inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
+    return columns | labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:

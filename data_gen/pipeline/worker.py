@@ -71,8 +71,10 @@ class Worker:
         if self.stage == "target":
             columns = stages.add_target(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress)
         else:
-            known = {} if answers.states is None else {"target_states": answers.states}
-            columns = stages.label_and_mix(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress, known=known)
+            known_columns = {} if answers.states is None else {"target_states": answers.states}
+            columns = stages.label_and_mix(
+                spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress, known_columns=known_columns
+            )
         if self.stage == "draft":
             stages.save_drafted(spec, columns, self.data)
             return

@@ -37,9 +37,9 @@ def _pool(config: DataConfig, split: Split, count: int) -> list[Prompt]:
     if Path(config.prompts).is_file():  # a file may have the name of a set
         prompts = read_jsonl(config.prompts)
     elif config.prompts in SETS:
-        known = SETS[config.prompts]
-        prompts, weights = load(config.prompts, split), known.weights or weights
-        if split == "test" and known.test_part is not None:
+        place = SETS[config.prompts]
+        prompts, weights = load(config.prompts, split), place.weights or weights
+        if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
             return in_hash_order(prompts, config.seed)
     else:
         raise FileNotFoundError(

@@ -59,18 +59,18 @@ class ResponseFile:
 
     def _name(self, record: dict[str, Any], number: int) -> str:
         """The id of the row that a line answers."""
-        here = f"{self.path}:{number}"
+        where = f"{self.path}:{number}"
         if record.get("id") is None:
-            raise ValueError(f"{here}: expected an id; got {sorted(record)}")
+            raise ValueError(f"{where}: expected an id; got {sorted(record)}")
         ids = record.get("response_ids")
         has_ids = isinstance(ids, list) and all(isinstance(token, int) for token in ids)
         if not has_ids and not isinstance(record.get("response"), str):
-            raise ValueError(f"{here}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
+            raise ValueError(f"{where}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
         if record.get("finish_reason", "stop") not in ("stop", "length"):
-            raise ValueError(f"{here}: expected finish_reason to be stop or length, got {record['finish_reason']!r}")
+            raise ValueError(f"{where}: expected finish_reason to be stop or length, got {record['finish_reason']!r}")
         turn = record.get("turn", 1)
         if not isinstance(turn, int) or turn < 1:
-            raise ValueError(f"{here}: expected turn to be a whole number from 1, got {turn!r}")
+            raise ValueError(f"{where}: expected turn to be a whole number from 1, got {turn!r}")
         return str(record["id"]) if turn == 1 else f"{record['id']}#{turn}"
 
 

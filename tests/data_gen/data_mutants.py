@@ -32,9 +32,9 @@ def _coin_inverted(response_ids, draft_ids, from_target):
     return torch.where(from_target, draft_ids, response_ids)
 
 
-def _drawn_shifted(self, exchanges, given, with_hidden):
+def _drawn_shifted(self, exchanges, inputs, with_hidden):
     """Drawn-time states of the position after."""
-    columns = _label_batch(self, exchanges, given, with_hidden)
+    columns = _label_batch(self, exchanges, inputs, with_hidden)
     return columns | {name: columns[name].roll(-1, 0) for name in ("drawn",) if name in columns}
 
 
