@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
 TRIO = ROOT / "checkpoints/tiny"
+# With PYTHONPATH, the checkout would be importable, and pip would take it for the installed project.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
 IMPORT_EVERYTHING = """
 import sys
 from importlib import import_module
@@ -55,13 +57,12 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     """Run this environment's pip."""
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], env=ENVIRONMENT, check=True)
 
 
 def run(python: Path, *arguments: str, at: Path) -> str:
     """What the installed command prints, run in the directory `at`."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([python, *arguments], cwd=at, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python, *arguments], cwd=at, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
