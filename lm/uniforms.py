@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_BELOW_ONE = 1.0 - 2.0**-40
+BELOW_ONE = 1.0 - 2.0**-40
 """Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
 
 
@@ -31,5 +31,5 @@ def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " positi
     Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * _BELOW_ONE)
+    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * BELOW_ONE)
     return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
