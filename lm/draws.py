@@ -1,8 +1,9 @@
 """Where chance enters: every random draw of the project's loops goes through a `Draws`.
 
-A loop asks for two things only: a token from a distribution, and how many of a row of drafted tokens are accepted. `RandomDraws` answers
-from random numbers, `GreedyDraws` where nothing is left to chance. A test answers by walking every branch with its probability, and so
-computes the exact law of the loop's output.
+A loop asks for two things only: a token from a law, and how many of a row of drafted tokens are accepted. A *law* is a row over the
+vocabulary that says what a token is drawn from: probabilities, for `RandomDraws`; for `GreedyDraws`, which take the largest entry, any row
+that is largest at the most probable token, so that logits do and cost no softmax. A test's draws walk every branch with its probability,
+and so compute the exact law of the loop's output.
 """
 
 from bisect import bisect_right
@@ -15,23 +16,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm.arrays import array_of
+from lm.uniforms import BELOW_ONE
 
 _BLOCK = 256
-_BELOW_ONE = 1.0 - 2.0**-40
-"""Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
 
 
 @runtime_checkable
 class Draws(Protocol):
     """The source of chance of one generation."""
 
-    def token(self, probs: Float[Tensor, " vocab"]) -> int:
-        """A token id drawn from `probs`."""
+    def token(self, law: Float[Tensor, " vocab"]) -> int:
+        """A token id drawn from the law."""
         ...
 
-    def draw(self, probs: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same as a tensor on the device of `probs`, for a loop that reads it together with other numbers."""
-        return torch.tensor([self.token(probs)], device=probs.device)
+    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The same as a tensor on the device of the law, for a loop that reads it together with other numbers."""
+        return torch.tensor([self.token(law)], device=law.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the first that fails.
@@ -54,27 +54,27 @@ class RandomDraws(Draws):
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
 
-    def token(self, probs: Float[Tensor, " vocab"]) -> int:
+    def token(self, law: Float[Tensor, " vocab"]) -> int:
         """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never drawn.
 
         Raises:
-            ValueError: a distribution with NaN in it.
+            ValueError: a law with NaN in it.
         """
-        if probs.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
-            rising, numbers = self._cumulative.get(probs.shape[-1]) or self._prepared(probs.shape[-1])
-            torch.cumsum(probs.detach() if probs.requires_grad else probs, -1, dtype=torch.float64, out=rising)
-            token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * _BELOW_ONE))
+        if law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
+            rising, numbers = self._cumulative.get(law.shape[-1]) or self._prepared(law.shape[-1])
+            torch.cumsum(law.detach() if law.requires_grad else law, -1, dtype=torch.float64, out=rising)
+            token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * BELOW_ONE))
         else:
-            token = int(self.draw(probs))
-        return _checked(token, probs)
+            token = int(self.draw(law))
+        return _checked(token, law)
 
-    def draw(self, probs: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(probs), which is no token, where `probs` has NaN."""
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * _BELOW_ONE), right=True)
+    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        cumulative = law.cumsum(-1, dtype=torch.float64)
+        return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * BELOW_ONE), right=True)
 
     def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
-        with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
+        with torch.inference_mode(False):  # one made in inference mode could not be written to outside it
             rising = torch.empty(width, dtype=torch.float64)
         self._cumulative[width] = rising, rising.numpy().data
         return self._cumulative[width]
@@ -90,38 +90,35 @@ class RandomDraws(Draws):
 
 
 class GreedyDraws:
-    """Temperature 0: the most probable token, the first of equals; no random number is used.
+    """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
-    A row need not be a distribution: logits are largest at the same place, and cost no softmax.
-    """
-
-    def token(self, probs: Float[Tensor, " vocab"]) -> int:
-        """Where the row is largest.
+    def token(self, law: Float[Tensor, " vocab"]) -> int:
+        """Where the law is largest.
 
         Raises:
-            ValueError: a row with NaN in it.
+            ValueError: a law with NaN in it.
         """
-        if probs.is_cpu:
-            row = array_of(probs)
+        if law.is_cpu:
+            row = array_of(law)
             token = int(row.argmax())
-            token = token if row[token] == row[token] else row.shape[-1]
+            token = token if row[token] == row[token] else row.shape[-1]  # argmax stops at the first NaN, the only number unequal to itself
         else:
-            token = int(self.draw(probs))
-        return _checked(token, probs)
+            token = int(self.draw(law))
+        return _checked(token, law)
 
-    def draw(self, probs: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(probs), which is no token, where the row has NaN."""
-        best, token = probs.max(-1, keepdim=True)
-        return torch.where(best.isnan(), probs.shape[-1], token)
+    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        best, token = law.max(-1, keepdim=True)
+        return torch.where(best.isnan(), law.shape[-1], token)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix; between one-hot distributions every probability is 0 or 1."""
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
 
-def _checked(token: int, probs: Float[Tensor, " vocab"]) -> int:
+def _checked(token: int, law: Float[Tensor, " vocab"]) -> int:
     """The token, if it is one."""
-    if token == probs.shape[-1]:
+    if token == law.shape[-1]:
         raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
     return token
 

@@ -60,11 +60,11 @@ class Sampling:
         return logits.softmax(-1)
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the last rows of a sequence as `probs` takes them; a subclass may look at the tokens (transformers' processors do)."""
+        """Logits of the last rows of a sequence, as `probs` takes them; subclasses may look at the tokens (transformers' processors do)."""
         return logits
 
-    def scores_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """What `Draws` draw from: `probs` of the processed logits, or at temperature 0, where only the largest counts, those themselves."""
+    def laws_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """What tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at temperature 0."""
         logits = self.processed(logits, token_ids)
         return logits if self.is_greedy else self.probs(logits)
 

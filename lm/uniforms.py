@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_BELOW_ONE = 1.0 - 2.0**-40
+BELOW_ONE = 1.0 - 2.0**-40
 """Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
 
 
@@ -33,5 +33,5 @@ def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " positi
     """
     # Scaled by the last entry, which rounding keeps from being exactly 1; right=True steps over ids of probability 0.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * _BELOW_ONE)
+    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * BELOW_ONE)
     return torch.searchsorted(cumulative, level, right=True).squeeze(-1)

@@ -5,7 +5,8 @@ norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one to
 Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is passed here.
 
 At temperature 0 (`GreedyDraws`) every distribution is one-hot, and this comes to: accept while y_i is the target's most probable token,
-then emit the target's own. No row is normalised for that.
+then emit the target's own. So `num_accepted`, `next_law` and `verify` take q and p as laws (`lm.draws`), which logits are at temperature 0;
+the other functions take probabilities.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,8 +57,8 @@ def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each was drawn from, on any device; not looked at by `GreedyDraws`.
-        p: the target's distributions at the same positions, and rows after them or not; logits do for `GreedyDraws`.
+        q: the law that each was drawn from, on any device; `GreedyDraws` do not look at it.
+        p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
     if not tokens:
@@ -90,8 +91,8 @@ def verify(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each was drawn from; one narrower than p gets zeros.
-        p: the target's distribution at the same positions and at the one after.
+        q: the law that each was drawn from; one narrower than p gets zeros.
+        p: the target's laws at the same positions and at the one after.
         generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
 
     Raises:
@@ -114,14 +115,16 @@ def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_v
 def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
     """min(1, p(token) / q(token)); 0 where p is 0."""
     drafted, wanted = float(q[token]), float(p[token])
-    return min(wanted / drafted, 1.0) if drafted != 0.0 else float(wanted > 0.0)  # NaN stays NaN, which no uniform is below
+    # in this order min keeps NaN, which no uniform is below: a distribution that is not finite rejects
+    return min(wanted / drafted, 1.0) if drafted != 0.0 else float(wanted > 0.0)
 
 
 def _places_of_largest(p: Float[Tensor, "rows vocab"]) -> list[int]:
-    """Where each row is largest; torch on the CPU takes five times as long as numpy."""
+    """Where each row is largest."""
+    # torch on the CPU takes five times as long as numpy
     return (array_of(p) if p.is_cpu else p).argmax(-1).tolist()
 
 
 def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vocab"]:
-    """With zeros for the tokens that only the target has."""
+    """q with zeros for the tokens that only the target has."""
     return q if q.shape[-1] == width else functional.pad(q, (0, width - q.shape[-1]))

@@ -21,6 +21,7 @@ from decode.evaluation.page import ReportArm, ReportHierarchy, report_hierarchie
 from decode.evaluation.plots import Plot, draft_lengths, entropies, pareto, reliability, speed_up_bars, thresholds
 from decode.evaluation.results import Arm, Result, replay_arms, results_of, throughput
 from decode.hierarchies.trio import check_micro
+from decode.policies.registry import POLICIES
 from decode.traces.command import datasets_of, load_trace, record
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
@@ -30,14 +31,7 @@ from heads.model.head import AcceptanceHead
 REPORT_RATIOS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0)
 NAMES = {
     "target_alone": "target alone",
-    "fixed_length": "best fixed length",
-    "heuristic": "heuristic",
-    "token_prob": "token probability",
-    "cumulative_token_prob": "product of token prob.",
-    "max_prob": "largest probability",
-    "entropy": "entropy (SVIP)",
-    "self_verify": "self-verify (HSDDW)",
-    "ada_edl": "AdaEDL",
+    **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
     "head_fed": "best head, fed-time",
     "head_drawn": "best head, drawn-time",
     "head_both": "both heads",

@@ -14,15 +14,9 @@ import numpy as np
 
 from configs.schema import Config
 from decode.policies import HeadPolicy, Policy
-from decode.policies.bounds import Oracle
-from decode.policies.registry import POLICIES, make_policy
-from decode.traces.trace import PerfectHead
+from decode.policies.bounds import Oracle, PerfectHead
+from decode.policies.registry import LOGISTIC, POLICIES, make_policy
 from heads.model.head import AcceptanceHead
-
-_UNIT = tuple(round(value, 3) for value in np.linspace(0.025, 0.975, 39).tolist())
-_LOGISTIC = tuple(round(float(value), 4) for value in 1 / (1 + np.exp(-np.linspace(-5, 5, 41))))
-"""Thresholds of a probability, denser towards both ends."""
-_PATHS = {"head", "also"}
 
 
 @dataclass(frozen=True)
@@ -37,18 +31,8 @@ class Grid:
 
 
 def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]:
-    """policy -> parameter -> values; every published default is among them or next to one."""
-    return {
-        "fixed_length": {"k": range(max_draft_length + 1)},
-        "heuristic": {"k": range(1, min(10, max_draft_length) + 1)},
-        "token_prob": {"min_token_prob": _UNIT},
-        "cumulative_token_prob": {"min_token_prob": _LOGISTIC},
-        "max_prob": {"min_max_prob": _UNIT},
-        "entropy": {"max_sqrt_entropy": tuple(round(value, 3) for value in np.linspace(0.02, 1.0, 50).tolist())},
-        "self_verify": {"initial": (0.0, 1.0, 2.0, 4.0)},
-        "ada_edl": {"initial_lambda": tuple(round(v, 3) for v in np.linspace(0, 0.9, 19).tolist()), "target_rate": (0.5, 0.7, 0.9)},
-        "head": {"max_rejection_prob": _LOGISTIC},
-    }
+    """policy -> parameter -> values, as the registry has them."""
+    return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}
 
 
 def grids_of(config: Config, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
@@ -87,14 +71,14 @@ def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence
 
 def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:
     """All thresholds of two heads, calibrated, the drawn-time one for the newest token only."""
-    return make_grid("head_both", f"head:{name}", {"max_rejection_prob": _LOGISTIC}, head=fed, also=drawn, is_calibrated=True)
+    return make_grid("head_both", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=fed, also=drawn, is_calibrated=True)
 
 
 def bounds() -> Iterator[Grid]:
     """Perfect head with and without the lag, and the oracle (law 4.10)."""
-    settings = tuple({"max_rejection_prob": value} for value in _LOGISTIC)
+    settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
     for timing in ("fed", "drawn"):
-        yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(_LOGISTIC)), settings)  # type: ignore[arg-type]
+        yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings)  # type: ignore[arg-type]
     yield Grid("oracle", "oracle", Oracle(), ({},))
 
 

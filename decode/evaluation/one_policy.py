@@ -55,8 +55,8 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
 
     Args:
         config: of the experiment whose trace is replayed (`python -m decode trace` records it).
-        policy: fixed_length, heuristic, token_prob, cumulative_token_prob, max_prob, entropy, self_verify, ada_edl, or head:PATH;
-            parameters follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
+        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
+            entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
     rule = policy_for(config, policy)

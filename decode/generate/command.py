@@ -38,8 +38,8 @@ def generate(
     Args:
         config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
         prompt: what the user says.
-        policy: fixed_length, heuristic, token_prob, cumulative_token_prob, max_prob, entropy, self_verify, ada_edl, or head:PATH;
-            parameters follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
+        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
+            entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
         max_new_tokens: null: decode.max_new_tokens.
         json: one JSON document with every round in place of the coloured text.
         rejected: show rejected drafts too.

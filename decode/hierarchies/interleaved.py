@@ -70,7 +70,7 @@ class InterleavedDrafter:
         num_unread = 0
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
             if len(proposal.tokens) % (self.n + 1) < self.n:
-                self._extend(proposal, ids, self._session.sampling.scores_after(self.small.forward(ids), ids)[0])
+                self._extend(proposal, ids, self._session.sampling.laws_after(self.small.forward(ids), ids)[0])
                 proposal.num_micro += 1
                 proposal.num_micro_forwards += 1
                 num_unread += 1
@@ -93,7 +93,7 @@ class InterleavedDrafter:
         token = self._session.draws.token(q)
         ids.append(token)
         proposal.tokens.append(token)
-        proposal.probs.append(q)
+        proposal.laws.append(q)
         proposal.entropies.append(0.0)
         if token in self._session.eos_ids:
             proposal.stop_reason = "eos"
@@ -102,7 +102,7 @@ class InterleavedDrafter:
         """Distributions of one medium forward; unless lossless, they replace those of the small model's tokens since the last one."""
         proposal.num_draft_forwards += 1
         num_rows = 1 if self.lossless else num_unread + 1
-        q = self._session.sampling.scores_after(self.medium.forward(ids, num_rows), ids)
+        q = self._session.sampling.laws_after(self.medium.forward(ids, num_rows), ids)
         if num_rows > 1:
-            proposal.probs[-num_unread:] = list(q[:-1])
+            proposal.laws[-num_unread:] = list(q[:-1])
         return q

@@ -113,14 +113,14 @@ class PreVerifiedDrafter:
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()
         fed = ids + inner.tokens
         logits = self.model.forward(fed, len(inner.tokens) + 1)
-        q = self._session.sampling.scores_after(logits, fed)
-        count = num_accepted(inner.tokens, inner.probs, q, self._session.draws)
+        q = self._session.sampling.laws_after(logits, fed)
+        count = num_accepted(inner.tokens, inner.laws, q, self._session.draws)
         for row, token_id in enumerate(inner.tokens[:count]):
             if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
                 break
         else:
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
-                law = next_law(count, inner.probs, q, self._session.draws)
+                law = next_law(count, inner.laws, q, self._session.draws)
                 token_id, drawn = self._signals.draw(len(self._proposal.tokens), logits[count], law, self._session.draws, row=count)
                 self._emit(ids, token_id, drawn, q[count])
         self.model.roll_back(len(ids) - 1)
@@ -136,7 +136,7 @@ class PreVerifiedDrafter:
             return False
         ids.append(token_id)
         proposal.tokens.append(token_id)
-        proposal.probs.append(q)
+        proposal.laws.append(q)
         proposal.entropies.append(drawn.entropy)
         self._state, stop = self.policy.after(self._state, drawn)
         if token_id in self._session.eos_ids or stop:

@@ -167,8 +167,7 @@ class SpeculativeDecoder:
         num_drafted = len(proposal.tokens)
         fed = committed + proposal.tokens
         logits = self.target.forward(fed, num_drafted + 1)
-        scores = self.sampling.scores_after(logits, fed)
-        verdict = verify(proposal.tokens, proposal.probs, scores, draws)
+        verdict = verify(proposal.tokens, proposal.laws, self.sampling.laws_after(logits, fed), draws)
         emitted = proposal.tokens[: verdict.num_accepted]
         if not (emitted and emitted[-1] in self.eos_ids):
             emitted = [*emitted, verdict.next_token]

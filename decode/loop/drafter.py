@@ -32,23 +32,23 @@ class Session:
 
 @dataclass
 class Proposal:
-    """A draft: tokens, the distributions they were drawn from, and what it cost."""
+    """A draft: tokens, the laws they were drawn from, and what it cost."""
 
     tokens: list[int] = field(default_factory=list)
-    probs: list[Float[Tensor, " vocab"]] = field(default_factory=list)
-    """q of each token: the very distribution that it was drawn from; at temperature 0, where nobody asks, the draft's logits."""
+    laws: list[Float[Tensor, " vocab"]] = field(default_factory=list)
+    """q of each token: the very law that it was drawn from, as `lm.draws` has laws."""
     entropies: list[float] = field(default_factory=list)
     """H(q) in nats of each token, where the policy asked for it."""
     stop_reason: str = "limit"
     """limit, policy, eos."""
     num_allowed: int = 0
-    """The most tokens that this round might have drafted."""
+    """The most tokens that the loop let this round draft."""
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
 
     def outcome(self, num_accepted: int) -> Outcome:
-        """What the round came to, as policies are told."""
+        """The round's outcome, as policies learn it."""
         is_rejected = num_accepted < len(self.tokens)
         return Outcome(
             num_drafted=len(self.tokens),
@@ -75,12 +75,12 @@ class Drafter(Protocol):
         ...
 
     def roll_back(self, length: int) -> None:
-        """Forget cached tokens beyond the first `length`, without a word to the policies: an outer level rejected what `conclude` kept."""
+        """Forget cached tokens beyond the first `length`: an outer level rejected what `conclude` had kept. Policies do not learn of it."""
         ...
 
 
 class ModelDrafter:
-    """One model drafts token by token until its policy says stop, or its context is full (then nothing is drafted any more)."""
+    """One model drafts token by token until its policy says stop. Once its context is full it drafts nothing."""
 
     def __init__(self, model: PreTrainedModel | CachedModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
@@ -93,8 +93,8 @@ class ModelDrafter:
         self.policy = policy
         self._signals = reader_of(policy, self.model)
         self._may_stop_before = type(policy).stop_before is not Policy.stop_before
-        self.is_unread = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
-        """Draft on the device and read the whole draft at once: a policy that looks at no token (fixed length, heuristic) needs no more."""
+        # a policy that looks at no token (fixed length, heuristic) lets the whole draft stay on the device until it is complete
+        self.reads_at_end = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -107,21 +107,22 @@ class ModelDrafter:
         proposal = Proposal(num_allowed=max_tokens)
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         self._state, self._proposal = state, proposal
-        if self.is_unread and num_tokens > 0 and type(session.sampling).processed is Sampling.processed:
-            self._propose_unread(committed, num_tokens)
+        # a subclass of Sampling that looks at the tokens (transformers' processors) needs each on the host before the next
+        if self.reads_at_end and num_tokens > 0 and type(session.sampling).processed is Sampling.processed:
+            self._propose_on_device(committed, num_tokens)
             return proposal
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
             logits = self.model.forward(ids)
             proposal.num_draft_forwards += 1
-            q = session.sampling.scores_after(logits, ids)[0]
+            q = session.sampling.laws_after(logits, ids)[0]
             token, drawn = self._signals.draw(len(proposal.tokens), logits[0], q, session.draws)
             if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
                 break
             ids.append(token)
             proposal.tokens.append(token)
-            proposal.probs.append(q)
+            proposal.laws.append(q)
             proposal.entropies.append(drawn.entropy)
             state, stop = policy.after(state, drawn)
             if token in session.eos_ids or stop:
@@ -130,27 +131,27 @@ class ModelDrafter:
         self._state = state
         return proposal
 
-    def _propose_unread(self, committed: list[int], num_tokens: int) -> None:
-        """Draft without a word to the host, then read the tokens in one transfer and keep those up to the first EOS.
+    def _propose_on_device(self, committed: list[int], num_tokens: int) -> None:
+        """Draft without waiting for the host, then read the tokens in one transfer and keep those up to the first EOS.
 
-        What lies beyond an EOS was drafted for nothing; its forwards count.
+        Tokens beyond an EOS were drafted for nothing; their forwards count.
         """
         proposal, session = self._proposal, self._session
         self.model.reserve(len(committed) + num_tokens)
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
         for place in range(num_tokens):
-            # a row with NaN draws an id that is none; the embeddings must not see it before the host has
+            # a row with NaN draws an id beyond the last; embedding it would kill the device before the host can refuse it
             logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if place else logits
-            q = session.sampling.scores_after(logits, ())[0]
+            q = session.sampling.laws_after(logits, ())[0]
             drawn.append(session.draws.draw(q))
-            proposal.probs.append(q)
+            proposal.laws.append(q)
         tokens = torch.cat(drawn).tolist()
-        if max(tokens) >= proposal.probs[0].shape[-1]:
+        if max(tokens) >= proposal.laws[0].shape[-1]:
             raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
         num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
-        proposal.tokens, proposal.probs, proposal.entropies = tokens[:num_kept], proposal.probs[:num_kept], [0.0] * num_kept
+        proposal.tokens, proposal.laws, proposal.entropies = tokens[:num_kept], proposal.laws[:num_kept], [0.0] * num_kept
         proposal.num_draft_forwards = num_tokens
 
     def roll_back(self, length: int) -> None:

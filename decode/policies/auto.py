@@ -26,13 +26,12 @@ t_target(0)) is not negative: then the target alone is no better. Every `probe_e
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
-from decode.policies.scores import sigmoid
+from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
@@ -41,8 +40,29 @@ _LONGEST = 20
 """Of the fixed lengths that the prior of lambda looks at."""
 
 
+class AutoState(NamedTuple):
+    """A generation so far. The first three begin anew with each round."""
+
+    survival: Number
+    """Carried to the next token: S without the score that a fed-time head will replace."""
+    index_share: Number
+    """first_index / g(1) where nothing is scored yet, else 1."""
+    price: Number
+    """Tokens that one more drafted token costs."""
+    tokens: Number
+    """N, the prior's included."""
+    seconds: Number
+    """T, the prior's included."""
+    idle: Number
+    """Rounds since one drafted."""
+    profit: Number
+    """Mean over drafting rounds of (accepted tokens - extra seconds / t_target(0))."""
+    rounds: Number
+    """Weight of that mean: drafting rounds, the prior's included."""
+
+
 @dataclass(frozen=True)
-class Auto(Policy):
+class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
     Attributes:
@@ -87,8 +107,7 @@ class Auto(Policy):
         for name in ("t_draft_s", "t_target_s"):
             if np.any(np.asarray(getattr(self, name)) <= 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; a time is a positive number of seconds")
-        if self.also is not None and self.also.timing == self.head.timing:
-            raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
+        assert self.scores, "made at once, so that two heads of one timing are refused here"
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, **others: Any) -> Auto:
@@ -106,56 +125,38 @@ class Auto(Policy):
         names = {f.name for f in fields(cls)} - {"head", "also"}
         return cls(head, **{name: value for name, value in known.items() if name in names}, **others)
 
-    @cached_property
-    def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return next((head for head in (self.head, self.also) if head is not None and head.timing == "fed"), None)
-
-    @cached_property
-    def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return next((head for head in (self.head, self.also) if head is not None and head.timing == "drawn"), None)
-
-    @cached_property
-    def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
-
-    def start(self) -> State:
+    def start(self) -> AutoState:
         rate, profit = self._prior()
-        # (survival, share of g, price, tokens, seconds, rounds since a draft, profit per drafting round, drafting rounds)
-        return 1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds
+        return AutoState(1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds)
 
-    def begin(self, state: State) -> State:
-        share = 1.0 if self.fed_head is None or self.drawn_head is not None else self.first_index / (self.index_offset + self.index_slope)
-        return 1.0, share, self._rate(state) * (self.t_draft_s + self.t_verify_s), *state[3:]
+    def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
+        share = self.first_index / (self.index_offset + self.index_slope) if self.scores.is_lagging else 1.0
+        return AutoState(1.0, share, self._rate(state) * (self.t_draft_s + self.t_verify_s), *state[3:])
 
-    def limit(self, state: State) -> Number:
-        idle, profit = state[5], state[6]
-        return np.where((profit >= 0.0) | (idle >= self.probe_every - 1), np.inf, 0.0)
+    def limit(self, state: AutoState) -> Number:  # type: ignore[override]
+        return np.where((state.profit >= 0.0) | (state.idle >= self.probe_every - 1), np.inf, 0.0)
 
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival, share, price = state[:3]
-        newest: Number = 1.0
-        if self.fed_head is not None:
-            newest = sigmoid(self.fed_head.calibrated_logit(drawn.fed_logit))
-            survival = survival * newest
-        kept = survival
-        if self.drawn_head is not None:
-            newest = sigmoid(self.drawn_head.calibrated_logit(drawn.drawn_logit))
-            survival = survival * newest
-            kept = survival if self.fed_head is None else kept
-        return (kept, 1.0, *state[2:]), survival * share * (self.index_offset + self.index_slope * newest) < price
+    def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]
+        product, carried, newest = self.scores.after(state.survival, drawn)
+        stop = product * state.index_share * (self.index_offset + self.index_slope * newest) < state.price
+        return AutoState(carried, 1.0, *state[2:]), stop
 
-    def end(self, state: State, outcome: Outcome) -> State:
-        survival, share, price, tokens, seconds, idle, profit, rounds = state
+    def end(self, state: AutoState, outcome: Outcome) -> AutoState:  # type: ignore[override]
         has_drafted = outcome.num_drafted > 0
         extra_s = outcome.num_drafted * (self.t_draft_s + self.t_verify_s) + has_drafted * self.t_start_s
-        weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (rounds + 1.0))
-        profit = profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - profit)
-        tokens, seconds = tokens + outcome.num_accepted + 1.0, seconds + self.t_target_s + extra_s
-        return survival, share, price, tokens, seconds, np.where(has_drafted, 0.0, idle + 1.0), profit, rounds + has_drafted
+        weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (state.rounds + 1.0))
+        return AutoState(
+            *state[:3],
+            tokens=state.tokens + outcome.num_accepted + 1.0,
+            seconds=state.seconds + self.t_target_s + extra_s,
+            idle=np.where(has_drafted, 0.0, state.idle + 1.0),
+            profit=state.profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - state.profit),
+            rounds=state.rounds + has_drafted,
+        )
 
-    def _rate(self, state: State) -> Number:
+    def _rate(self, state: AutoState) -> Number:
         """lambda."""
-        rate = state[3] / state[4] if self.is_online else self._prior()[0]
+        rate = state.tokens / state.seconds if self.is_online else self._prior()[0]
         return np.maximum(rate, 1.0 / self.t_target_s)
 
     def _prior(self) -> tuple[Number, Number]:

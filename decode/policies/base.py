@@ -8,7 +8,8 @@ A policy ends a draft in one of three ways, none of which lets the value of a dr
 
 There is no way to say "drop the token just drawn", which would change the output distribution. Every method is *elementwise*: it works
 on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per setting and prompt), so branch with
-`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers that each method returns anew; parameters may be arrays.
+`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers, or a NamedTuple of them, that each method returns anew;
+parameters may be arrays.
 
 A policy of your own, in full:
 
@@ -78,6 +79,11 @@ class Policy:
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
     fed_head: "AcceptanceHead | None" = None
     drawn_head: "AcceptanceHead | None" = None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `end` does anything; where not, replay spares itself the outcomes."""
+        return type(self).end is not Policy.end
 
     def start(self) -> State:
         """State at the start of a generation."""

@@ -7,29 +7,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, Number, Policy, State
+from decode.policies.base import AfterDraw, Number, Outcome, State
 from decode.policies.confidence import check_unit
-from decode.policies.scores import sigmoid
+from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
 
 @dataclass(frozen=True)
-class HeadPolicy(Policy):
+class HeadPolicy(ScoringPolicy):
     """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) > max_rejection_prob.
 
-    With a fed-time head, the forward that yields q_i also scores y_{i-1}: at y_i the product covers j < i, and the first drafted token has
-    no scored predecessor. With a drawn-time head the product covers j <= i.
-
     Attributes:
-        head: fed-time or drawn-time; a second head of the other timing may go into `also`: the lagging product is then corrected by it, in
-            that the newest token is scored by the drawn-time head and all earlier ones by the fed-time head.
-        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto" is the rule
-            of law 4.11.
-        is_calibrated: use the head's calibrated probabilities in place of the raw ones.
-        min_draft_length: no stop before this many tokens. The paper's bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and
-            the upper bound is the loop's max_draft_length.
+        head: fed-time or drawn-time; a second head of the other timing may go into `also` (`decode.policies.scores`).
+        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto": this
+            policy does what the rule of law 4.11 says, with what `python -m decode tune` wrote into the head's config.
+        is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
+        min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's bounds are 2 and 20:
+            a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
     """
 
     head: AcceptanceHead
@@ -38,50 +34,43 @@ class HeadPolicy(Policy):
     min_draft_length: Number = 1
     also: AcceptanceHead | None = None
 
-    def __new__(cls, head: Any = None, max_rejection_prob: Any = 0.7, **others: Any) -> Any:
-        """`max_rejection_prob="auto"` makes the rule of law 4.11 from what `python -m decode tune` wrote into the head's config."""
-        if isinstance(max_rejection_prob, str) and max_rejection_prob == "auto":
-            return Auto.recommended(head, **others)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        check_unit("max_rejection_prob", self.max_rejection_prob)
-        if self.also is not None and self.also.timing == self.head.timing:
-            raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
+        if self.scores and self.rule is None:
+            check_unit("max_rejection_prob", self.max_rejection_prob)
 
     @cached_property
-    def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self._of_timing("fed")
+    def rule(self) -> Auto | None:
+        """What answers in this policy's place where `max_rejection_prob` is "auto".
 
-    @cached_property
-    def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self._of_timing("drawn")
+        Raises:
+            ValueError: `decode tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
+        """
+        if not isinstance(self.max_rejection_prob, str):
+            return None
+        if self.max_rejection_prob != "auto":
+            raise ValueError(f"max_rejection_prob is {self.max_rejection_prob!r}; it is a probability, or auto")
+        if self.min_draft_length != 1:
+            raise ValueError(f"min_draft_length is {self.min_draft_length}; leave it out, auto chooses its length freely")
+        return Auto.recommended(self.head, also=self.also)
 
-    @cached_property
-    def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
+    @property
+    def has_memory(self) -> bool:
+        return self.rule is not None
 
     def start(self) -> State:
-        return (1.0,)
+        return (1.0,) if self.rule is None else self.rule.start()
 
-    def begin(self, state: State) -> State:
-        return (1.0,)
+    def begin(self, state: Any) -> State:
+        return (1.0,) if self.rule is None else self.rule.begin(state)
 
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival = state[0]
-        if self.fed_head is not None:
-            survival = survival * self._prob(self.fed_head, drawn.fed_logit)
-        kept = survival
-        if self.drawn_head is not None:
-            survival = survival * self._prob(self.drawn_head, drawn.drawn_logit)
-            kept = survival if self.fed_head is None else kept
-        stop = (1.0 - survival > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
-        return (kept,), stop
+    def limit(self, state: Any) -> Number:
+        return super().limit(state) if self.rule is None else self.rule.limit(state)
 
-    def _of_timing(self, timing: str) -> AcceptanceHead | None:
-        return next((head for head in (self.head, self.also) if head is not None and head.timing == timing), None)
+    def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
+        if self.rule is not None:
+            return self.rule.after(state, drawn)
+        product, carried, _ = self.scores.after(state[0], drawn)
+        return (carried,), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
 
-    def _prob(self, head: AcceptanceHead, logit: Number) -> Number:
-        """sigmoid of the raw or of the calibrated logit."""
-        logit = head.calibrated_logit(logit) if self.is_calibrated else logit
-        return sigmoid(logit)
+    def end(self, state: Any, outcome: Outcome) -> State:
+        return state if self.rule is None else self.rule.end(state, outcome)

@@ -4,12 +4,16 @@ entropy                                     the policy with its official default
 entropy:max_sqrt_entropy=0.4,scale=0.15     the same with parameters
 0.4 is a float, 5 an int, true a bool, anything else a string
 head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported head, a directory or a hub id
+
+A new policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its line in POLICIES.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from decode.policies.base import Policy
 from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
@@ -18,17 +22,39 @@ from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
 from heads.model.head import AcceptanceHead
 
-POLICIES: dict[str, type[Policy]] = {
-    "fixed_length": FixedLength,
-    "heuristic": Heuristic,
-    "token_prob": TokenProb,
-    "cumulative_token_prob": CumulativeTokenProb,
-    "max_prob": MaxProb,
-    "entropy": Entropy,
-    "self_verify": SelfVerify,
-    "ada_edl": AdaEDL,
-    "head": HeadPolicy,
+__all__ = ["AdaEDL", "CumulativeTokenProb", "Entropy", "FixedLength", "HeadPolicy", "Heuristic", "MaxProb", "SelfVerify", "TokenProb"]
+
+
+class Registered(NamedTuple):
+    """A policy that has a name."""
+
+    kind: type[Policy]
+    label: str
+    """In tables."""
+    values: Callable[[int], Mapping[str, Sequence[Any]]]
+    """From the longest draft, the settings that evaluations compare: parameter -> values, published defaults among or next to them."""
+
+
+def _spaced(first: float, last: float, num: int) -> tuple[float, ...]:
+    return tuple(round(value, 3) for value in np.linspace(first, last, num).tolist())
+
+
+UNIT = _spaced(0.025, 0.975, 39)
+LOGISTIC = tuple(round(float(value), 4) for value in 1 / (1 + np.exp(-np.linspace(-5, 5, 41))))
+"""Thresholds of a probability, denser towards both ends."""
+
+POLICIES: dict[str, Registered] = {
+    "fixed_length": Registered(FixedLength, "best fixed length", lambda longest: {"k": range(longest + 1)}),
+    "heuristic": Registered(Heuristic, "heuristic", lambda longest: {"k": range(1, min(10, longest) + 1)}),
+    "token_prob": Registered(TokenProb, "token probability", lambda _: {"min_token_prob": UNIT}),
+    "cumulative_token_prob": Registered(CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}),
+    "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
+    "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
+    "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),
+    "ada_edl": Registered(AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}),
+    "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
+"""In the order of tables."""
 _HEADS = ("head", "also")
 """Parameters that name an exported head."""
 
@@ -42,7 +68,7 @@ def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = Accep
     """
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; one of {', '.join(POLICIES)}")
-    kind = POLICIES[name]
+    kind = POLICIES[name].kind
     assert is_dataclass(kind), "policies are dataclasses: their fields are their parameters"
     known = [f.name for f in fields(kind)]
     for parameter in parameters:
@@ -52,9 +78,11 @@ def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = Accep
         raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
     loaded = {key: load_head(value) if key in _HEADS and isinstance(value, str) else value for key, value in parameters.items()}
     try:
-        return kind(**loaded)
+        policy = kind(**loaded)
     except TypeError as error:
         raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
+    # for "auto" the rule itself, whose times its user may then replace
+    return policy.rule or policy if isinstance(policy, HeadPolicy) else policy
 
 
 def parse_policy(spec: str, **how: Any) -> Policy:

@@ -7,9 +7,10 @@ are merged by masks. Nothing is approximated: limits, EOS, stops before the draw
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -17,11 +18,16 @@ from jaxtyping import Int
 from decode.loop.counts import Counts
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State
 from decode.policies.bounds import Oracle
+from decode.traces.lanes import Lanes, Tokens
 from decode.traces.trace import Array, Trace
 
 _LANES_AT_ONCE = 12288
 """Arrays of so many numbers stay in a core's cache."""
 _COMPACT_EVERY = 32
+_LEAST_ALIVE = 0.8
+"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a copy."""
+_ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
+"""Signals that the policy does not ask for."""
 
 
 @dataclass(frozen=True)
@@ -50,154 +56,132 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
     Raises:
         ValueError: array parameters of several lengths.
     """
-    num_settings = _num_settings(policy)
-    num_rows = len(trace.rows)
-    totals = _Totals(num_settings * num_rows, trace.max_draft_length)
-    signals = _signals(trace, policy)
+    num_settings, num_rows = _num_settings(policy), len(trace.rows)
+    num_lanes = num_settings * num_rows
+    totals = _Totals(
+        {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}, np.zeros((num_lanes, trace.max_draft_length + 1), dtype=np.int32)
+    )
+    tokens = Tokens.of(trace, policy)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        for start in range(0, num_settings * num_rows, _LANES_AT_ONCE):
-            lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_settings * num_rows))
-            _Lanes(trace, _expanded(policy, lanes // num_rows), signals, lanes % num_rows, lanes).run(totals)
+        for start in range(0, num_lanes, _LANES_AT_ONCE):
+            lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
+            _Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
     shape = (num_settings, num_rows)
-    counts = Counts(**{name: getattr(totals, name).reshape(shape) for name in _COUNTED})
-    return Replayed(counts, totals.lengths.reshape(*shape, -1))
+    return Replayed(Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()}), totals.lengths.reshape(*shape, -1))
 
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 
 
-class _Totals:
-    """Counts of all lanes."""
+class _Totals(NamedTuple):
+    """What all lanes did so far."""
 
-    def __init__(self, num_lanes: int, max_draft_length: int) -> None:
-        self.num_emitted, self.num_drafted, self.num_target, self.num_accepted, self.num_draft_forwards = (
-            np.zeros(num_lanes, dtype=np.int64) for _ in _COUNTED
-        )
-        self.lengths = np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32)
+    counts: dict[str, Int[Array, " lanes"]]
+    lengths: Int[Array, "lanes lengths"]
 
 
-class _Lanes:
-    """Some lanes in lockstep."""
+class _Lockstep:
+    """Lanes that take their steps together."""
 
-    def __init__(self, trace: Trace, policy: Policy, signals: dict[str, Array], rows: Array, lanes: Array) -> None:
-        self.trace, self.policy, self.signals, self.lanes = trace, policy, signals, lanes
-        self.start = trace.offsets[rows]
-        self.end = trace.offsets[rows + 1]
-        self.limit = self.start + np.array([row.limit for row in trace.rows])[rows]
-        self.rejected = np.append(trace.rejected, trace.num_positions)
-        self.branch = np.append(trace.branch, 0)
-        self.is_eos = np.append(trace.is_eos, True)
-        self.counted = {name: np.zeros(len(lanes), dtype=np.int64) for name in _COUNTED}
-        self.state = self._full(policy.start())
-        self.has_memory = type(policy).end is not Policy.end
-        self._begin(np.ones(len(lanes), dtype=bool), self.state)
+    def __init__(self, tokens: Tokens, policy: Policy, lanes: Lanes) -> None:
+        self.tokens, self.policy, self.lanes = tokens, policy, lanes
+        size = len(lanes.index)
+        # a state may hold one number for all lanes; compaction needs one of each
+        self.state = _mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
+        self._begin(np.ones(size, dtype=bool), self.state)
 
     def run(self, totals: _Totals) -> None:
-        """Play all rounds of all lanes."""
-        step = 0
-        while True:
-            step += 1
+        """All rounds of all lanes."""
+        for step in count(1):
             if step % _COMPACT_EVERY == 0:
-                self._compact(totals)
-                if not len(self.lanes):
+                self._compact()
+                if not len(self.lanes.index):
                     return
             self._step(totals)
 
-    def _full(self, state: State) -> State:
-        """One number per lane, of what may be one for all."""
-        return tuple(np.array(np.broadcast_to(value, len(self.lanes)), dtype=np.float64) for value in state)
-
     def _begin(self, begins: Array, state: State) -> None:
         """A new round where `begins`."""
+        lanes, tokens = self.lanes, self.tokens
         self.state = _merged(begins, self.policy.begin(state), self.state)
-        room = np.clip(self.limit - self.start - 1, 0, self.trace.max_draft_length)
-        self.room = room
-        limit = self._limit() if isinstance(self.policy, Oracle) else self.policy.limit(self.state)
-        allowed = np.minimum(limit, room).astype(np.int64)
-        first_rejected = self.rejected.take(self.start)
-        if np.ndim(begins) == 0 or begins.all():
-            self.position, self.allowed, self.stop = np.zeros_like(self.start), allowed, first_rejected
+        lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
+        limit = self._oracle_limit() if isinstance(self.policy, Oracle) else self.policy.limit(self.state)
+        allowed = np.minimum(limit, lanes.room).astype(np.int64)
+        first_rejected = tokens.rejected.take(lanes.start)
+        if begins.all():  # with a fixed length always, and cheaper than the masks
+            lanes.position, lanes.allowed, lanes.stop = np.zeros_like(lanes.start), allowed, first_rejected
         else:
-            self.position = np.where(begins, 0, self.position)
-            self.allowed = np.where(begins, allowed, self.allowed)
-            self.stop = np.where(begins, first_rejected, self.stop)
-        self.shift = self.branch.take(self.stop) - self.stop
+            lanes.position = np.where(begins, 0, lanes.position)
+            lanes.allowed = np.where(begins, allowed, lanes.allowed)
+            lanes.stop = np.where(begins, first_rejected, lanes.stop)
+        lanes.shift = tokens.branch.take(lanes.stop) - lanes.stop
 
-    def _limit(self) -> Array:
-        """The oracle's: as far as all is accepted, but for the token that the target adds anyway."""
-        return np.minimum(self.rejected.take(self.start), self.end - 1) - self.start
+    def _oracle_limit(self) -> Array:
+        """As far as all is accepted, but for the token that the target adds anyway."""
+        return np.minimum(self.tokens.rejected.take(self.lanes.start), self.lanes.end - 1) - self.lanes.start
 
     def _step(self, totals: _Totals) -> None:
-        wants = self.position < self.allowed
-        path = self.start + self.position
-        at = np.where(path < self.stop, path, path + self.shift)
-        np.minimum(at, len(self.is_eos) - 1, out=at)
+        """One draft step of every lane, and verification where the draft ended."""
+        lanes, tokens = self.lanes, self.tokens
+        wants = lanes.position < lanes.allowed
+        path = lanes.start + lanes.position
+        at = np.where(path < lanes.stop, path, path + lanes.shift)
+        np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
         drawn = self._drawn(at)
         draws = wants
         if type(self.policy).stop_before is not Policy.stop_before:
             draws = wants & ~np.asarray(self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
         self.state = _merged(draws, state, self.state)
-        self.position = self.position + draws
-        ended = ~draws | stops | self.is_eos.take(at) | (self.position >= self.allowed)
+        lanes.position = lanes.position + draws
+        ended = ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed)
         self._conclude(ended, wants & ~draws, totals)
 
     def _drawn(self, at: Array) -> AfterDraw:
-        values: dict[str, Any] = dict.fromkeys(AfterDraw._fields, 0.0)
-        values["position"] = self.position
-        for name, signal in self.signals.items():
-            values[name] = signal.take(at)
-        if "fed_logit" in self.signals:
-            values["fed_logit"] = np.where(self.position == 0, np.inf, values["fed_logit"])
-        return AfterDraw(**values)
+        signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
+        if "fed_logit" in signals:
+            signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
+        return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
 
     def _conclude(self, ended: Array, has_unused_forward: Array, totals: _Totals) -> None:
         """Verification where the draft ended."""
-        counted, position = self.counted, self.position
-        over = (ended & (self.start < self.end)).nonzero()[0]
-        start, drafted = self.start[over], position[over]
-        accepted = np.minimum(drafted, self.stop[over] - start)
-        emitted = np.minimum(accepted + 1, self.end[over] - start)
-        for name, amount in zip(_COUNTED, (emitted, drafted, 1, accepted, drafted + has_unused_forward[over]), strict=True):
-            counted[name][over] += amount
-        totals.lengths[self.lanes[over], drafted] += 1
-        state = self.state
-        if self.has_memory:
-            all_accepted = np.minimum(position, self.stop - self.start)
-            is_rejected = all_accepted < position
-            entropy = self.signals["entropy"].take(self.stop) if "entropy" in self.signals else 0.0
-            outcome = Outcome(position, all_accepted, self.room, np.where(is_rejected, entropy, 0.0))
-            state = self.policy.end(self.state, outcome)
-        self.start[over] += emitted
+        lanes = self.lanes
+        over = (ended & (lanes.start < lanes.end)).nonzero()[0]
+        index, start, drafted = lanes.index[over], lanes.start[over], lanes.position[over]
+        accepted = np.minimum(drafted, lanes.stop[over] - start)
+        emitted = np.minimum(accepted + 1, lanes.end[over] - start)
+        amounts = (emitted, drafted, 1, accepted, drafted + has_unused_forward[over])
+        for name, amount in zip(_COUNTED, amounts, strict=True):
+            totals.counts[name][index] += amount
+        totals.lengths[index, drafted] += 1
+        state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
+        lanes.start[over] += emitted
         self._begin(ended, state)
 
-    def _compact(self, totals: _Totals) -> None:
-        """Write finished lanes away and drop them, once they are many."""
-        alive = self.start < self.end
-        num_alive = int(alive.sum())
-        if num_alive > 0.8 * len(alive):
-            return
-        done = self.lanes[~alive]
-        for name in _COUNTED:
-            getattr(totals, name)[done] = self.counted[name][~alive]
-            self.counted[name] = self.counted[name][alive]
-        for name in ("lanes", "start", "end", "limit", "position", "allowed", "stop", "shift", "room"):
-            setattr(self, name, getattr(self, name)[alive])
-        self.state = tuple(value[alive] for value in self.state)
-        self.policy = _expanded(self.policy, alive)
+    def _outcome(self) -> Outcome:
+        """Of each lane's round, if it ends here; where it does not, nobody reads it."""
+        lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
+        accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
+        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(lanes.stop), 0.0)
+        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy)
+
+    def _compact(self) -> None:
+        """Drop lanes that have ended, once they are many."""
+        alive = self.lanes.start < self.lanes.end
+        if alive.mean() <= _LEAST_ALIVE:
+            self.lanes = self.lanes.at(alive)
+            self.state = _mapped(lambda value: value[alive], self.state)
+            self.policy = _expanded(self.policy, alive)
+
+
+def _mapped(function: Callable[..., Any], *states: State) -> State:
+    """The function of each number of the states, as a state of the same type: its numbers may have names."""
+    values = map(function, *states)
+    kind: Any = type(states[0])
+    return kind._make(values) if hasattr(kind, "_make") else tuple(values)
 
 
 def _merged(mask: Array, new: State, old: State) -> State:
-    return tuple(kept if value is kept else np.where(mask, value, kept) for value, kept in zip(new, old, strict=True))
-
-
-def _signals(trace: Trace, policy: Policy) -> dict[str, Array]:
-    """Arrays [drafts + 1] of the signals that the policy asks for; the last entry is read only by finished lanes."""
-    heads = {"fed_logit": policy.fed_head, "drawn_logit": policy.drawn_head}
-    values = {}
-    for name in policy.signals & frozenset(AfterDraw._fields):
-        values[name] = trace.logit(heads[name]) if name in heads else trace.signal(name)  # type: ignore[arg-type]
-    return {name: np.append(value, value[-1:]) for name, value in values.items()}
+    return _mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
 
 
 def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:

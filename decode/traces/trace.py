@@ -13,12 +13,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from decode.policies.bounds import PerfectHead
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
@@ -110,7 +110,7 @@ class Trace:
         """A signal as policies read it."""
         return np.exp(self.signals["log_token_prob"]) if name == "token_prob" else self.signals[name]
 
-    def logit(self, head: "AcceptanceHead | PerfectHead") -> Float[Array, " drafts"]:
+    def logit(self, head: AcceptanceHead | PerfectHead) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time), or for the token before it (fed-time): what is known when it is drawn.
 
         Raises:
@@ -180,17 +180,6 @@ class Trace:
             for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
         ]
         return torch.cat(parts).float().numpy()
-
-
-@dataclass(frozen=True)
-class PerfectHead:
-    """Stands for a head that says logit(acceptance_prob): a bound, which only a trace can offer."""
-
-    timing: str
-
-    def calibrated_logit(self, logit: Any) -> Any:
-        """It is calibrated."""
-        return logit
 
 
 def fingerprint(head: AcceptanceHead) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 from configs.command import run
 from decode.policies import CumulativeTokenProb, FixedLength, HeadPolicy, Policy, SelfVerify
 from decode.policies.auto import Auto
+from decode.policies.bounds import PerfectHead
 from decode.traces.replay import replay_settings
-from decode.traces.trace import PerfectHead, Trace, TraceRow
+from decode.traces.trace import Trace, TraceRow
 from lm import Sampling
 
 LENGTH = 20

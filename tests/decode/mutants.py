@@ -50,22 +50,22 @@ def _q_before_warping(self, committed, max_tokens):
     for i in range(len(proposal.tokens)):
         self.model.roll_back(0)
         kept.append(self.model.forward(committed + proposal.tokens[:i])[-1].softmax(-1))
-    proposal.probs = kept
+    proposal.laws = kept
     return proposal
 
 
 def _q_shifted(self, committed, max_tokens):
     """Each token comes with the distribution of the one before it."""
     proposal = _propose(self, committed, max_tokens)
-    proposal.probs = [*proposal.probs[:1], *proposal.probs[:-1]]
+    proposal.laws = [*proposal.laws[:1], *proposal.laws[:-1]]
     return proposal
 
 
 def _drop_by_value(self, committed, max_tokens):
     """Draw, look, drop: the illegal shape of law 4.3."""
     proposal = _propose(self, committed, max_tokens)
-    if proposal.tokens and proposal.probs[-1][proposal.tokens[-1]] < 0.4:
-        for column in (proposal.tokens, proposal.probs, proposal.entropies):
+    if proposal.tokens and proposal.laws[-1][proposal.tokens[-1]] < 0.4:
+        for column in (proposal.tokens, proposal.laws, proposal.entropies):
             column.pop()
     return proposal
 

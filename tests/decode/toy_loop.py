@@ -8,6 +8,7 @@ from observed import observed
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
+from decode.policies.registry import POLICIES as REGISTERED
 from heads import AcceptanceHead
 from lm import Draws, Sampling
 
@@ -45,6 +46,8 @@ POLICIES: dict[str, Policy] = {
     "drawn_head": HeadPolicy(toy_head("drawn", seed=2), 0.5),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
+POLICIES |= {name: each.kind() for name, each in REGISTERED.items() if name not in POLICIES and name != "head"}
+"""Every registered policy, so that the laws are proven for a new one at once."""
 
 
 def decoder_of(policy: Policy, *, sampling: Sampling | None = None, eos_ids: Sequence[int] = (2,), length: int = 20) -> SpeculativeDecoder:

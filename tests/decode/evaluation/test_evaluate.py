@@ -8,9 +8,9 @@ from decode.costs.model import CostModel
 from decode.evaluation.grids import bounds, check_sampling, default_values, make_grid
 from decode.evaluation.results import gain_interval, replay_arms, results_of, throughput
 from decode.policies.auto import Auto
+from decode.policies.bounds import PerfectHead
 from decode.policies.registry import POLICIES, make_policy
 from decode.traces.replay import replay_settings
-from decode.traces.trace import PerfectHead
 from decode.tuning.rule import auto_for
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance

@@ -48,7 +48,7 @@ def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_m
 def test_a_draft_that_is_read_at_its_end_only_preserves_the_target_law(policy):
     decoder = decoder_of(policy, eos_ids=(2,))
     usual = law(decoder, 5)
-    decoder.drafter.is_unread = True  # as on an accelerator
+    decoder.drafter.reads_at_end = True  # as on an accelerator
     assert_same_law(law(decoder, 5), usual)
 
 

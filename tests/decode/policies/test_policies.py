@@ -1,6 +1,8 @@
 """Policies stop where their published rules say, on floats and on arrays alike; defaults are the official ones."""
 
-from dataclasses import dataclass, fields
+import copy
+import pickle
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from toy_loop import POLICIES, PROMPT, decoder_of
 
 from decode import policies
 from decode.policies import AdaEDL, AfterDraw, BeforeDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
+from decode.policies.auto import Auto
 from decode.policies.registry import POLICIES as BY_NAME
 from decode.policies.registry import make_policy, parse_policy
+from decode.policies.scores import Scores, sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
 
@@ -66,7 +70,7 @@ def test_counts_equal_a_direct_reading_of_the_published_rule_on_the_same_uniform
 
 
 def test_official_defaults():
-    defaults = {name: {f.name: f.default for f in fields(kind)} for name, kind in BY_NAME.items()}
+    defaults = {name: {f.name: f.default for f in fields(registered.kind)} for name, registered in BY_NAME.items()}
     assert defaults["token_prob"]["min_token_prob"] == 0.4
     assert defaults["max_prob"]["min_max_prob"] == 0.6
     assert defaults["entropy"] == {"max_sqrt_entropy": 0.3, "scale": 0.15}
@@ -112,6 +116,69 @@ def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
         assert bool(stop) == (1 - survival > 0.5)
 
 
+TUNED = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "index_offset": 0.3, "index_slope": 0.4, "first_index": 0.2}
+
+
+def test_the_head_policy_takes_its_parameters_by_position():
+    head = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
+    assert HeadPolicy(head, 0.4, True) == HeadPolicy(head, max_rejection_prob=0.4, is_calibrated=True)
+    assert HeadPolicy(head, "auto") == HeadPolicy(head, max_rejection_prob="auto")
+    with pytest.raises(ValueError, match="other timing"):
+        HeadPolicy(head, 0.4, also=head)
+    with pytest.raises(ValueError, match="other timing"):
+        Auto(head, 0.1, 1.0, also=head)
+
+
+@pytest.mark.parametrize("timing", ["fed", "drawn"])
+def test_auto_is_a_head_policy_that_does_what_the_rule_does(timing):
+    head = AcceptanceHead(4, 0, timing, provenance=Provenance(recommended=TUNED))
+    rule = Auto.recommended(head)
+
+    def play(policy):
+        """Every answer over two rounds, and the states that lead to them."""
+        state, answers = policy.start(), []
+        for accepted in (3, 0):
+            state = policy.begin(state)
+            answers += [float(policy.limit(state)), *state]
+            for position, logit in enumerate([np.inf, 1.0, -0.2, -3.0]):
+                state, stop = policy.after(state, drawn_with(position=position, fed_logit=logit, drawn_logit=logit))
+                answers += [bool(stop), *state]
+            state = policy.end(state, Outcome(num_drafted=4, num_accepted=accepted, num_allowed=9, rejected_entropy=0.0))
+        return [*answers, *state]
+
+    policy = HeadPolicy(head, "auto")
+    again = [policy, copy.copy(policy), replace(policy, is_calibrated=True), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
+    for each in [*again, pickle.loads(pickle.dumps(policy))]:
+        assert isinstance(each, HeadPolicy)
+        assert (each.signals, each.has_memory) == (rule.signals, rule.has_memory)
+        assert play(each) == play(rule)
+    assert replace(policy, max_rejection_prob=0.5).rule is None
+
+
+@pytest.mark.parametrize("threshold", ["auto", "automatic"])
+def test_auto_without_what_it_needs_is_refused(threshold):
+    with pytest.raises(ValueError, match="decode tune" if threshold == "auto" else "or auto"):
+        HeadPolicy(AcceptanceHead(4, 0), threshold)
+    with pytest.raises(ValueError, match="leave it out"):
+        HeadPolicy(AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED)), "auto", min_draft_length=2)
+
+
+@pytest.mark.parametrize("timings", [("fed",), ("drawn",), ("fed", "drawn"), ("drawn", "fed")])
+def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
+    heads = [AcceptanceHead(4, 0, timing, provenance=Provenance(reject_weight=3.0)) for timing in timings]
+    scores = Scores(*heads, is_calibrated=True)
+    logits = {"fed": [np.inf, 0.7, -0.1], "drawn": [0.5, 0.2, 0.9]}
+    carried, fed, drawn = 1.0, [], []
+    for position in range(3):
+        fed, drawn = ([*so_far, sigmoid(logits[timing][position] + np.log(3.0))] for so_far, timing in ((fed, "fed"), (drawn, "drawn")))
+        signals = drawn_with(position=position, fed_logit=logits["fed"][position], drawn_logit=logits["drawn"][position])
+        product, carried, newest = scores.after(carried, signals)
+        expected = {"fed": fed, "drawn": drawn}.get(timings[0], []) if len(timings) == 1 else [*fed, drawn[-1]]
+        assert product == pytest.approx(np.prod(expected))
+        assert newest == pytest.approx(expected[-1])
+        assert carried == pytest.approx(np.prod(fed) if "fed" in timings else np.prod(drawn))
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
     policy, generator = POLICIES[name], np.random.default_rng(0)
@@ -155,7 +222,8 @@ def test_specs_parse_to_policies():
     head = AcceptanceHead(4, 0)
     policy = parse_policy("head:some/dir,max_rejection_prob=0.4,is_calibrated=true", load_head=lambda path: head)
     assert policy == HeadPolicy(head, 0.4, is_calibrated=True)
-    assert set(BY_NAME.values()) <= {getattr(policies, kind.__name__) for kind in BY_NAME.values()}
+    kinds = {registered.kind for registered in BY_NAME.values()}
+    assert kinds <= {getattr(policies, kind.__name__) for kind in kinds}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, recorder, trac
 from data_gen.store.manifest import settle
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, SelfVerify, TokenProb
+from decode.policies.bounds import PerfectHead
 from decode.traces.disk import read_trace, write_trace
 from decode.traces.replay import replay_settings
-from decode.traces.trace import PerfectHead, Trace, fingerprint, join
+from decode.traces.trace import Trace, fingerprint, join
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 

@@ -10,9 +10,9 @@ from decode.costs.model import CostModel
 from decode.evaluation.results import throughput
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
+from decode.policies.bounds import PerfectHead
 from decode.policies.scores import sigmoid
 from decode.traces.replay import replay_settings
-from decode.traces.trace import PerfectHead
 from decode.tuning.index import Pairs, index_of, pairs_of, scores_of, solve
 from decode.tuning.rule import auto_for, times_of
 from lm import Sampling
