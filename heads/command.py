@@ -34,7 +34,7 @@ def export(
     sweep = load_sweep(Path(checkpoint) if checkpoint else run.checkpoint)
     results = _results(run.path)
     heads = sweep.heads()
-    names = _chosen(head, metric, sweep, results)
+    names = _chosen(head, sweep, results=results, metric=metric)
     root = Path(out) if out else run.path / "exported"
     written = []
     for name in names:
@@ -118,7 +118,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     return path
 
 
-def _chosen(head: str, metric: str, sweep: Sweep, results: dict[str, Any]) -> list[str]:
+def _chosen(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
     names = [str(spec) for spec in sweep.specs]
     if head == "all":
         return names
@@ -127,7 +127,7 @@ def _chosen(head: str, metric: str, sweep: Sweep, results: dict[str, Any]) -> li
             raise ValueError(
                 "no val_metrics.json beside the checkpoint, so no head is known to be best; let `python train.py` finish, or name a head"
             )
-        return list(best_heads(results["dev"], sweep.specs, metric).values())
+        return list(best_heads(results["dev"], sweep.specs, metric=metric).values())
     if head not in names:
         raise ValueError(f"no head {head!r} in this sweep; one of {', '.join(names)}, or best, or all")
     return [head]

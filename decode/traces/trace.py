@@ -168,14 +168,18 @@ class Trace:
             )
         if head.hidden_size != inputs.hidden.shape[-1]:
             raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
+        unknown = [name for name in head.inputs.scalars if name not in self.signals]
+        if unknown:
+            raise ValueError(f"the head reads the scalar {unknown[0]}, and traces have {', '.join(self.signals)}")
         of = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
-        scalars = torch.from_numpy(np.stack([self.signals["log_token_prob"], self.signals["entropy"]], -1))
+        columns = [self.signals[name] for name in head.inputs.scalars]
+        scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
         tokens = torch.searchsorted(inputs.embedding_ids, torch.from_numpy(self.token).to(inputs.embedding_ids.dtype))
         parts = [
             head(
                 inputs.hidden[rows],
-                scalars[of[rows]] if head.scalars else None,
-                inputs.embedding[tokens[of[rows]]] if head.embedding else None,
+                None if scalars is None else scalars[of[rows]],
+                inputs.embedding[tokens[of[rows]]] if head.inputs.embedding else None,
             )
             for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
         ]
@@ -195,7 +199,8 @@ class PerfectHead:
 
 def fingerprint(head: AcceptanceHead) -> str:
     """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
-    digest = hashlib.sha256(f"{head.timing} {head.scalars} {head.embedding} {head.depth}".encode())
+    inputs = head.inputs.config
+    digest = hashlib.sha256(f"{head.timing} {inputs['scalars']} {inputs['embedding']} {head.depth}".encode())
     for name, tensor in sorted(head.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().float().cpu().numpy().tobytes())

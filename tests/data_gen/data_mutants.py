@@ -51,7 +51,7 @@ def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
 
 def _log_q_untruncated(q_logits, uniform, sampling):
     made, q = label_draft(q_logits, uniform, sampling)
-    return made._replace(log_q=made.log_token_prob), q
+    return made._replace(log_q=made.scalars.log_token_prob), q
 
 
 def _log_p_untruncated(p_logits, draft_ids, sampling):
@@ -61,7 +61,7 @@ def _log_p_untruncated(p_logits, draft_ids, sampling):
 
 def _entropy_truncated(q_logits, uniform, sampling):
     made, q = label_draft(q_logits, uniform, sampling)
-    return made._replace(entropy=torch.special.entr(q).sum(-1)), q
+    return made._replace(scalars=made.scalars._replace(entropy=torch.special.entr(q).sum(-1))), q
 
 
 def _drawn_before_warping(q_logits, uniform, sampling):
