@@ -180,10 +180,10 @@ class Sweep(pl.LightningModule):
         """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
         if self.config.select == "last":
             return
-        is_known = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
-        for known, (key, stack) in zip(is_known, self.items(), strict=True):
+        has_best = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
+        for has, (key, stack) in zip(has_best, self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                now.copy_(torch.where(known.view(-1, *[1] * (now.dim() - 1)), best, now))
+                now.copy_(torch.where(has.view(-1, *[1] * (now.dim() - 1)), best, now))
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
