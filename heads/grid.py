@@ -1,11 +1,13 @@
 """The grid of a sweep: which heads there are, what they are called, and which of them share their matrix products."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 from configs.schema import HeadsConfig
 from heads.model.head import Timing, check_shape
+from heads.model.inputs import STANDARD, Inputs
 
 
 @dataclass(frozen=True, order=True)
@@ -13,17 +15,16 @@ class Shape:
     """What heads must have in common to be stacked: inputs and depth."""
 
     timing: Timing
-    scalars: bool
-    embedding: bool
+    inputs: Inputs
     depth: int
 
     @property
-    def inputs(self) -> str:
+    def kind(self) -> str:
         """fed or drawn, +s with scalars, +e with the token's embedding."""
-        return self.timing + "+s" * self.scalars + "+e" * self.embedding
+        return self.timing + self.inputs.label
 
     def __str__(self) -> str:
-        return f"{self.inputs}-d{self.depth}"
+        return f"{self.kind}-d{self.depth}"
 
 
 @dataclass(frozen=True, order=True)
@@ -37,31 +38,34 @@ class HeadSpec:
         """Its name, for example fed+s-d3-w6: a fed-time head with scalars, three blocks, reject weight 6."""
         return f"{self.shape}-w{self.reject_weight:g}"
 
-    @property
-    def key(self) -> str:
-        """The name with characters that a module may have."""
-        return module_key(str(self))
-
 
 def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     """Every head of the sweep: for each shape the reject weights that are stacked in it, in the order of the config.
 
     Raises:
-        ValueError: an empty axis, an impossible depth, timing or weight, or the same value twice.
+        ValueError: an empty axis, an impossible depth, timing, scalar or weight, or the same value twice.
     """
-    axes = {name: getattr(config, name) for name in ("timings", "scalars", "embeddings", "depths", "reject_weights")}
-    for name, values in axes.items():
+    for name in ("timings", "scalars", "embeddings", "depths", "reject_weights"):
+        values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
             raise ValueError(f"heads.{name} is empty, so the sweep has no head; name at least one value")
         if len(set(values)) != len(values):
-            raise ValueError(f"heads.{name} is {list(values)}; every value may stand there once")
+            raise ValueError(f"heads.{name} is {values}; name every value once")
     for weight in (*config.reject_weights, config.accept_weight):
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
-    shapes = [Shape(*values) for values in product(config.timings, config.scalars, config.embeddings, config.depths)]
+    shapes = [
+        Shape(timing, Inputs.of(scalars, embedding), depth)
+        for timing, scalars, embedding, depth in product(config.timings, config.scalars, config.embeddings, config.depths)
+    ]
     for shape in shapes:
         check_shape(1, shape.depth, shape.timing)
     return {shape: tuple(config.reject_weights) for shape in shapes}
+
+
+def scalar_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
+    """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head takes besides."""
+    return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
 def specs(shapes: dict[Shape, tuple[float, ...]]) -> list[HeadSpec]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import DraftLabels, JointLabels, acceptance_prob_of, label_draft, label_joint, label_known, label_target
+from data_gen.labels.laws import JointLabels, acceptance_prob_of, label_draft, label_joint, label_known, label_target
 from data_gen.labels.layout import layout_of
+from data_gen.labels.scalars import Scalars
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
 from lm.finite import refuse_non_finite
@@ -61,7 +62,7 @@ class Labeller:
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
         """The columns of a shard without rows, because every prompt was skipped."""
         names: list[str] = []
-        names += DraftLabels._fields[1:] if self.draft is not None else ()
+        names += ("log_q", *Scalars._fields) if self.draft is not None else ()
         names += ("log_p", "acceptance_prob") if self.target is not None else ()
         names += JointLabels._fields if self.draft is not None and self.target is not None else ()
         columns = {name: torch.empty(0) for name in names}
@@ -133,7 +134,7 @@ class Labeller:
                 labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
             else:
                 labels, q = label_known(q_logits, draft_ids, self.sampling)
-            columns |= labels._asdict()
+            columns |= labels.columns()
             draft_ids, log_q = labels.draft_ids, labels.log_q
         if self.target is not None:
             assert draft_ids is not None, "without the draft, its labels come from the stage before"

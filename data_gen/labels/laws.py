@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm import Sampling, acceptance_rate, cross_entropy, entropy
+from data_gen.labels.scalars import Scalars, scalars_of
+from lm import Sampling, acceptance_rate, cross_entropy
 from lm.uniforms import draw
 
 
@@ -26,8 +27,11 @@ class DraftLabels(NamedTuple):
 
     draft_ids: Int[Tensor, " position"]
     log_q: Float[Tensor, " position"]
-    log_token_prob: Float[Tensor, " position"]
-    entropy: Float[Tensor, " position"]
+    scalars: Scalars
+
+    def columns(self) -> dict[str, Tensor]:
+        """Every number by its name on disk."""
+        return {"draft_ids": self.draft_ids, "log_q": self.log_q, **self.scalars._asdict()}
 
 
 class JointLabels(NamedTuple):
@@ -86,8 +90,7 @@ def mixed(response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " posit
 
 def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels:
     # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
-    log_token_prob = _at(q_logits, draft_ids) - q_logits.logsumexp(-1)
-    return DraftLabels(draft_ids, _at(q, draft_ids).log(), log_token_prob, entropy(q_logits))
+    return DraftLabels(draft_ids, _at(q, draft_ids).log(), scalars_of(q_logits, draft_ids))
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

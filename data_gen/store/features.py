@@ -1,7 +1,7 @@
 """Features on disk: one safetensors shard per timing, the hidden states beside everything that a head trains on.
 
     hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which produced q_i
-    acceptance_prob, log_q, log_token_prob, entropy, acceptance_rate [token] float32, token [token] int32        all of Y_i, both timings
+    acceptance_prob, log_q, every field of `Scalars`, acceptance_rate [token] float32, token [token] int32        all of Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from data_gen.labels.layout import Layout
+from data_gen.labels.scalars import Scalars
 
-_FLOATS = ("acceptance_prob", "log_q", "log_token_prob", "entropy", "acceptance_rate")
+_FLOATS = ("acceptance_prob", "log_q", *Scalars._fields, "acceptance_rate")
 
 
 def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Tensor, layout: Layout, mixes: int = 1) -> bytes:

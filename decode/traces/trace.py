@@ -9,7 +9,6 @@ path order). With start s of a round and j tokens drafted before,
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,7 +117,7 @@ class Trace:
         """
         if isinstance(head, PerfectHead):
             return self._perfect_logit(head.timing)
-        key = fingerprint(head)
+        key = head.fingerprint()
         if key not in self.scores:
             self.scores[key] = self._score(head)
         return self.scores[key]
@@ -168,27 +167,23 @@ class Trace:
             )
         if head.hidden_size != inputs.hidden.shape[-1]:
             raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
+        if not set(head.inputs.scalars) <= self.signals.keys():
+            raise ValueError(
+                f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(self.signals)}; record it again"
+            )
         of = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
-        scalars = torch.from_numpy(np.stack([self.signals["log_token_prob"], self.signals["entropy"]], -1))
+        columns = [self.signals[name] for name in head.inputs.scalars]
+        scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
         tokens = torch.searchsorted(inputs.embedding_ids, torch.from_numpy(self.token).to(inputs.embedding_ids.dtype))
         parts = [
             head(
                 inputs.hidden[rows],
-                scalars[of[rows]] if head.scalars else None,
-                inputs.embedding[tokens[of[rows]]] if head.embedding else None,
+                None if scalars is None else scalars[of[rows]],
+                inputs.embedding[tokens[of[rows]]] if head.inputs.embedding else None,
             )
             for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
         ]
         return torch.cat(parts).float().numpy()
-
-
-def fingerprint(head: AcceptanceHead) -> str:
-    """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
-    digest = hashlib.sha256(f"{head.timing} {head.scalars} {head.embedding} {head.depth}".encode())
-    for name, tensor in sorted(head.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def join(traces: Sequence[Trace]) -> Trace:

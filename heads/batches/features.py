@@ -1,7 +1,7 @@
 """What heads train on: the positions of some responses, flat, as `data_gen` stored them.
 
     hidden [tokens, hidden]      at the timing's state, stored dtype
-    scalars [tokens, 2]          (log q(y), H(q)) in nats, untruncated, temperature 1
+    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`)
     acceptance_prob [tokens]
     token [tokens]               the drafted token y
     row_lengths [rows]           tokens of each row, for what needs to know where a response ends
@@ -24,17 +24,21 @@ from torch import Tensor
 
 from data_gen.store.shards import read_sidecar, verify
 
-_COLUMNS = ("hidden", "log_token_prob", "entropy", "acceptance_prob", "token", "is_drafted")
+_COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
 
 
 class Features(NamedTuple):
     """Positions of some rows, one timing."""
 
     hidden: Float[Tensor, "tokens hidden"]
-    scalars: Float[Tensor, "tokens 2"]
+    scalars: dict[str, Float[Tensor, " tokens"]]
     acceptance_prob: Float[Tensor, " tokens"]
     token: Int[Tensor, " tokens"]
     row_lengths: Int[Tensor, " rows"]
+
+    def columns(self, names: Sequence[str]) -> Float[Tensor, "tokens scalar"]:
+        """Some scalars side by side."""
+        return torch.stack([self.scalars[name] for name in names], -1)
 
 
 Batch = dict[str, Features]
@@ -47,8 +51,8 @@ class FeatureShard:
     The first reading checks the whole file against its sidecar; each checks that numbers are finite and probabilities lie in [0, 1].
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, scalars: Sequence[str]) -> None:
+        self.path, self.scalars = path, tuple(scalars)
         self.num_rows = int(read_sidecar(path)["rows"])
         self.num_tokens = int(read_sidecar(path)["tokens"])
         self._verified = False
@@ -71,12 +75,13 @@ class FeatureShard:
         with self._open() as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            missing = sorted(set(_COLUMNS) - set(file.keys()))
+            names = (*_COLUMNS, *self.scalars)
+            missing = sorted(set(names) - set(file.keys()))
             if missing:
                 raise ValueError(f"{self.path} has no tensor {missing[0]!r}; make the features again with `python -m data_gen`")
-            columns = {name: file.get_slice(name)[first:last] for name in _COLUMNS}
+            columns = {name: file.get_slice(name)[first:last] for name in names}
         self._check(columns, start, offsets - first)
-        return _rows(columns, (offsets - first).tolist())
+        return [self._row(columns, first, last) for first, last in pairwise((offsets - first).tolist())]
 
     def _open(self) -> safe_open:
         try:
@@ -85,7 +90,7 @@ class FeatureShard:
             raise ValueError(f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again") from error
 
     def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:
-        for name in ("hidden", "acceptance_prob", "log_token_prob", "entropy"):
+        for name in ("hidden", "acceptance_prob", *self.scalars):
             bad = ~torch.isfinite(columns[name]).reshape(len(columns[name]), -1).all(-1)
             if name == "acceptance_prob":
                 bad |= (columns[name] < 0) | (columns[name] > 1)
@@ -95,31 +100,24 @@ class FeatureShard:
                 kind = "outside [0, 1] or not finite" if name == "acceptance_prob" else "NaN or infinite"
                 raise ValueError(f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the features again")
 
+    def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Features:
+        """The drafted positions of one row."""
+        drafted = columns["is_drafted"][start:stop].nonzero().squeeze(-1) + start
+        return Features(
+            hidden=columns["hidden"][drafted],
+            scalars={name: columns[name][drafted] for name in self.scalars},
+            acceptance_prob=columns["acceptance_prob"][drafted],
+            token=columns["token"][drafted].long(),
+            row_lengths=torch.tensor([len(drafted)]),
+        )
+
 
 def join(rows: Sequence[Features]) -> Features:
     """Rows one after the other."""
     return Features(
         hidden=torch.cat([row.hidden for row in rows]),
-        scalars=torch.cat([row.scalars for row in rows]),
+        scalars={name: torch.cat([row.scalars[name] for row in rows]) for name in rows[0].scalars},
         acceptance_prob=torch.cat([row.acceptance_prob for row in rows]),
         token=torch.cat([row.token for row in rows]),
         row_lengths=torch.cat([row.row_lengths for row in rows]),
     )
-
-
-def _rows(columns: dict[str, Tensor], offsets: list[int]) -> list[Features]:
-    """Split into rows and keep the drafted positions."""
-    scalars = torch.stack([columns["log_token_prob"], columns["entropy"]], -1)
-    rows = []
-    for start, stop in pairwise(offsets):
-        kept = columns["is_drafted"][start:stop].nonzero().squeeze(-1) + start
-        rows.append(
-            Features(
-                hidden=columns["hidden"][kept],
-                scalars=scalars[kept],
-                acceptance_prob=columns["acceptance_prob"][kept],
-                token=columns["token"][kept].long(),
-                row_lengths=torch.tensor([len(kept)]),
-            )
-        )
-    return rows

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.batches.features import Batch, Features, FeatureShard, join
 from heads.batches.order import Block, Item, batches, blocks, in_order, num_batches, shuffled
@@ -125,4 +126,4 @@ def pinned(batch: Batch) -> Batch:
     """In page-locked memory where there is a GPU, so that copies to it overlap with its work."""
     if not torch.cuda.is_available():
         return batch
-    return {timing: Features._make(tensor.pin_memory() for tensor in features) for timing, features in batch.items()}
+    return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from configs.schema import Config
+from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.manifest import describe_model, read_manifest
 from data_gen.store.shards import list_shards
-from heads.batches.features import Batch, Features, FeatureShard, join
+from heads.batches.features import Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item
-from heads.grid import grid
+from heads.grid import grid, scalar_names
 
 
 class FeatureData(pl.LightningDataModule):
@@ -21,20 +21,27 @@ class FeatureData(pl.LightningDataModule):
 
     Attributes:
         timings: the feature sets that the sweep reads.
+        scalars: the scalars that it reads.
         hidden_size: width of the draft's hidden states.
     """
 
-    def __init__(self, config: Config) -> None:
-        """Raises:
-        FileNotFoundError: no data.
-        ValueError: shards missing, empty or of several widths, or made for another draft.
+    def __init__(self, data: DataConfig, heads: HeadsConfig, *, pair: PairConfig) -> None:
+        """Args:
+            data: where the features are, and how they were made.
+            heads: which of them are read, and how they are batched.
+            pair: that the data must have been made with.
+
+        Raises:
+            FileNotFoundError: no data.
+            ValueError: shards missing, empty or of several widths, or made for another draft.
         """
         super().__init__()
-        self.config = config
-        self.timings = tuple(dict.fromkeys(shape.timing for shape in grid(config.heads)))
-        self.manifest = read_manifest(config.data.dir)
-        check_manifest(self.manifest, config)
-        self._shards = {split: self._open(split) for split in ("train", "dev", "test") if split != "test" or config.data.num_test}
+        self.data, self.heads, shapes = data, heads, grid(heads)
+        self.timings, self.scalars = tuple(dict.fromkeys(shape.timing for shape in shapes)), scalar_names(shapes)
+        self.manifest = read_manifest(data.dir)
+        check_manifest(self.manifest, data, pair=pair)
+        self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
+        self._shards = {split: self._open(split) for split in ("train", "dev", "test") if split != "test" or data.num_test}
         self.hidden_size = self._width()
 
     @property
@@ -43,7 +50,7 @@ class FeatureData(pl.LightningDataModule):
         return len(self.train_dataloader())
 
     def train_dataloader(self) -> BatchLoader:
-        return self.loader("train", seed=self.config.heads.seed)
+        return self.loader("train", seed=self.heads.seed)
 
     def val_dataloader(self) -> BatchLoader:
         return self.loader("dev")
@@ -54,8 +61,10 @@ class FeatureData(pl.LightningDataModule):
     def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
         """Batches of one split, shuffled if there is a seed."""
         shards = self._shards[split]
-        sizes = [shard.num_rows // self._rows_per_item()[self.timings[0]] for shard in shards[self.timings[0]]]
-        return self._loader(batch_reader(shards, self._rows_per_item()), sizes, split, seed)
+        first = self.timings[0]
+        sizes = [shard.num_rows // self._rows_per_item[first] for shard in shards[first]]
+        reader = BlockReader(shards, self._rows_per_item)
+        return self._loader(lambda items: pinned(reader.batch(items)), sizes, split=split, seed=seed)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -66,34 +75,28 @@ class FeatureData(pl.LightningDataModule):
         """Responses of one split."""
         return self.loader(split).num_items
 
-    def _loader(self, read: Callable[[Sequence[Item]], Any], sizes: list[int], split: str, seed: int | None) -> BatchLoader:
-        if split == "train" and self.config.heads.num_train is not None:
-            sizes = _first(sizes, self.config.heads.num_train)
+    def _loader(self, read: Callable[[Sequence[Item]], Any], sizes: list[int], *, split: str, seed: int | None) -> BatchLoader:
+        if split == "train" and self.heads.num_train is not None:
+            sizes = _first(sizes, self.heads.num_train)
         share = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        return BatchLoader(read, sizes, batch_size=self.config.heads.batch_size, seed=seed, share=share)
-
-    def _rows_per_item(self) -> dict[str, int]:
-        return {timing: self.config.data.mixes if timing == "fed" else 1 for timing in self.timings}
+        return BatchLoader(read, sizes, batch_size=self.heads.batch_size, seed=seed, share=share)
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {
-            timing: [FeatureShard(path) for path in list_shards(self.config.data.dir, split, timing)] for timing in self.timings
+            timing: [FeatureShard(path, self.scalars) for path in list_shards(self.data.dir, split, timing)] for timing in self.timings
         }
-        times = self._rows_per_item()
-        counts = {timing: [shard.num_rows / times[timing] for shard in found] for timing, found in shards.items()}
-        if len({tuple(count) for count in counts.values()}) > 1 or any(count != int(count) for found in counts.values() for count in found):
+        counts = {timing: [shard.num_rows / self._rows_per_item[timing] for shard in of_timing] for timing, of_timing in shards.items()}
+        if len({tuple(count) for count in counts.values()}) > 1 or any(n != int(n) for count in counts.values() for n in count):
             raise ValueError(
-                f"{split} features of {self.config.data.dir} do not fit together: responses per shard are {counts} with data.mixes "
-                f"{self.config.data.mixes}; make them again with this config"
+                f"{split} features of {self.data.dir} do not fit together: responses per shard are {counts} with data.mixes "
+                f"{self.data.mixes}; make them again with this config"
             )
-        if not sum(shard.num_tokens for found in shards.values() for shard in found):
-            raise ValueError(
-                f"{split} features of {self.config.data.dir} hold no token at all; raise data.num_{split} and make the data again"
-            )
+        if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
+            raise ValueError(f"{split} features of {self.data.dir} hold no token at all; raise data.num_{split} and make the data again")
         return shards
 
     def _width(self) -> int:
-        widths = {shard.path: shard.hidden_size for split in self._shards.values() for found in split.values() for shard in found}
+        widths = {shard.path: shard.hidden_size for split in self._shards.values() for of_timing in split.values() for shard in of_timing}
         first = next(iter(widths.values()))
         for path, width in widths.items():
             if width != first:
@@ -101,12 +104,6 @@ class FeatureData(pl.LightningDataModule):
                     f"{path} has hidden states of width {width}, other shards {first}: features of different drafts; make them again"
                 )
         return first
-
-
-def batch_reader(shards: dict[str, list[FeatureShard]], rows_per_item: dict[str, int]) -> Callable[[Sequence[Item]], Batch]:
-    """What turns some responses into a batch."""
-    reader = BlockReader(shards, rows_per_item)
-    return lambda items: pinned(reader.batch(items))
 
 
 def _first(sizes: Sequence[int], count: int) -> list[int]:
@@ -117,27 +114,27 @@ def _first(sizes: Sequence[int], count: int) -> list[int]:
     """
     if not 0 < count <= sum(sizes):
         raise ValueError(f"heads.num_train is {count} and there are {sum(sizes)} training responses; take at most those, or null for all")
-    kept = []
+    first = []
     for size in sizes:
         if count > 0:
-            kept.append(min(size, count))
+            first.append(min(size, count))
         count -= size
-    return kept
+    return first
 
 
-def check_manifest(manifest: dict[str, Any], config: Config) -> None:
-    """Raise ValueError unless the data was made with the models and the sampling of this config."""
-    here = {"sampling": asdict(config.pair.sampling), "mixing_ratio": config.data.mixing_ratio, "mixes": config.data.mixes}
+def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
+    """Raise ValueError unless the data was made with the models and the sampling of this pair."""
+    here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     there = {name: manifest.get(name) for name in here}
-    for name, source in (("target", config.pair.target), ("draft", config.pair.draft)):
+    for name, source in (("target", pair.target), ("draft", pair.draft)):
         keys = ("fingerprint",) if Path(source.path).is_dir() else ("name", "revision")
-        described = describe_model(source, trust_remote_code=config.pair.trust_remote_code) if Path(source.path).is_dir() else {}
+        described = describe_model(source, trust_remote_code=pair.trust_remote_code) if Path(source.path).is_dir() else {}
         described = described or {"name": source.path, "revision": source.revision}
         here |= {f"{name} {key}": described[key] for key in keys}
         there |= {f"{name} {key}": manifest[name].get(key) for key in keys}
     for key, value in here.items():
         if there[key] != value:
             raise ValueError(
-                f"the data at {config.data.dir} was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at data "
+                f"the data at {data.dir} was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at data "
                 "of this pair, or make it with `python -m data_gen`"
             )

@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import list_shards, read_sidecar, verify
 from heads.batches.features import Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
-from lm.forwards import hidden_states, logits_of
+from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
 
-_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "entropy", "from_target")
+_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "from_target")
+_CHUNK_MB = 64
+"""Bound of one float32 [tokens, vocabulary] chunk."""
 
 
 class Row(NamedTuple):
@@ -29,7 +33,6 @@ class Row(NamedTuple):
     response_ids: list[int]
     draft_ids: list[int]
     acceptance_prob: list[float]
-    entropy: list[float]
     from_target: list[list[bool]]
     """Coins of each mixing."""
 
@@ -61,16 +64,16 @@ class RowData(FeatureData):
     draft: "DraftFeatures"
 
     def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
-        paths = list_shards(self.config.data.dir, split)
+        paths = list_shards(self.data.dir, split)
         sizes = [int(read_sidecar(path)["rows"]) for path in paths]
-        return self._loader(RowReader(paths, self.config.data.mixes).batch, sizes, split, seed)
+        return self._loader(RowReader(paths, self.data.mixes).batch, sizes, split=split, seed=seed)
 
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))
         return self.draft(rows, torch.device("cpu"))[timing]
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
-        for path in list_shards(self.config.data.dir, split):
+        for path in list_shards(self.data.dir, split):
             verify(path)
         return {}
 
@@ -87,7 +90,8 @@ class DraftFeatures:
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
         """The features of some rows, timing by timing, on `device`."""
-        drawn, log_token_prob = (part.split([len(row.response_ids) for row in rows]) for part in self._drawn(rows))
+        lengths = [len(row.response_ids) for row in rows]
+        drawn, scalars = (part.split(lengths) for part in self._drawn(rows))
         batch = {}
         for timing in self.timings:
             # (row, its coins, its hidden states): once per mixing for fed-time, once per response for drawn-time
@@ -95,22 +99,25 @@ class DraftFeatures:
                 mixings = [(index, coins) for index, row in enumerate(rows) for coins in row.from_target]
                 states: Sequence[Tensor] = self._fed([(rows[index], coins) for index, coins in mixings])
             else:
-                mixings = [(index, [False] * len(row.response_ids)) for index, row in enumerate(rows)]
+                mixings = [(index, [False] * length) for index, length in enumerate(lengths)]
                 states = drawn
             parts = [
-                _features(rows[index], hidden, log_token_prob[index], coins, device)
+                _features(rows[index], hidden, scalars[index], coins=coins, device=device)
                 for (index, coins), hidden in zip(mixings, states, strict=True)
             ]
             batch[timing] = join(parts)
         return batch
 
-    def _drawn(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """States that the tokens were drawn from, and log q(y) at temperature 1: [token, hidden] and [token]."""
+    def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
+        """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen` stores them by."""
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
-        log_probs = logits_of(self.draft, hidden, self.vocab_size).float().log_softmax(-1)
         tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
-        return hidden, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        parts = [
+            torch.stack(scalars_of(logits_of(self.draft, hidden[chunk], self.vocab_size).float(), tokens[chunk]), -1)
+            for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, _CHUNK_MB))
+        ]
+        return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
         """States after each token of each mixed sequence was fed."""
@@ -122,13 +129,14 @@ class DraftFeatures:
         return hidden.split([len(coins) for _, coins in mixings])
 
 
-def _features(row: Row, hidden: Tensor, log_token_prob: Tensor, coins: list[bool], device: torch.device) -> Features:
-    kept = torch.tensor([not coin for coin in coins])
-    column = lambda values: torch.tensor(values)[kept].to(device)  # noqa: E731
+def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:
+    """The drafted positions of one row."""
+    drafted = torch.tensor([not coin for coin in coins])
+    there = drafted.to(hidden.device)
     return Features(
-        hidden=hidden[kept.to(hidden.device)].to(device),
-        scalars=torch.stack([log_token_prob[kept.to(hidden.device)].to(device), column(row.entropy)], -1),
-        acceptance_prob=column(row.acceptance_prob),
-        token=column(row.draft_ids),
-        row_lengths=torch.tensor([int(kept.sum())], device=device),
+        hidden=hidden[there].to(device),
+        scalars=dict(zip(Scalars._fields, scalars[there].to(device).unbind(-1), strict=True)),
+        acceptance_prob=torch.tensor(row.acceptance_prob)[drafted].to(device),
+        token=torch.tensor(row.draft_ids)[drafted].to(device),
+        row_lengths=torch.tensor([int(drafted.sum())], device=device),
     )

@@ -5,37 +5,47 @@ fitted on the very split, and a constant. A head that does not beat them has not
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from heads.batches.features import Batch
+from heads.grid import HeadSpec
 from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram, observe
 from heads.measures.running import NUM_POSITIONS, THRESHOLDS, DraftMetric, LogitHistogram
 from heads.measures.scores import Measures, auroc, measures, reliability
 
-if TYPE_CHECKING:
-    from heads.training.sweep import Sweep
-
 Result = dict[str, Any]
 SIGNALS = ("log_token_prob", "negative_entropy")
+
+
+class _Reading(NamedTuple):
+    """One way of making a probability of a logit z: sigmoid(slope z + offset)."""
+
+    slope: Tensor | float
+    offset: Tensor | float
+    along_draft: DraftMetric
+    """Its metrics by draft position."""
 
 
 class Evaluation(nn.Module):
     """Metrics of every head of a sweep over one split."""
 
-    def __init__(self, sweep: "Sweep") -> None:
+    def __init__(self, specs: Sequence[HeadSpec], *, shift: Tensor, temperature: Tensor) -> None:
+        """Args:
+        specs: the heads, in the order of every [heads] axis.
+        shift: of each head's calibration, ln(w_rej / w_acc).
+        temperature: likewise.
+        """
         super().__init__()
-        self._stacks = dict(sweep.items())
-        shift = (sweep.reject_weights / sweep.config.accept_weight).log().double()
-        timings = [spec.shape.timing for spec in sweep.specs]
+        self._names = [str(spec) for spec in specs]
+        timings = [spec.shape.timing for spec in specs]
         self._rows: dict[str, list[int]] = {timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)}
-        self._names = [str(spec) for spec in sweep.specs]
         self._shift = {timing: shift[rows] for timing, rows in self._rows.items()}
-        self._temperature = {timing: sweep.temperature[rows] for timing, rows in self._rows.items()}
+        self._temperature = {timing: temperature[rows] for timing, rows in self._rows.items()}
         counts = {timing: len(rows) for timing, rows in self._rows.items()}
         self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
         self.raw, self.calibrated = (
@@ -45,55 +55,54 @@ class Evaluation(nn.Module):
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
-        """One batch: the logits of each stack, and the features they were computed from."""
-        for timing in self._rows:
+        """One batch: for each timing the logits of its heads, [heads, tokens], and the features that they were computed from."""
+        for timing, logit in logits.items():
             features = batch[timing]
-            logit = torch.cat([logits[key] for key, stack in self._stacks.items() if stack.shape.timing == timing])
             label, lengths = features.acceptance_prob, features.row_lengths
             calibrated = (logit + self._shift[timing][:, None].to(logit)) / self._temperature[timing][:, None].to(logit)
-            log_token_prob, entropy = features.scalars.float().unbind(-1)
+            signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
             self.tokens[timing].update(observe(logit, label[None]))  # type: ignore[operator]
-            self.raw[timing].update(logit, label, lengths)  # type: ignore[operator]
-            self.calibrated[timing].update(calibrated, label, lengths)  # type: ignore[operator]
-            self.signals[timing].update(observe(torch.stack([log_token_prob, -entropy]), label[None]))  # type: ignore[operator]
+            self.raw[timing].update(logit, label, row_lengths=lengths)  # type: ignore[operator]
+            self.calibrated[timing].update(calibrated, label, row_lengths=lengths)  # type: ignore[operator]
+            self.signals[timing].update(observe(signals, label[None]))  # type: ignore[operator]
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
-        found: dict[str, Any] = {}
+        heads: dict[str, Any] = {}
         signals, labels = {}, {}
         for timing, rows in self._rows.items():
-            found |= dict(zip([self._names[row] for row in rows], self._head_results(timing), strict=True))
-            seen = self.signals[timing].compute()  # type: ignore[operator]
-            signals[timing], labels[timing] = _signal_results(seen), _label_results(seen)
-        return {"heads": {name: found[name] for name in self._names}, "signals": signals, "labels": labels}
+            heads |= dict(zip([self._names[row] for row in rows], self._head_results(timing), strict=True))
+            histogram = self.signals[timing].compute()  # type: ignore[operator]
+            signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
+        return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
     def _head_results(self, timing: str) -> list[dict[str, Any]]:
-        seen = self.tokens[timing].compute()  # type: ignore[operator]
-        shift, temperature = self._shift[timing].to(seen.weight), self._temperature[timing].to(seen.weight)
-        ways: dict[str, tuple[Tensor | float, Tensor | float, Any]] = {
-            "raw": (1.0, 0.0, self.raw[timing]),
-            "calibrated": (1 / temperature, shift / temperature, self.calibrated[timing]),
+        histogram = self.tokens[timing].compute()  # type: ignore[operator]
+        shift, temperature = self._shift[timing].to(histogram.weight), self._temperature[timing].to(histogram.weight)
+        ways = {
+            "raw": _Reading(1.0, 0.0, self.raw[timing]),  # type: ignore[arg-type]
+            "calibrated": _Reading(1 / temperature, shift / temperature, self.calibrated[timing]),  # type: ignore[arg-type]
         }
         results: list[dict[str, Any]] = [
             {"auroc": value, "temperature": t, "shift": s}
-            for value, t, s in zip(auroc(seen).tolist(), temperature.tolist(), shift.tolist(), strict=True)
+            for value, t, s in zip(auroc(histogram).tolist(), temperature.tolist(), shift.tolist(), strict=True)
         ]
-        for way, (slope, offset, metric) in ways.items():
-            found = _unstack(measures(seen, slope, offset))
-            bins = reliability(seen, slope, offset)
-            drafts = _draft_results(metric, len(results))
+        for way, reading in ways.items():
+            of_tokens = _unstack(measures(histogram, reading.slope, reading.offset))
+            bins = reliability(histogram, reading.slope, reading.offset)
+            drafts = _draft_results(reading.along_draft, len(results))
             for index, result in enumerate(results):
-                result |= {f"{way}_{name}": value for name, value in found[index].items()}
+                result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
                 result[way] = drafts[index] | {
                     "reliability": {name: value[index].tolist() for name, value in bins._asdict().items()},
                 }
         return results
 
 
-def _draft_results(metric: Any, num_heads: int) -> list[dict[str, Any]]:
+def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
     """Per head: metrics by draft position, of the survival product, and expected rates."""
     token, survival, counts = metric.compute()
-    by_position, of_survival = (_unstack(measures(seen)) for seen in (token, survival))
+    by_position, of_survival = (_unstack(measures(histogram)) for histogram in (token, survival))
     scores = auroc(token).tolist()
     results = []
     for head in range(num_heads):
@@ -113,25 +122,25 @@ def _draft_results(metric: Any, num_heads: int) -> list[dict[str, Any]]:
     return results
 
 
-def _signal_results(seen: Histogram) -> dict[str, Any]:
-    slope, offset = fit_logistic(seen)
-    found = _unstack(measures(seen, slope, offset))
-    scores = auroc(seen).tolist()
+def _signal_results(histogram: Histogram) -> dict[str, Any]:
+    slope, offset = fit_logistic(histogram)
+    fitted = _unstack(measures(histogram, slope, offset))
+    scores = auroc(histogram).tolist()
     return {
-        name: {"auroc": scores[index], **{f"calibrated_{key}": value for key, value in found[index].items()}}
+        name: {"auroc": scores[index], **{f"calibrated_{key}": value for key, value in fitted[index].items()}}
         for index, name in enumerate(SIGNALS)
     }
 
 
-def _label_results(seen: Histogram) -> dict[str, float]:
+def _label_results(histogram: Histogram) -> dict[str, float]:
     """What is true of the split, whatever is predicted."""
-    total, mean = float(seen.total[0]), float(seen.accepted[0].sum() / seen.total[0])
-    own = float(seen.entropy[0]) / total
+    total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
+    own = float(histogram.entropy[0]) / total
     of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)
     return {"num_tokens": total, "mean_acceptance_prob": mean, "mean_entropy": own, "constant_kl": of_mean - own}
 
 
-def _unstack(found: Measures) -> list[dict[str, float]]:
+def _unstack(of_rows: Measures) -> list[dict[str, float]]:
     """One dict per leading index."""
-    columns = {name: value.tolist() for name, value in found._asdict().items()}
+    columns = {name: value.tolist() for name, value in of_rows._asdict().items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -17,7 +17,7 @@ from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
 
 
-def save_plots(directory: Path, result: Result, history: list[dict[str, Any]], specs: Sequence[HeadSpec]) -> list[Path]:
+def save_plots(directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]) -> list[Path]:
     """Draw everything; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -26,7 +26,7 @@ def save_plots(directory: Path, result: Result, history: list[dict[str, Any]], s
         "along_draft": along_draft(result, specs),
     }
     if history:
-        figures["learning_curves"] = learning_curves(history, result, specs)
+        figures["learning_curves"] = learning_curves(result, specs, history=history)
     paths = []
     for name, figure in figures.items():
         figure.savefig(directory / f"{name}.png", dpi=120)
@@ -37,26 +37,26 @@ def save_plots(directory: Path, result: Result, history: list[dict[str, Any]], s
 
 def heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Calibrated KL and AUROC on dev over depth and reject weight, one row of panels per kind of inputs."""
-    kinds = list(dict.fromkeys(spec.shape.inputs for spec in specs))
+    kinds = list(dict.fromkeys(spec.shape.kind for spec in specs))
     figure, axes = plt.subplots(len(kinds), 2, figsize=(9, 0.9 + 2.9 * len(kinds)), squeeze=False, layout="constrained")
     for row, inputs in zip(axes, kinds, strict=True):
-        chosen = [spec for spec in specs if spec.shape.inputs == inputs]
+        chosen = [spec for spec in specs if spec.shape.kind == inputs]
         for axis, metric, colours in zip(row, ("calibrated_kl", "auroc"), ("viridis_r", "viridis"), strict=True):
-            _heat(axis, result, chosen, metric, colours)
+            _heat(axis, result, specs=chosen, metric=metric, colours=colours)
             axis.set_title(f"{inputs}: {metric.replace('_', ' ')}", fontsize=10)
     return figure
 
 
 def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Predicted against true acceptance probability, raw and calibrated, of the best head of each kind of inputs at each reject weight."""
-    kinds = list(dict.fromkeys(spec.shape.inputs for spec in specs))
+    kinds = list(dict.fromkeys(spec.shape.kind for spec in specs))
     figure, axes = plt.subplots(
         len(kinds), 2, figsize=(8, 0.6 + 3.7 * len(kinds)), squeeze=False, layout="constrained", sharex=True, sharey=True
     )
     for row, inputs in zip(axes, kinds, strict=True):
         for axis, way in zip(row, ("raw", "calibrated"), strict=True):
             axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
-            for spec in _best_by_weight(result, [spec for spec in specs if spec.shape.inputs == inputs]):
+            for spec in _best_by_weight(result, [spec for spec in specs if spec.shape.kind == inputs]):
                 bins = result["heads"][str(spec)][way]["reliability"]
                 filled = [(x, y) for x, y, share in zip(bins["predicted"], bins["true"], bins["share"], strict=True) if share > 1e-3]
                 axis.plot(*zip(*filled, strict=True), marker=".", label=f"w_rej {spec.reject_weight:g}, depth {spec.shape.depth}")
@@ -83,14 +83,14 @@ def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     return figure
 
 
-def learning_curves(history: list[dict[str, Any]], result: Result, specs: Sequence[HeadSpec]) -> Figure:
+def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
     """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal alone as the line to beat."""
-    kinds = list(dict.fromkeys(spec.shape.inputs for spec in specs))
+    kinds = list(dict.fromkeys(spec.shape.kind for spec in specs))
     figure, axes = plt.subplots(1, len(kinds), figsize=(1.2 + 4.2 * len(kinds), 4), squeeze=False, layout="constrained", sharey=True)
     depths = sorted({spec.shape.depth for spec in specs})
     for axis, inputs in zip(axes[0], kinds, strict=True):
         for index, spec in enumerate(specs):
-            if spec.shape.inputs == inputs:
+            if spec.shape.kind == inputs:
                 colour = plt.get_cmap("viridis")(depths.index(spec.shape.depth) / max(1, len(depths) - 1))
                 is_first = spec.reject_weight == min(s.reject_weight for s in specs)
                 curve = [entry["calibrated_kl"][index] for entry in history]
@@ -110,7 +110,7 @@ def learning_curves(history: list[dict[str, Any]], result: Result, specs: Sequen
     return figure
 
 
-def _heat(axis: Axes, result: Result, specs: Sequence[HeadSpec], metric: str, colours: str) -> None:
+def _heat(axis: Axes, result: Result, *, specs: Sequence[HeadSpec], metric: str, colours: str) -> None:
     depths, weights = (list(dict.fromkeys(values)) for values in ([s.shape.depth for s in specs], [s.reject_weight for s in specs]))
     values = [[result["heads"][str(s)][metric] for s in specs if s.shape.depth == depth] for depth in depths]
     flat = [value for row in values for value in row]

@@ -1,6 +1,6 @@
 """torchmetrics over histograms: their states are sums, so an epoch's result is right over any batches and any number of processes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +26,23 @@ class LogitHistogram(Metric):
         for name, zeros in empty(num_rows)._asdict().items():
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
 
-    def update(self, seen: Histogram) -> None:
-        """Add what was seen of some tokens."""
-        for name, value in seen._asdict().items():
+    def update(self, histogram: Histogram) -> None:
+        """Add the observations of some tokens."""
+        for name, value in histogram._asdict().items():
             getattr(self, name).add_(value)
 
     def compute(self) -> Histogram:
         """All observations so far."""
         return Histogram(**{name: getattr(self, name) for name in Histogram._fields})
+
+
+class AlongDraft(NamedTuple):
+    """What `DraftMetric` measures."""
+
+    token: Histogram
+    """By head and draft position, flattened; likewise below."""
+    survival: Histogram
+    counts: ExpectedCounts
 
 
 class DraftMetric(Metric):
@@ -49,15 +58,15 @@ class DraftMetric(Metric):
         for name in ExpectedCounts._fields:
             self.add_state(name, default=torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, logit: Tensor, acceptance_prob: Tensor, row_lengths: Tensor) -> None:
+    def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """[heads, tokens] logits of whole responses."""
-        seen = by_position(logit, acceptance_prob, row_lengths, NUM_POSITIONS)
-        self.token.update(seen.token)
-        self.survival.update(seen.survival)
+        histogram = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
+        self.token.update(histogram.token)
+        self.survival.update(histogram.survival)
         counts = expected_counts(
             logit,
             acceptance_prob,
-            row_lengths,
+            row_lengths=row_lengths,
             thresholds=self.thresholds,
             max_draft_length=MAX_DRAFT_LENGTH,
             is_lagging=self.is_lagging,
@@ -65,13 +74,10 @@ class DraftMetric(Metric):
         for name, value in counts._asdict().items():
             getattr(self, name).add_(value)
 
-    def compute(self) -> tuple[Histogram, Histogram, ExpectedCounts]:
-        """(token by position, survival by position, expected counts)."""
-        return (
-            self.token.compute(),
-            self.survival.compute(),
-            ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields}),
-        )
+    def compute(self) -> AlongDraft:
+        """Of all responses so far."""
+        counts = ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
+        return AlongDraft(self.token.compute(), self.survival.compute(), counts)
 
     def reset(self) -> Any:
         self.token.reset()

@@ -45,7 +45,11 @@ class ExpectedCounts(NamedTuple):
 
 
 def by_position(
-    logit: Float[Tensor, "heads tokens"], acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"], num_positions: int
+    logit: Float[Tensor, "heads tokens"],
+    acceptance_prob: Float[Tensor, " tokens"],
+    *,
+    row_lengths: Int[Tensor, " rows"],
+    num_positions: int,
 ) -> ByPosition:
     """Both histograms of some responses.
 
@@ -72,8 +76,8 @@ def by_position(
 def expected_counts(
     logit: Float[Tensor, "heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],
-    row_lengths: Int[Tensor, " rows"],
     *,
+    row_lengths: Int[Tensor, " rows"],
     thresholds: Float[Tensor, " threshold"],
     max_draft_length: int,
     is_lagging: bool,

@@ -9,17 +9,17 @@ from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
 
 
-def tables(result: Result, specs: Sequence[HeadSpec], split: str) -> str:
+def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     """Markdown: for each kind of inputs KL by depth and reject weight (the paper's table), then every head, then the signals alone."""
     parts = [_labels(result, split)]
-    for inputs in dict.fromkeys(spec.shape.inputs for spec in specs):
-        chosen = [spec for spec in specs if spec.shape.inputs == inputs]
+    for inputs in dict.fromkeys(spec.shape.kind for spec in specs):
+        chosen = [spec for spec in specs if spec.shape.kind == inputs]
         parts += [f"### {inputs}: binary KL on {split}, nats per token, raw / calibrated", _by_depth_and_weight(result, chosen)]
     parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
     return "\n\n".join(parts) + "\n"
 
 
-def best_heads(result: Result, specs: Sequence[HeadSpec], metric: str = "calibrated_kl") -> dict[str, str]:
+def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:
     """The best head of each kind of inputs, by a metric of `result`.
 
     Raises:
@@ -31,11 +31,11 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], metric: str = "calibra
     sign = -1 if metric == "auroc" else 1
     best: dict[str, str] = {}
     for spec in sorted(specs, key=lambda spec: sign * result["heads"][str(spec)][metric]):
-        best.setdefault(spec.shape.inputs, str(spec))
+        best.setdefault(spec.shape.kind, str(spec))
     return best
 
 
-def write_metrics(path: Path, results: dict[str, Result], history: list[dict[str, Any]]) -> None:
+def write_metrics(path: Path, results: dict[str, Result], *, history: list[dict[str, Any]]) -> None:
     """All results and the learning curves, as JSON; NaN (a draft position that no response reaches) becomes null."""
     text = json.dumps(_finite({"results": results, "history": history}), indent=1)
     path.with_suffix(".tmp").write_text(text + "\n")
@@ -55,8 +55,8 @@ def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
     weights = list(dict.fromkeys(spec.reject_weight for spec in specs))
     lines = ["| depth | " + " | ".join(f"w_rej {weight:g}" for weight in weights) + " |", "|---" * (len(weights) + 1) + "|"]
     for depth in dict.fromkeys(spec.shape.depth for spec in specs):
-        found = [result["heads"][str(spec)] for spec in specs if spec.shape.depth == depth]
-        lines.append(f"| {depth} | " + " | ".join(f"{r['raw_kl']:.4f} / {r['calibrated_kl']:.4f}" for r in found) + " |")
+        of_depth = [result["heads"][str(spec)] for spec in specs if spec.shape.depth == depth]
+        lines.append(f"| {depth} | " + " | ".join(f"{r['raw_kl']:.4f} / {r['calibrated_kl']:.4f}" for r in of_depth) + " |")
     return "\n".join(lines)
 
 

@@ -4,6 +4,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from heads.model.inputs import Inputs
+
+_SYMBOLS = {"log_token_prob": "log q(y)", "entropy": "H(q)"}
+
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
     """The card of one head, from its config.json alone."""
@@ -24,8 +28,9 @@ def _front_matter() -> str:
 
 def _summary(config: dict[str, Any], num_parameters: int) -> str:
     inputs = ["the draft's final hidden state"]
-    inputs += ["log q(y) and H(q)"] if config["scalars"] else []
-    inputs += ["the token's embedding"] if config.get("embedding") else []
+    taken = Inputs.of(config["scalars"], config.get("embedding", False))
+    inputs += [" and ".join(_SYMBOLS.get(name, name) for name in taken.scalars)] if taken.scalars else []
+    inputs += ["the token's embedding"] if taken.embedding else []
     when = "the token has been fed to the draft" if config["timing"] == "fed" else "the token is drawn"
     return (
         "# Acceptance-prediction head\n\n"

@@ -1,8 +1,4 @@
-"""Law 4.7: the acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2) and its calibration.
-
-    h_0 = hidden [+ U x + c]                x: the optional inputs, scalars (log q(y), H(q)) and the token's embedding
-    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
-    f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
+"""The acceptance-prediction head: its weights, its calibration, its files. What it computes is `heads.model.formula`.
 
     raw probability         sigmoid(f)                   what the paper's thresholds apply to
     calibrated probability  sigmoid((f + ln(w_rej / w_acc)) / temperature)
@@ -14,9 +10,10 @@ not one shared object. `timing` says which hidden state the head reads: fed (aft
 produced the distribution the token was drawn from; law 4.8b).
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,21 +21,21 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from heads.model.card import model_card
 from heads.model.files import read_head_files, write_head_files
+from heads.model.formula import stack_forward
+from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 
 Timing = Literal["fed", "drawn"]
-NUM_SCALARS = 2
-"""log q(y) and H(q), in this order, in nats, of the untruncated temperature-1 draft distribution."""
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     """Predicts the acceptance_prob of a drafted token from the draft's final hidden state.
 
     Attributes:
+        inputs: what it reads beside the hidden state.
         provenance: what the head was trained on; goes into config.json.
     """
 
@@ -47,7 +44,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         hidden_size: int,
         depth: int,
         timing: Timing = "fed",
-        scalars: bool = False,
+        scalars: bool | Sequence[str] = False,
         embedding: bool = False,
         *,
         provenance: Provenance | None = None,
@@ -56,17 +53,17 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
             timing: fed or drawn.
-            scalars: also take (log q(y), H(q)).
+            scalars: also take (log q(y), H(q)), or the scalars of these names (`data_gen.labels.scalars`), in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
 
         Raises:
-            ValueError: a width below 1, a negative depth, another timing.
+            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing)
-        self.hidden_size, self.depth, self.timing, self.scalars, self.embedding = hidden_size, depth, timing, bool(scalars), bool(embedding)
+        self.hidden_size, self.depth, self.timing, self.inputs = hidden_size, depth, timing, Inputs.of(scalars, embedding)
         self.provenance = provenance or Provenance()
-        num_inputs = NUM_SCALARS * self.scalars + hidden_size * self.embedding
+        num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
         self.blocks = nn.ModuleList([nn.Linear(hidden_size, hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
@@ -86,22 +83,18 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         Args:
             hidden: the draft's final hidden state (after the final norm), at the head's timing; any float dtype.
-            scalars: (log q(y), H(q)) in nats; needed exactly if the head takes them.
+            scalars: those of `inputs`, in their order; needed exactly if the head takes any.
             embedding: the draft's input embedding of the token; needed exactly if the head takes it.
 
         Raises:
             ValueError: an input missing, or given to a head that does not take it.
         """
-        stream = hidden.to(self.out.weight.dtype)
-        inputs = self._inputs(scalars, embedding)
-        if self.mix is not None and inputs is not None:
-            stream = stream + self.mix(inputs)
-        for block in self.blocks:
-            stream = stream + F.silu(block(stream))
-        logit = F.linear(stream, self.out.weight, self.out.bias)
-        if self.skip is not None and inputs is not None:
-            logit = logit + self.skip(inputs)
-        return logit.squeeze(-1)
+        inputs = self.inputs.concatenated(scalars, embedding)
+        # a head is a stack of one, so that the formula stands in one place
+        weights = {name: parameter[None] for name, parameter in self.named_parameters()}
+        dtype = self.out.weight.dtype
+        x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
+        return stack_forward(weights, hidden.to(dtype).reshape(1, -1, self.hidden_size), x).view(hidden.shape[:-1])
 
     @property
     def calibration_shift(self) -> float:
@@ -133,10 +126,18 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             "hidden_size": self.hidden_size,
             "num_layers": self.depth,
             "timing": self.timing,
-            "scalars": self.scalars,
-            "embedding": self.embedding,
+            **self.inputs.config,
             **self.provenance.as_dict(),
         }
+
+    def fingerprint(self) -> str:
+        """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
+        inputs = self.inputs.config
+        digest = hashlib.sha256(f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}".encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
         """The README.md beside the weights."""
@@ -189,14 +190,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Name and shape of every tensor that the architecture has."""
         with torch.device("meta"):
             return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
-
-    def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Tensor | None:
-        """x: scalars and embedding side by side, or None for a head that takes the hidden state alone."""
-        for name, given, wanted in (("scalars", scalars, self.scalars), ("embedding", embedding, self.embedding)):
-            if (given is not None) != wanted:
-                raise ValueError(f"the head {'needs' if wanted else 'takes no'} {name} and got {'none' if given is None else 'some'}")
-        inputs = [x.to(self.out.weight.dtype) for x in (scalars, embedding) if x is not None]
-        return None if not inputs else inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def _zero_at_start(self) -> Iterator[nn.Linear]:
         """Layers whose weights start at zero: then every block starts as a constant and the head as a linear one (as the official code)."""

@@ -9,10 +9,11 @@ only the sums of the parameters' gradients outlive it. Memory does not grow with
     loss      as `heads.training.loss`; df = [(w_acc P + w_rej (1 - P)) sigmoid(f) - w_acc P] / mass
     backward  g = df w;  for d = D … 1: g_z = g SiLU'(z_d), g_W += g_z^T h_{d-1}, g_b += sum g_z, g += g_z W_d
 
-`tests/heads/training/test_sweep.py` holds it to autograd's gradients of the same formula.
+The forward is that of `heads.model.formula`, written again because the backward reads every z_d and h_d out of its buffer.
+`tests/heads/training/test_sweep.py` holds loss and gradients to autograd's of that formula.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from heads.model.formula import depth_of
 from heads.training.loss import Targets
 
 CHUNK_BYTES = 512 * 1024
@@ -28,33 +30,34 @@ CHUNK_BYTES = 512 * 1024
 
 
 def stack_loss(
-    hidden: Float[Tensor, "tokens hidden"], inputs: Float[Tensor, "tokens input"] | None, targets: Targets, weights: dict[str, Any]
+    weights: Mapping[str, Tensor],
+    hidden: Float[Tensor, "tokens hidden"],
+    *,
+    inputs: Float[Tensor, "tokens input"] | None,
+    targets: Targets,
 ) -> Float[Tensor, " heads"]:
     """The loss of each head of a stack, differentiable in its weights alone.
 
     Args:
+        weights: by name, as `heads.model.formula` takes them.
         inputs: scalars (standardised) and embedding side by side, or None.
-        weights: `blocks` [(weight, bias), …], `out` (weight, bias), and `mix`, `skip` likewise where there are inputs.
     """
-    names = [name for name in ("mix", "skip") if name in weights]
-    flat = [tensor for pair in (*weights["blocks"], weights["out"], *(weights[name] for name in names)) for tensor in pair]
-    return _StackLoss.apply(hidden, inputs, targets, (len(weights["blocks"]), names), *flat)
+    return _StackLoss.apply(hidden, inputs, targets, tuple(weights), *weights.values())
 
 
 class _StackLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, inputs: Tensor | None, targets: Targets, form: tuple[int, list[str]], *flat: Tensor) -> Tensor:
-        pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
-        depth, names = form
-        blocks, out, more = pairs[:depth], pairs[depth], dict(zip(names, pairs[depth + 1 :], strict=True))
-        grads = [torch.zeros_like(tensor) for tensor in flat]
-        pass_ = _Pass(blocks, out, more, [(grads[i], grads[i + 1]) for i in range(0, len(grads), 2)])
-        loss = hidden.new_zeros(len(out[0]))
-        size = max(32, CHUNK_BYTES // (4 * len(out[0]) * hidden.shape[1]))
+    def forward(ctx: Any, hidden: Tensor, inputs: Tensor | None, targets: Targets, names: tuple[str, ...], *values: Tensor) -> Tensor:
+        weights = dict(zip(names, values, strict=True))  # torch differentiates in arguments that are tensors, not in a dict of them
+        grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        chunk_pass = _ChunkPass(weights, grads)
+        count = len(weights["out.bias"])
+        loss = hidden.new_zeros(count)
+        size = max(32, CHUNK_BYTES // (4 * count * hidden.shape[1]))
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            loss += pass_(hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part]))
-        ctx.save_for_backward(*grads)
+            loss += chunk_pass(hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part]))
+        ctx.save_for_backward(*grads.values())
         return loss
 
     @staticmethod
@@ -63,57 +66,56 @@ class _StackLoss(torch.autograd.Function):
         return (None, None, None, None, *(g * grad.view(-1, *[1] * (g.dim() - 1)) for g in ctx.saved_tensors))
 
 
-class _Pass:
-    """Forward, loss and backward of one chunk; buffers are kept from chunk to chunk."""
+class _ChunkPass:
+    """Forward, loss and backward of one chunk; gradients are added to `grads`, buffers are kept from chunk to chunk."""
 
-    def __init__(
-        self, blocks: Sequence[tuple[Tensor, Tensor]], out: tuple[Tensor, Tensor], more: dict[str, tuple[Tensor, Tensor]], grads: list[Any]
-    ) -> None:
-        self.blocks, self.out, self.more, self.grads = blocks, out, more, grads
+    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        self.weights, self.grads = weights, grads
+        self.count, self.depth, self.has_mix = len(weights["out.bias"]), depth_of(weights), "mix.weight" in weights
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, hidden: Tensor, inputs: Tensor | None, targets: Targets) -> Tensor:
-        count, depth = len(self.out[0]), len(self.blocks)
-        x = hidden.new_empty(0) if inputs is None else inputs.expand(count, *inputs.shape)
-        streams, zs = [hidden.expand(count, *hidden.shape)], []
-        if "mix" in self.more:
-            weight, bias = self.more["mix"]
-            streams[0] = torch.baddbmm(bias[:, None], x, weight.mT, out=self._buffer("mixed", hidden)).add_(hidden)
-        for d, (weight, bias) in enumerate(self.blocks):
-            z = torch.bmm(streams[-1], weight.mT, out=self._buffer(f"z{d}", hidden)).add_(bias[:, None])
-            h = torch.ops.aten.silu.out(z, out=self._buffer(f"h{d}", hidden)).add_(streams[-1])
+        weights, grads = self.weights, self.grads
+        x = None if inputs is None else inputs.expand(self.count, *inputs.shape)
+        streams, zs = [self._entry(hidden, x)], []
+        for d in range(self.depth):
+            z = torch.bmm(streams[-1], weights[f"blocks.{d}.weight"].mT, out=self._buffer(f"z{d}", hidden))
+            z.add_(weights[f"blocks.{d}.bias"][:, None])
             zs.append(z)
-            streams.append(h)
-        logit = torch.bmm(self.out[0], streams[-1].mT).squeeze(1) + self.out[1]
-        if "skip" in self.more:
-            logit += torch.bmm(self.more["skip"][0], x.mT).squeeze(1) + self.more["skip"][1]
+            streams.append(torch.ops.aten.silu.out(z, out=self._buffer(f"h{d}", hidden)).add_(streams[-1]))
+        logit = torch.bmm(weights["out.weight"], streams[-1].mT).squeeze(1) + weights["out.bias"]
+        if x is not None:
+            logit += torch.bmm(weights["skip.weight"], x.mT).squeeze(1)
         loss, slope = _loss_and_slope(logit, targets)
-        self._output_grads(slope, streams[-1], x)
-        grad = torch.mul(slope[..., None], self.out[0], out=self._buffer("grad", hidden))
-        for d in reversed(range(depth)):
+        grads["out.weight"].baddbmm_(slope[:, None], streams[-1])
+        grads["out.bias"].add_(slope.sum(1, keepdim=True))
+        grad = torch.mul(slope[..., None], weights["out.weight"], out=self._buffer("grad", hidden))
+        for d in reversed(range(self.depth)):
+            # z_d has served: its buffer takes its gradient
             grad_z = torch.ops.aten.silu_backward.grad_input(grad, zs[d], grad_input=zs[d])
-            self.grads[d][0].baddbmm_(grad_z.mT, streams[d])
-            self.grads[d][1].add_(grad_z.sum(1))
-            if d or "mix" in self.more:
-                grad.baddbmm_(grad_z, self.blocks[d][0])
-        if "mix" in self.more:
-            place = depth + 1 + list(self.more).index("mix")
-            self.grads[place][0].baddbmm_(grad.mT, x)
-            self.grads[place][1].add_(grad.sum(1))
+            grads[f"blocks.{d}.weight"].baddbmm_(grad_z.mT, streams[d])
+            grads[f"blocks.{d}.bias"].add_(grad_z.sum(1))
+            if d or self.has_mix:  # nobody asks for the gradient of the hidden state itself
+                grad.baddbmm_(grad_z, weights[f"blocks.{d}.weight"])
+        if x is not None:
+            grads["skip.weight"].baddbmm_(slope[:, None], x)
+            if self.has_mix:
+                grads["mix.weight"].baddbmm_(grad.mT, x)
+                grads["mix.bias"].add_(grad.sum(1))
         return loss
 
-    def _output_grads(self, slope: Tensor, stream: Tensor, x: Tensor) -> None:
-        depth = len(self.blocks)
-        places = [(depth, stream)] + ([(depth + 1 + list(self.more).index("skip"), x)] if "skip" in self.more else [])
-        for place, read in places:
-            self.grads[place][0].baddbmm_(slope[:, None], read)
-            self.grads[place][1].add_(slope.sum(1, keepdim=True))
+    def _entry(self, hidden: Tensor, x: Tensor | None) -> Tensor:
+        """h_0."""
+        if x is None or not self.has_mix:
+            return hidden.expand(self.count, *hidden.shape)
+        weight, bias = self.weights["mix.weight"], self.weights["mix.bias"]
+        return torch.baddbmm(bias[:, None], x, weight.mT, out=self._buffer("mixed", hidden)).add_(hidden)
 
     def _buffer(self, name: str, hidden: Tensor) -> Tensor:
         """[heads, chunk, hidden], the same memory for the same name."""
         key = (name, len(hidden))
         if key not in self._buffers:
-            self._buffers[key] = hidden.new_empty(len(self.out[0]), *hidden.shape)
+            self._buffers[key] = hidden.new_empty(self.count, *hidden.shape)
         return self._buffers[key]
 
 

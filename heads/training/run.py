@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from jaxtyping import Float
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from configs.schema import Config
 from data_gen.store.shards import clean_partial
@@ -34,12 +36,12 @@ from heads.training.sweep import Sweep
 from lm import load_model, load_pair
 
 _PAPER_EPOCHS = 3
-_UNCOMPARED = {
+_FREE_TO_CHANGE = {
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {"logger", "callbacks", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
     | {"log_every_n_steps", "profiler", "barebones"},
 }
-"""Keys that do not change the weights that come out."""
+"""Keys in which a resumed run may differ: they do not change its weights."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,15 @@ class RunDirectory:
             ValueError: there is a checkpoint of another config, or one that is cut short.
         """
         described = json.loads(json.dumps(describe(config)))
-        found = self.checkpoint.is_file() and resume
-        if found:
+        goes_on = self.checkpoint.is_file() and resume
+        if goes_on:
             check_whole(self.checkpoint)
-        if found and (self.path / "run.json").is_file():
-            _refuse_difference(json.loads((self.path / "run.json").read_text()), described, self.path)
+        if goes_on and (self.path / "run.json").is_file():
+            _refuse_difference(json.loads((self.path / "run.json").read_text()), described, path=self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         clean_partial(self.path)
         (self.path / "run.json").write_text(json.dumps(described, indent=1) + "\n")
-        return str(self.checkpoint) if found else None
+        return str(self.checkpoint) if goes_on else None
 
     def trainer(self, config: Config) -> pl.Trainer:
         """The Trainer of a config.
@@ -89,22 +91,22 @@ class RunDirectory:
 
     def trainer_arguments(self, config: Config) -> dict[str, Any]:
         """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), loggers, checkpoints."""
-        given = {name: value for name, value in config.trainer.items() if value is not None}
-        if "max_epochs" not in given and given.get("max_steps", -1) == -1:
-            given["max_epochs"] = _PAPER_EPOCHS
-        if given.get("logger", True) is True and not given.get("barebones"):
-            given["logger"] = [
+        arguments = {name: value for name, value in config.trainer.items() if value is not None}
+        if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
+            arguments["max_epochs"] = _PAPER_EPOCHS
+        if arguments.get("logger", True) is True and not arguments.get("barebones"):
+            arguments["logger"] = [
                 CSVLogger(self.path / "logs", "csv"),
                 TensorBoardLogger(self.path / "logs", name="tb", version=""),
             ]
         place: dict[str, Any] = {"dirpath": self.path, "filename": "last", "enable_version_counter": False}
         every = ModelCheckpoint(**place, every_n_train_steps=config.heads.checkpoint_every_n_steps, save_on_exception=True)
-        is_kept = given.get("enable_checkpointing", True) and not given.get("barebones")
-        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if is_kept else []
-        given["callbacks"] = [*_listed(given.get("callbacks")), *checkpoints]
-        plugins = _listed(given.get("plugins"))
-        given["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
-        return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(self.path)} | given
+        has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
+        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if has_checkpoints else []
+        arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *checkpoints]
+        plugins = _listed(arguments.get("plugins"))
+        arguments["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
+        return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(self.path)} | arguments
 
 
 def build(config: Config) -> tuple[Sweep, FeatureData]:
@@ -116,19 +118,19 @@ def build(config: Config) -> tuple[Sweep, FeatureData]:
     data: FeatureData
     draft = embedding = None
     if config.heads.features == "online":
-        data, pair = RowData(config), load_pair(config.pair)
+        data, pair = RowData(config.data, config.heads, pair=config.pair), load_pair(config.pair)
         data.draft = draft = DraftFeatures(pair.draft, vocab_size=pair.vocab_size, timings=data.timings)
     else:
-        data = FeatureData(config)
+        data = FeatureData(config.data, config.heads, pair=config.pair)
     facts = {"hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data), "provenance": _provenance(config, data)}
     if any(config.heads.embeddings):
-        embedding = input_embedding(config, data.hidden_size)
+        draft_model = load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code)
+        embedding = input_embedding(draft_model, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
 
 
-def input_embedding(config: Config, hidden_size: int) -> Tensor:
-    """The draft's [vocab, hidden] input embedding, for heads that read it."""
-    draft = load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code)
+def input_embedding(draft: PreTrainedModel, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
+    """The draft's input embedding, for heads that read it."""
     embedding = draft.get_input_embeddings().get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
         raise ValueError(
@@ -140,11 +142,11 @@ def input_embedding(config: Config, hidden_size: int) -> Tensor:
 
 def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
     """Write val_metrics.json, tables.md and the plots; print the tables. Returns the results by split."""
-    write_metrics(directory.path / "val_metrics.json", sweep.results, sweep.history)
-    text = "\n".join(tables(result, sweep.specs, split) for split, result in sweep.results.items())
+    write_metrics(directory.path / "val_metrics.json", sweep.results, history=sweep.history)
+    text = "\n".join(tables(result, sweep.specs, split=split) for split, result in sweep.results.items())
     (directory.path / "tables.md").write_text(text)
-    plots = save_plots(directory.path / "plots", sweep.results["dev"], sweep.history, sweep.specs)
-    print(tables(sweep.results["dev"], sweep.specs, "dev"))
+    plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
+    print(tables(sweep.results["dev"], sweep.specs, split="dev"))
     print("\n".join(str(path) for path in (directory.path / "val_metrics.json", directory.path / "tables.md", *plots)))
     return sweep.results
 
@@ -165,10 +167,10 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _refuse_difference(there: dict[str, Any], here: dict[str, Any], path: Path) -> None:
+def _refuse_difference(there: dict[str, Any], here: dict[str, Any], *, path: Path) -> None:
     for section in ("pair", "data", "heads", "trainer"):
         old, new = there["config"][section], here["config"][section]
-        for key in sorted((old.keys() | new.keys()) - _UNCOMPARED.get(section, set())):
+        for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE.get(section, set())):
             if old.get(key) != new.get(key):
                 raise ValueError(
                     f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says {new.get(key)!r}; choose another "
@@ -177,10 +179,10 @@ def _refuse_difference(there: dict[str, Any], here: dict[str, Any], path: Path) 
 
 
 def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
-    """Mean and deviation of (log q(y), H(q)) over the first training shard, by timing."""
+    """Mean and deviation of each scalar that the sweep reads, over the first training shard, by timing."""
     stats: dict[str, list[list[float]]] = {}
     for timing in data.timings:
-        scalars = data.first_rows(timing).scalars.double()
+        scalars = data.first_rows(timing).columns(data.scalars).double()
         stats[timing] = [scalars.mean(0).tolist(), scalars.std(0, correction=0).clamp_min(1e-6).tolist()]
     return stats
 

@@ -16,7 +16,7 @@ from transformers import get_cosine_schedule_with_warmup
 from configs.schema import HeadsConfig
 from heads.batches.features import Batch
 from heads.batches.online import DraftFeatures
-from heads.grid import grid, module_key, specs
+from heads.grid import Shape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import observe
@@ -49,7 +49,8 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: hidden_size, scalar_stats {timing: [mean, scale]}, and provenance (fields of `Provenance` that all heads share).
+        facts: hidden_size, scalar_stats {timing: [means, deviations]} in the order of `scalars`, and provenance (fields of `Provenance`
+            that all heads share).
         draft: runs the frozen draft, for online features.
         embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
         """
@@ -58,17 +59,19 @@ class Sweep(pl.LightningModule):
         tuples: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()}
         self.config = HeadsConfig(**tuples)
         self.facts, shapes = facts, grid(self.config)
+        self.scalars = scalar_names(shapes)
         self.specs = specs(shapes)
         self.stacks = nn.ModuleDict({module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()})
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
-        self.seen = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
+        self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
         self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
         self.register_buffer("embedding", embedding, persistent=False)
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
-        self._outside: list[Any] = [draft, None]  # in a list, so that torch does not take the frozen draft for a part of this module
+        self._draft = draft
+        self._evaluations: dict[int, Evaluation] = {}  # in a dict, so that torch takes them for no part of this module
         self._partial_grads: dict[str, Tensor] = {}
 
     def items(self) -> list[tuple[str, HeadStack]]:
@@ -85,7 +88,7 @@ class Sweep(pl.LightningModule):
         for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
             targets = Targets.of(batch[stack.shape.timing].acceptance_prob, torch.full_like(weights, self.config.accept_weight), weights)
             targets = targets._replace(mass=self._mean_over_processes(targets.mass))
-            losses.append(stack.loss(*self._inputs(stack, batch), targets))
+            losses.append(stack.loss(*self._inputs(stack, batch), targets=targets))
         loss = torch.cat(losses)
         if not torch.isfinite(loss.detach()).all():
             names = [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss), strict=True) if not ok]
@@ -96,21 +99,21 @@ class Sweep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items():
-            seen = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
-            self.seen[key].update(seen)  # type: ignore[operator]
+            histogram = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
+            self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
         kl, temperature = [], []
         entry: dict[str, list[float]] = {"raw_kl": [], "calibrated_kl": [], "auroc": []}
         for weights, (key, _) in zip(self._weights(), self.items(), strict=True):
-            seen = self.seen[key].compute()  # type: ignore[operator]
-            self.seen[key].reset()  # type: ignore[operator]
-            shift = (weights / self.config.accept_weight).log().double()
-            fitted = fit_temperature(seen, shift)
-            calibrated = measures(seen, 1 / fitted, shift / fitted).kl
+            histogram = self.histograms[key].compute()  # type: ignore[operator]
+            self.histograms[key].reset()  # type: ignore[operator]
+            shift = self._shift(weights)
+            fitted = fit_temperature(histogram, shift)
+            calibrated = measures(histogram, 1 / fitted, shift / fitted).kl
             kl.append(calibrated)
             temperature.append(fitted)
-            for name, values in (("raw_kl", measures(seen).kl), ("calibrated_kl", calibrated), ("auroc", auroc(seen))):
+            for name, values in (("raw_kl", measures(histogram).kl), ("calibrated_kl", calibrated), ("auroc", auroc(histogram))):
                 entry[name] += values.tolist()
         if not self.trainer.sanity_checking:
             self._keep_best(torch.cat(kl), torch.cat(temperature))
@@ -120,16 +123,21 @@ class Sweep(pl.LightningModule):
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
-        self._outside[1] = {}
+        self._evaluations = {}
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = self._features(batch)
-        evaluation = self._outside[1].setdefault(dataloader_idx, Evaluation(self).to(self.device))
-        evaluation.update({key: self.logits(stack, batch).float() for key, stack in self.items()}, batch)
+        if dataloader_idx not in self._evaluations:
+            evaluation = Evaluation(self.specs, shift=self._shift(self.reject_weights), temperature=self.temperature)
+            self._evaluations[dataloader_idx] = evaluation.to(self.device)
+        logits: dict[str, list[Tensor]] = {}
+        for _, stack in self.items():
+            logits.setdefault(stack.shape.timing, []).append(self.logits(stack, batch).float())
+        self._evaluations[dataloader_idx].update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
 
     def on_test_epoch_end(self) -> None:
         splits = ("dev", "test")
-        self.results = {splits[index]: evaluation.compute() for index, evaluation in sorted(self._outside[1].items())}
+        self.results = {splits[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
 
     def configure_optimizers(self) -> Any:
         # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
@@ -150,7 +158,7 @@ class Sweep(pl.LightningModule):
             grads = [p.grad for p in stack.parameters() if p.grad is not None]
             norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
             for grad in grads:
-                grad.mul_((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1).view(-1, *[1] * (grad.dim() - 1)))
+                grad.mul_(_per_head((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1), grad))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
@@ -172,15 +180,14 @@ class Sweep(pl.LightningModule):
         """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
         if self.config.select == "last":
             return
-        is_known = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
-        for known, (key, stack) in zip(is_known, self.items(), strict=True):
+        has_best = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
+        for has, (key, stack) in zip(has_best, self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                now.copy_(torch.where(known.view(-1, *[1] * (now.dim() - 1)), best, now))
+                now.copy_(torch.where(_per_head(has, now), best, now))
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
-        exported = {}
-        shared = self.facts["provenance"]
+        exported, shared = {}, self.facts["provenance"]
         temperatures = iter(self.temperature.tolist())
         for _, stack in self.items():
             for index, spec in enumerate(stack.specs):
@@ -193,16 +200,20 @@ class Sweep(pl.LightningModule):
                 exported[str(spec)] = stack.head(index, provenance).cpu()
         return exported
 
-    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, scalars and embedding of the tokens that a stack is to score."""
-        features = batch[stack.shape.timing]
-        embedding = self.embedding[features.token] if stack.shape.embedding and self.embedding is not None else None
-        return features.hidden.to(stack.out_weight.dtype), features.scalars, embedding
+    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """hidden, scalars and embedding of the tokens that a stack is to score: what it takes of them."""
+        features, taken = batch[stack.shape.timing], stack.shape.inputs
+        scalars = features.columns(taken.scalars) if taken.scalars else None
+        embedding = self.embedding[features.token] if taken.embedding and self.embedding is not None else None
+        return features.hidden.to(stack.scalar_mean.dtype), scalars, embedding
 
     def _features(self, batch: Any) -> Batch:
         """Cached features as they are; rows through the frozen draft, once for all heads."""
-        draft = self._outside[0]
-        return batch if draft is None else draft(batch, self.device)
+        return batch if self._draft is None else self._draft(batch, self.device)
+
+    def _shift(self, reject_weights: Tensor) -> Tensor:
+        """ln(w_rej / w_acc) of some heads, float64."""
+        return (reject_weights / self.config.accept_weight).log().double()
 
     @torch.no_grad()
     def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:
@@ -211,7 +222,7 @@ class Sweep(pl.LightningModule):
         self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
         for better, (key, stack) in zip(is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                best.copy_(torch.where(better.view(-1, *[1] * (now.dim() - 1)), now, best))
+                best.copy_(torch.where(_per_head(better, now), now, best))
 
     def _mean_over_processes(self, mass: Tensor) -> Tensor:
         """The loss's denominator, averaged over processes: their averaged gradient is then that of the whole batch."""
@@ -220,14 +231,20 @@ class Sweep(pl.LightningModule):
             mass = mass / self.trainer.world_size
         return mass
 
-    def _stack(self, shape: Any, weights: tuple[float, ...]) -> HeadStack:
+    def _stack(self, shape: Shape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
-        if shape.scalars:
-            mean, scale = self.facts["scalar_stats"][shape.timing]
-            stack.scalar_mean.copy_(torch.tensor(mean))
-            stack.scalar_scale.copy_(torch.tensor(scale))
+        if shape.inputs.scalars:
+            mean, scale = torch.tensor(self.facts["scalar_stats"][shape.timing])
+            columns = [self.scalars.index(name) for name in shape.inputs.scalars]
+            stack.scalar_mean.copy_(mean[columns])
+            stack.scalar_scale.copy_(scale[columns])
         return stack
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Reject weights, stack by stack."""
         return self.reject_weights.split([len(stack.specs) for _, stack in self.items()])
+
+
+def _per_head(values: Tensor, like: Tensor) -> Tensor:
+    """[heads] with as many axes as `like`, whose first are the heads."""
+    return values.view(-1, *[1] * (like.dim() - 1))

@@ -98,7 +98,7 @@ def _fit(config: Config, epochs: int, depths: tuple[int, ...], weights: tuple[fl
 
 def _feature_pass(config: Config) -> float:
     """Seconds of the draft's forward over every batch of rows once."""
-    rows = list(RowData(config).loader("train"))
+    rows = list(RowData(config.data, config.heads, pair=config.pair).loader("train"))
     draft = load_pair(config.pair).draft
     started = time.perf_counter()
     for batch in rows:

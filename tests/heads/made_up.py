@@ -15,6 +15,7 @@ from safetensors.torch import save
 from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.store.shards import features_path, write_shard
+from heads.batches.module import FeatureData
 from train import train
 
 HIDDEN = 16
@@ -78,6 +79,11 @@ def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, *
         heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
         trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"} | (trainer or {}),
     )
+
+
+def feature_data(config: Config) -> FeatureData:
+    """The cached features of a config."""
+    return FeatureData(config.data, config.heads, pair=config.pair)
 
 
 def write_yaml(config: Config, folder: Path) -> Path:

@@ -34,7 +34,7 @@ def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
     labels, q = laws.label_draft(logits, uniforms(5, 40_000), sampling)
     assert_law(torch.bincount(labels.draft_ids, minlength=5).float(), q[0])
     torch.testing.assert_close(labels.log_q.exp(), q.gather(-1, labels.draft_ids[:, None])[:, 0])
-    torch.testing.assert_close(labels.log_token_prob, logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0])
+    torch.testing.assert_close(labels.scalars.log_token_prob, logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0])
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6).filter(lambda values: sum(values) > 0.01), st.floats(0, 1, exclude_max=True))

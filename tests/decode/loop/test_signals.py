@@ -7,11 +7,12 @@ import torch
 from enumeration import ToyModel
 from toy_loop import PROMPT, decoder_of, toy_head
 
+from data_gen.labels.scalars import Scalars
 from decode import ModelDrafter, Session
-from decode.loop.signals import DeviceSignals, HostSignals
+from decode.loop.signals import DeviceSignals, HostSignals, OfToken
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
-from heads.model.stepwise import FusedHead
+from heads.model.stepwise import StepwiseHead
 from lm import RandomDraws, Sampling, entropy
 
 
@@ -77,7 +78,7 @@ def test_only_what_a_policy_asks_for_is_computed():
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("scalars", [False, True])
 @pytest.mark.parametrize("embedding", [False, True])
-def test_the_fused_head_equals_the_head(depth, scalars, embedding):
+def test_the_stepwise_head_equals_the_head(depth, scalars, embedding):
     torch.manual_seed(depth)
     head = AcceptanceHead(8, depth, "drawn", scalars, embedding).double()
     for parameter in head.parameters():
@@ -88,8 +89,10 @@ def test_the_fused_head_equals_the_head(depth, scalars, embedding):
         torch.randn(8).double() if embedding else None,
     )
     expected = head(hidden, pair, token)
-    torch.testing.assert_close(FusedHead(head)(hidden, pair, token)[0], expected)
-    assert FusedHead(head).score(hidden, None if pair is None else tuple(pair.tolist()), token) == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(StepwiseHead(head)(hidden, head.inputs.concatenated(pair, token))[0], expected)
+    assert StepwiseHead(head).score(hidden, () if pair is None else tuple(pair.tolist()), token) == pytest.approx(
+        expected.item(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
@@ -113,6 +116,10 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
 def test_a_head_of_another_width_is_refused():
     with pytest.raises(ValueError, match="width 6"):
         ModelDrafter(ToyModel(2), HeadPolicy(AcceptanceHead(6, 1)))
+
+
+def test_the_loop_reads_every_scalar_that_heads_may_take():
+    assert set(Scalars._fields) <= set(OfToken._fields)
 
 
 def test_an_unknown_signal_is_refused():

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import make_config, write_data
+from made_up import feature_data, make_config, write_data
 from safetensors.torch import load_file, save
 
 from data_gen.store.shards import features_path, sidecar_path, write_shard
 from heads.batches.loader import BatchLoader, read_ahead
-from heads.batches.module import FeatureData
 from heads.batches.order import batches, blocks, num_batches, shuffled
 
 SIZES = [40, 24, 7]
@@ -79,13 +78,13 @@ def iter_into(source, got):
 
 
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
-    data = FeatureData(make_config(data_dir, tmp_path, timings=("fed", "drawn")))
+    data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn")))
     batch = next(iter(data.loader("dev")))
     stored = load_file(features_path(data_dir, "fed", "dev", 0))
     count = int(stored["row_offsets"][8])
     kept = stored["is_drafted"][:count]
     assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][kept])
-    assert torch.equal(batch["fed"].scalars[:, 0], stored["log_token_prob"][:count][kept])
+    assert torch.equal(batch["fed"].scalars["log_token_prob"], stored["log_token_prob"][:count][kept])
     assert (
         int(batch["fed"].row_lengths.sum())
         == len(batch["fed"].hidden)
@@ -138,7 +137,7 @@ def test_broken_features_are_refused_and_named(tmp_path: Path, how: str, says: s
     data_dir = write_data(tmp_path / "data")
     break_data(data_dir, how)
     with pytest.raises(ValueError, match=says):
-        list(FeatureData(make_config(data_dir, tmp_path)).loader("train"))
+        list(feature_data(make_config(data_dir, tmp_path)).loader("train"))
 
 
 def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: Path):
@@ -149,13 +148,13 @@ def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: 
         shutil.copytree(data_dir, changed, dirs_exist_ok=True)
         (changed / "manifest.json").write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=says):
-            FeatureData(make_config(changed, tmp_path))
+            feature_data(make_config(changed, tmp_path))
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
-        FeatureData(make_config(tmp_path / "nowhere", tmp_path))
+        feature_data(make_config(tmp_path / "nowhere", tmp_path))
     assert config.data.dir == str(data_dir)
 
 
 def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
-    assert FeatureData(make_config(data_dir, tmp_path, num_train=50)).num_responses("train") == 50
+    assert feature_data(make_config(data_dir, tmp_path, num_train=50)).num_responses("train") == 50
     with pytest.raises(ValueError, match="num_train is 65"):
-        FeatureData(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")
+        feature_data(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")

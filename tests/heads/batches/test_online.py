@@ -30,7 +30,7 @@ def rows() -> list[Row]:
     for length in (5, 9):
         probs = torch.rand(length, generator=generator).tolist()
         coins = [(torch.rand(length, generator=generator) < 0.3).tolist() for _ in range(2)]
-        made.append(Row(ids(4), ids(length), ids(length), probs, probs, coins))
+        made.append(Row(ids(4), ids(length), ids(length), probs, coins))
     return made
 
 
@@ -53,7 +53,9 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
     expected = hidden_states(draft, [row.prompt_ids + row.response_ids[:-1]], [len(row.prompt_ids) - 1])
     torch.testing.assert_close(drawn.hidden[:5], expected, atol=1e-5, rtol=1e-5)
     log_probs = logits_of(draft, expected, 40).float().log_softmax(-1)
-    torch.testing.assert_close(drawn.scalars[:5, 0], log_probs[torch.arange(5), torch.tensor(row.draft_ids)], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        drawn.scalars["log_token_prob"][:5], log_probs[torch.arange(5), torch.tensor(row.draft_ids)], atol=1e-5, rtol=1e-5
+    )
     assert torch.equal(drawn.token[:5], torch.tensor(row.draft_ids))
 
 

@@ -22,7 +22,7 @@ def spans() -> list[range]:
 
 def test_histograms_by_position_are_those_of_all_drafts(rows):
     logit, prob = rows
-    found = by_position(logit, prob, LENGTHS, num_positions=4)
+    found = by_position(logit, prob, row_lengths=LENGTHS, num_positions=4)
     hat = logit.double().sigmoid()
     for k in range(4):
         starts = [s for span in spans() for s in span if s + k < span.stop]
@@ -62,7 +62,7 @@ def test_expected_counts_are_the_means_of_tossed_coins(rows, is_lagging: bool):
     """False alarms: z below 4.5 in 4 comparisons, under 1e-4."""
     logit, prob = rows[0], rows[1] * 0.5 + 0.5
     thresholds = torch.tensor([0.3, 0.8])
-    found = expected_counts(logit + 1, prob, LENGTHS, thresholds=thresholds, max_draft_length=4, is_lagging=is_lagging)
+    found = expected_counts(logit + 1, prob, row_lengths=LENGTHS, thresholds=thresholds, max_draft_length=4, is_lagging=is_lagging)
     generator = torch.Generator().manual_seed(2)
     hat = (logit + 1).double().sigmoid()[0].tolist()
     for column, threshold in enumerate(thresholds.tolist()):
@@ -91,7 +91,7 @@ def test_certain_heads_draft_all_or_one():
     prob, lengths = torch.ones(10), torch.tensor([10])
     for logit, drafted, rounds in ((30.0, 10, 1), (-30.0, 5, 5)):
         found = expected_counts(
-            torch.full((1, 10), logit), prob, lengths, thresholds=torch.tensor([0.5]), max_draft_length=20, is_lagging=False
+            torch.full((1, 10), logit), prob, row_lengths=lengths, thresholds=torch.tensor([0.5]), max_draft_length=20, is_lagging=False
         )
         assert (float(found.num_drafted), float(found.num_rounds)) == (drafted, rounds)
     assert float(found.discard_rate) == 0
@@ -103,7 +103,7 @@ def test_a_fed_time_head_drafts_one_more():
         expected_counts(
             torch.full((1, 9), -30.0),
             torch.zeros(9),
-            torch.tensor([9]),
+            row_lengths=torch.tensor([9]),
             thresholds=torch.tensor([0.5]),
             max_draft_length=20,
             is_lagging=lag,

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import make_config
+from made_up import feature_data, make_config
 
 from heads import AcceptanceHead
-from heads.batches.module import FeatureData
 from heads.command import export, load_sweep
 from train import train
 
@@ -22,14 +21,14 @@ def config(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
 def test_exported_heads_score_as_the_sweep_does(config, tmp_path: Path):
     paths = {path.name: path for path in export(config, out=str(tmp_path))}
     sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
-    batch = next(iter(FeatureData(config).loader("dev")))
+    batch = next(iter(feature_data(config).loader("dev")))
     assert set(paths) == {str(spec) for spec in sweep.specs}
     with torch.no_grad():
         for _, stack in sweep.items():
             features = batch[stack.shape.timing]
             for spec, logit in zip(stack.specs, sweep.logits(stack, batch), strict=True):
                 head = AcceptanceHead.from_pretrained(paths[str(spec)])
-                ours = head(features.hidden, features.scalars if head.scalars else None)
+                ours = head(features.hidden, features.columns(head.inputs.scalars) if head.inputs.scalars else None)
                 torch.testing.assert_close(ours, logit, atol=1e-4, rtol=1e-4)
                 assert (head.timing, head.provenance.reject_weight) == (spec.shape.timing, spec.reject_weight)
                 assert head.provenance.metrics["auroc"] > 0

@@ -5,6 +5,7 @@ import torch
 
 from configs.schema import HeadsConfig
 from heads.grid import Shape, grid, specs
+from heads.model.inputs import Inputs
 from heads.training import fused_loss
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
@@ -14,7 +15,7 @@ WEIGHTS = (1.0, 3.0, 6.0)
 
 
 def stack(depth: int, scalars: bool = False, weights: tuple[float, ...] = WEIGHTS) -> HeadStack:
-    made = HeadStack(Shape("fed", scalars, False, depth), weights, hidden_size=8, seed=0)
+    made = HeadStack(Shape("fed", Inputs.of(scalars, False), depth), weights, hidden_size=8, seed=0)
     made.scalar_mean.copy_(torch.tensor([-2.0, 1.5]))
     made.scalar_scale.copy_(torch.tensor([1.3, 0.7]))
     return made
@@ -34,16 +35,17 @@ def tokens(count: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool):
     """Over several chunks, the last one shorter."""
     monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 1)
-    made = HeadStack(Shape("fed", scalars, embedding, depth), WEIGHTS, hidden_size=8, seed=0)
+    made = HeadStack(Shape("fed", Inputs.of(scalars, embedding), depth), WEIGHTS, hidden_size=8, seed=0)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     (hidden, given, prob), other = tokens(75), torch.randn(75, 8)
+    inputs = given if scalars else None, other if embedding else None
     targets = Targets.of(prob, torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS))
     scale = torch.tensor([1.0, 0.5, 2.0])
-    expected = weighted_bce(made(hidden, given, other), targets)
+    expected = weighted_bce(made(hidden, *inputs), targets)
     slow = torch.autograd.grad((expected * scale).sum(), list(made.parameters()))
-    found = made.loss(hidden, given, other, targets)
+    found = made.loss(hidden, *inputs, targets=targets)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad((found * scale).sum(), list(made.parameters())), slow, atol=1e-6, rtol=1e-4)
 
@@ -55,7 +57,7 @@ def test_stacked_logits_are_those_of_the_heads_alone(depth: int, scalars: bool):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    together = made(hidden, given)
+    together = made(hidden, given if scalars else None)
     for index in range(len(WEIGHTS)):
         torch.testing.assert_close(made.head(index)(hidden, given if scalars else None), together[index], rtol=1e-5, atol=1e-5)
 
@@ -72,7 +74,8 @@ def test_training_jointly_gives_the_weights_of_training_each_alone(depth: int, s
     single = [torch.optim.Adam(head.parameters(), lr=1e-3) for head in alone]
     for step in range(50):
         part = slice(8 * step, 8 * step + 8)
-        loss = made.loss(hidden[part], standardised[part], None, Targets.of(prob[part], torch.ones(3), torch.tensor(WEIGHTS)))
+        targets = Targets.of(prob[part], torch.ones(3), torch.tensor(WEIGHTS))
+        loss = made.loss(hidden[part], standardised[part] if scalars else None, targets=targets)
         joint.zero_grad()
         loss.sum().backward()
         joint.step()

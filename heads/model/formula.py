@@ -1,0 +1,41 @@
+"""Law 4.7: the logit of an acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2), for several heads of one shape at once.
+
+    h_0 = hidden [+ U x + c]                     x: the inputs beside the hidden state (`heads.model.inputs`)
+    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
+    f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
+
+Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis of heads:
+
+    mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b    skip.weight = v
+
+The formula stands here for every batch of tokens. Two places write it out again for speed, and tests hold them to this one:
+`heads.training.fused_loss` (with its gradients, in cache-sized chunks) and `heads.model.stepwise` (one token at a time, for the loop).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+
+def stack_forward(
+    weights: Mapping[str, Tensor], hidden: Float[Tensor, "heads tokens hidden"], inputs: Float[Tensor, "heads tokens input"] | None
+) -> Float[Tensor, "heads tokens"]:
+    """The logit f of every head for every token."""
+    stream = hidden
+    if "mix.weight" in weights:
+        stream = torch.baddbmm(stream + weights["mix.bias"][:, None], inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]
+    for block in range(depth_of(weights)):
+        weight, bias = weights[f"blocks.{block}.weight"], weights[f"blocks.{block}.bias"]
+        stream = stream + F.silu(torch.baddbmm(bias[:, None], stream, weight.mT))
+    logit = torch.baddbmm(weights["out.bias"][:, None], stream, weights["out.weight"].mT)
+    if "skip.weight" in weights:
+        logit = torch.baddbmm(logit, inputs, weights["skip.weight"].mT)  # type: ignore[arg-type]
+    return logit.squeeze(-1)
+
+
+def depth_of(weights: Mapping[str, Tensor]) -> int:
+    """D."""
+    return sum(name.startswith("blocks.") and name.endswith(".weight") for name in weights)

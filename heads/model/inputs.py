@@ -1,0 +1,64 @@
+"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the token's embedding."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from data_gen.labels.scalars import Scalars
+
+STANDARD = ("log_token_prob", "entropy")
+"""What `scalars: true` stands for in a config and in config.json."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of one head, in the order in which its weights read them."""
+
+    scalars: tuple[str, ...] = ()
+    embedding: bool = False
+
+    @classmethod
+    def of(cls, scalars: bool | Sequence[str], embedding: bool) -> "Inputs":
+        """As a config or config.json names them.
+
+        Raises:
+            ValueError: a scalar that does not exist, or one twice.
+        """
+        if isinstance(scalars, bool):
+            return cls(STANDARD if scalars else (), bool(embedding))
+        for name in scalars:
+            if name not in Scalars._fields or list(scalars).count(name) > 1:
+                raise ValueError(f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once")
+        return cls(tuple(scalars), bool(embedding))
+
+    @property
+    def label(self) -> str:
+        """+s for the standard scalars, others by name, +e for the embedding."""
+        names = ("s", *self.scalars[len(STANDARD) :]) if self.scalars[: len(STANDARD)] == STANDARD else self.scalars
+        return "".join(f"+{name}" for name in (*names, *("e" * self.embedding)))
+
+    @property
+    def config(self) -> dict[str, bool | list[str]]:
+        """The two keys of config.json."""
+        named: dict[tuple[str, ...], bool] = {(): False, STANDARD: True}
+        return {"scalars": named.get(self.scalars, list(self.scalars)), "embedding": self.embedding}
+
+    def width(self, hidden_size: int) -> int:
+        """Numbers per token; an embedding is as wide as a hidden state."""
+        return len(self.scalars) + hidden_size * self.embedding
+
+    def concatenated(
+        self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
+    ) -> Float[Tensor, "*tokens input"] | None:
+        """x of law 4.7: all inputs side by side; None for a head that reads the hidden state alone.
+
+        Raises:
+            ValueError: an input missing, or given to a head that does not take it.
+        """
+        for name, given, is_taken in (("scalars", scalars, bool(self.scalars)), ("embedding", embedding, self.embedding)):
+            if (given is not None) != is_taken:
+                raise ValueError(f"the head {'needs' if is_taken else 'takes no'} {name} and got {'none' if given is None else 'some'}")
+        parts = [part for part in (scalars, embedding) if part is not None]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
