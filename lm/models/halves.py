@@ -87,11 +87,11 @@ def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
     device = next(model.get_input_embeddings().parameters()).device
     for first, end in ((0, 2), (2, 3)):
         ids = torch.arange(first, end, device=device)[None] % 2
-        expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
         positions = torch.arange(first, end, device=device)[None]
         try:
+            expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
             states = halves.body(input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions).last_hidden_state
-        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it
+        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it, or another cache
             return False
         if states.device != expected.device or not torch.equal(halves.head(states), expected):
             return False

@@ -93,6 +93,6 @@ def _is_written(layer: Any) -> bool:
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} cannot take part in speculative decoding: {why}, so rejected tokens could not be forgotten; "
-        "choose a model whose cache can be rolled back"
+        f"{type(model).__name__} cannot take part in speculative decoding: {why}; choose a model whose cache transformers can append to "
+        "several tokens at a time and that holds all of its state"
     )
