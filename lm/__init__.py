@@ -9,10 +9,10 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 """
 
 from lm.arrays import array_of
-from lm.cached_model import CachedModel
-from lm.compiled_model import CompiledModel
 from lm.draws import Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
+from lm.models.cached import CachedModel
+from lm.models.compiled import CompiledModel
 from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer
 from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify

@@ -7,7 +7,7 @@ the extra ids get probability zero in every model, by cutting logits to `Pair.vo
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource, PairConfig
 
@@ -35,10 +35,10 @@ class Pair:
         return eos_ids_of(self.target.generation_config) or frozenset([] if own is None else [own])
 
 
-def eos_ids_of(config: GenerationConfig | None) -> frozenset[int]:
-    """The end-of-sequence ids of a generation config; there may be several, or none."""
-    ids = None if config is None else config.eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
+    """The end-of-sequence ids of a generation config, or of a model's; there may be several (a list, a tuple, a tensor), one, or none."""
+    ids = getattr(config, "eos_token_id", None)
+    return frozenset(() if ids is None else torch.as_tensor(ids).flatten().tolist())
 
 
 def load_pair(config: PairConfig) -> Pair:

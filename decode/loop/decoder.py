@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter, Proposal, Session
-from lm import CachedModel, Draws, RandomDraws, Sampling, eos_ids_of, verify
+from lm import CachedModel, Draws, RandomDraws, Sampling, verify
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
         drafter: proposes; its policy decides the draft length.
         sampling: the one transform of draft and target (law 4.1).
         max_draft_length: upper bound of every round.
-        eos_ids: tokens that end a generation; None: the target's generation config; an empty set: none does.
+        eos_ids: tokens that end a generation; None: those of the target (`CachedModel.eos_ids`); an empty set: none does.
         vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
         """
         if max_draft_length < 0:
@@ -106,7 +106,7 @@ class SpeculativeDecoder:
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
-        self.eos_ids = eos_ids_of(self.target.model.generation_config) if eos_ids is None else eos_ids
+        self.eos_ids = self.target.eos_ids if eos_ids is None else eos_ids
         self._is_streaming = False
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:

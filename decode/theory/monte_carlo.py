@@ -52,9 +52,6 @@ class ConstantModel(CachedModel):
     def reset(self) -> None:
         self._length = 0
 
-    def close(self) -> None:
-        pass
-
     def roll_back(self, length: int) -> None:
         self._length = min(self._length, length)
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
 from lm import CachedModel
-from lm.halves import halves_of
+from lm.models.halves import halves_of
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -28,7 +28,6 @@ def assert_rows_are_those_of_the_whole(model):
             expected = model(torch.tensor([TOKENS[:length]]), output_hidden_states=True)
         torch.testing.assert_close(logits, expected.logits[0, -len(logits) :], rtol=0, atol=1e-12)
         torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -len(logits) :], rtol=0, atol=1e-12)
-    cached.close()
 
 
 @pytest.mark.parametrize(("config", "has_halves"), [(LLAMA, True), (GPT2, True), (SOFT_CAPPED, False)])

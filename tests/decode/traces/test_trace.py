@@ -59,7 +59,6 @@ def alone(which: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.T
     """Logits and hidden state of one model over one sequence, with nothing batched or cached."""
     cached = CachedModel(which, with_hidden=True)
     logits = cached.forward(ids)[-1]
-    cached.close()
     return logits, cached.hidden[-1]
 
 

@@ -3,7 +3,8 @@
 transformers wraps both in a forward that builds two output objects and asks for losses, flags and outputs to record; with a small draft
 that is a tenth of the step. Called one after the other, and without what is wrapped around them, the halves give the same logits, and the
 final hidden state that heads read lies between them. Some models do more after the head (soft caps, scales): whether the halves are the
-whole is tried once per model, bit by bit, and a model of which they are not is called as a whole.
+whole is tried once per model, bit by bit, and a model of which they are not is called as a whole. A model that has been changed since (a
+new head, a hook, another forward) is tried again, or called as a whole.
 """
 
 from collections.abc import Callable
@@ -28,16 +29,29 @@ class Halves(NamedTuple):
     """Final hidden states to logits."""
 
 
-_FOUND: WeakKeyDictionary[PreTrainedModel, Halves | None] = WeakKeyDictionary()
+class _Seen(NamedTuple):
+    """What a model was when it was tried, compared by identity, and what came of it."""
+
+    body: nn.Module
+    head: nn.Module | None
+    is_watched: bool
+    halves: Halves | None
+
+
+_SEEN: WeakKeyDictionary[PreTrainedModel, _Seen] = WeakKeyDictionary()
 
 
 def halves_of(model: PreTrainedModel) -> Halves | None:
-    """The halves of `model`, or None where they are not the whole of it: something follows the head, or hooks watch the whole."""
-    if model._forward_hooks or model._forward_pre_hooks or hasattr(model, "_hf_hook"):
+    """The halves of `model` as it is now, or None where they are not the whole of it: something follows the head, or watches the whole."""
+    if _is_watched(model) or hasattr(model, "_hf_hook"):
         return None
-    if model not in _FOUND:
-        _FOUND[model] = _tried(model)
-    return _FOUND[model]
+    body, head = model.base_model, model.get_output_embeddings()
+    if body is model or head is None:
+        return None
+    seen = _SEEN.get(model)
+    if seen is None or (seen.body, seen.head, seen.is_watched) != (body, head, _is_watched(body)):
+        seen = _SEEN[model] = _Seen(body, head, _is_watched(body), _tried(model, body, head))
+    return seen.halves
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
@@ -52,15 +66,18 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _tried(model: PreTrainedModel) -> Halves | None:
+def _is_watched(module: nn.Module) -> bool:
+    """Would calling the bare forward of its class miss something: hooks, or a forward of this object's own (torch.compile, accelerate)?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module._compiled_call_impl is not None)
+
+
+def _tried(model: PreTrainedModel, body: nn.Module, head: nn.Module) -> Halves | None:
     """The barest halves that are the whole of the model."""
-    body, head = model.base_model, model.get_output_embeddings()
-    if body is model or head is None or "position_ids" not in signature(body.forward).parameters:
+    if "position_ids" not in signature(body.forward).parameters:
         return None
-    is_watched = body._forward_hooks or body._forward_pre_hooks or "forward" in vars(body)
     bare = Halves(partial(unwrap(type(body).forward), body), head)
     wrapped = Halves(body, head)
-    return next((halves for halves in ([wrapped] if is_watched else [bare, wrapped]) if _is_whole(halves, model)), None)
+    return next((halves for halves in ([wrapped] if _is_watched(body) else [bare, wrapped]) if _is_whole(halves, model)), None)
 
 
 @torch.inference_mode()
@@ -70,11 +87,11 @@ def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
     device = next(model.get_input_embeddings().parameters()).device
     for first, end in ((0, 2), (2, 3)):
         ids = torch.arange(first, end, device=device)[None] % 2
-        expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
         positions = torch.arange(first, end, device=device)[None]
         try:
+            expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
             states = halves.body(input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions).last_hidden_state
-        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it
+        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it, or another cache
             return False
         if states.device != expected.device or not torch.equal(halves.head(states), expected):
             return False

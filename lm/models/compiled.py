@@ -1,6 +1,6 @@
 """A `CachedModel` whose forwards of a few tokens are compiled: draft steps and verifications, with Python taken out.
 
-The cache is a `StaticCache`: its tensors have one shape and one address for good, and rolling back is writing a smaller length into it.
+The cache is a static one (`lm.caches.static`): one shape and one address for good, and rolling back is writing a smaller length into it.
 A feed is padded on the right up to one of a few widths, each compiled once; what padding writes lies beyond the length, where no query
 looks, and is overwritten by the next feed. Two tokens of which one row is asked (a draft after full acceptance) are two steps of one;
 longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph; on a CPU it
@@ -14,16 +14,18 @@ Departures from `CachedModel`: attention reads the whole capacity, masked, so a 
 doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
 
-from lm.cached_model import CachedModel
+from lm.caches.static import StaticBufferCache
+from lm.models.cached import CachedModel
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
@@ -36,26 +38,38 @@ class CompiledModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False, capacity: int = 512) -> None:
         """Args:
-        model: any transformers causal language model that supports a `StaticCache`.
+        model: any transformers causal language model whose layers hold keys and values only.
         vocab_size: as for `CachedModel`.
         with_hidden: also keep the final hidden states.
         capacity: tokens that the cache starts with room for.
+
+        Raises:
+            ValueError: a model whose cache cannot be rolled back, or that cannot be compiled.
         """
-        self._with_hidden = with_hidden
         self._capacity = capacity
-        super().__init__(model, vocab_size=vocab_size)
-        self._owner = next(_OWNERS)
-        self._is_cuda = self.device.type == "cuda"
+        self._made_for: tuple[torch.dtype, torch.device] | None = None
+        self._compiled: Callable[..., Any] = _step  # what the cache is tried with takes no compiling
+        super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         # every width of every model is one compilation of `_step`; the default allows eight in a process
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self._is_cuda, "cpp_wrapper": not self._is_cuda}
+        options: dict[str, Any] = {
+            "guard_filter_fn": _needed,
+            "triton.cudagraphs": self.device.type == "cuda",
+            "cpp_wrapper": self.device.type != "cuda",
+        }
         self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, options=options)
+        self._capacity, self._made_for = capacity, None
+        self.reset()
 
-    def reset(self) -> None:
-        """Forget the sequence; the cache's memory and the compiled forwards stay."""
-        with torch.inference_mode():
-            if not hasattr(self, "_cache") or self._cache.get_max_length() < self._capacity:
-                self._cache = StaticCache(config=self.model.config, max_cache_len=self._capacity)  # type: ignore[assignment]
+    def _empty(self) -> None:
+        """Forget the sequence; the cache's memory and the compiled forwards stay, unless they are too small or made for another dtype."""
+        made_for = self.model.dtype, self._device
+        if self._made_for != made_for:
+            self._owner = next(_OWNERS)
+        if self._made_for != made_for or self._cache.capacity < self._capacity:
+            with torch.inference_mode():
+                self._cache: StaticBufferCache = StaticBufferCache(self.model, self._capacity)  # type: ignore[assignment]
+        self._made_for = made_for
         self._set_length(0)
 
     def warm_up(self, num_fed: int) -> None:
@@ -97,20 +111,29 @@ class CompiledModel(CachedModel):
         if width > len(fed):
             self._set_length(len(token_ids))
         self._length = len(token_ids)
+        self._check_lengths()
         return logits[rows, : self.vocab_size]
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
         """One token that only the device knows (`forward_drawn`)."""
         assert self._length < self._capacity, "reserve room before feeding tokens that the host does not know"
         logits, self.hidden = self._run(ids, is_compiled=True)
+        self._length += 1
         return logits[:, : self.vocab_size]
 
     def _run(self, ids: Int[Tensor, "1 width"], *, is_compiled: bool) -> tuple[Tensor, Tensor | None]:
         """Logits and hidden states of every row."""
-        if not (is_compiled and self._is_cuda):
-            return (self._compiled if is_compiled else _step)(self.model, ids, self._cache, self._with_hidden, self._owner)  # type: ignore[arg-type]
-        torch.compiler.cudagraph_mark_step_begin()
-        logits, hidden = self._compiled(self.model, ids, self._cache, self._with_hidden, self._owner)  # type: ignore[arg-type]
+        arguments = (self.model, ids, self._cache, self.with_hidden, self._owner)
+        if not is_compiled:
+            return _step(*arguments)
+        try:
+            if not ids.is_cuda:
+                return self._compiled(*arguments)
+            torch.compiler.cudagraph_mark_step_begin()
+            logits, hidden = self._compiled(*arguments)
+        except TorchDynamoException as error:
+            why = str(error).strip().splitlines()[0]
+            raise ValueError(f"{type(self.model).__name__} cannot be compiled ({why}); set decode.compile: false") from error
         return logits.clone(), hidden if hidden is None else hidden.clone()  # a CUDA graph writes its next output over this one
 
     def _grow(self, length: int) -> None:
@@ -119,11 +142,12 @@ class CompiledModel(CachedModel):
             self._capacity *= 2
         self.reset()
 
-    @torch.inference_mode()
     def _set_length(self, length: int) -> None:
         self._length = length
-        for layer in self._cache.layers:
-            layer.cumulative_length.fill_(length)  # type: ignore[union-attr]
+        self._cache.set_length(length)
+
+    def _check_lengths(self) -> None:
+        self._cache.check_lengths(self._length)
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:
@@ -132,7 +156,7 @@ def _needed(guards: Sequence[Any]) -> list[bool]:
 
 
 def _step(
-    model: PreTrainedModel, ids: Tensor, cache: StaticCache, with_hidden: bool, owner: int
+    model: PreTrainedModel, ids: Tensor, cache: StaticBufferCache, with_hidden: bool, owner: int
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows hidden"] | None]:
     """Logits, and final hidden states if asked for, of every row of one forward.
 

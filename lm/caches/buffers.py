@@ -1,0 +1,122 @@
+"""Attention layers that never copy what they hold, and roll back by counting.
+
+transformers' `DynamicLayer` concatenates: every step copies every key and value, which at batch 64 costs more than the forward itself, and
+with one sequence a few percent of it. Here a layer writes into one buffer and hands out a view of what is filled; rolling back is a smaller
+number, and what lies beyond it is overwritten. A layer with a window (sliding or chunked attention) keeps everything too, and hands out the
+last of it: transformers' own drops what left the window, which a rejection may need again.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+
+class BufferLayer(DynamicLayer):
+    """One attention layer's keys and values, [batch, head, capacity, dim], of which the first `length` positions are filled."""
+
+    def __init__(self, capacity: int) -> None:
+        """Args:
+        capacity: positions to begin with; doubled whenever it does not suffice.
+        """
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._keys, self._values = (_buffer(states, self.capacity) for states in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        if start == 0 and not self._fits(key_states):
+            self.lazy_initialization(key_states, value_states)
+        if self.length > self.capacity:
+            self._grow(start)
+        num_new = self.length - start
+        self._keys.narrow(2, start, num_new).copy_(key_states)
+        self._values.narrow(2, start, num_new).copy_(value_states)
+        return self._view()
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def roll_back(self, length: int) -> None:
+        """Keep the first `length` positions."""
+        self.length = min(self.length, length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers' way to say it: minus the number of tokens to forget."""
+        self.roll_back(max(self.length - abs(tokens_to_remove), 0))
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.length = 0
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch; only what is filled is copied."""
+        if self.is_initialized:
+            indices = indices.to(self._keys.device)  # layers of a model that is spread over devices sit on several
+            self._keys, self._values = (self._kept(buffer, indices) for buffer in (self._keys, self._values))
+            self._view()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self._keys)).repeat_interleave(repeats))
+
+    def _fits(self, states: Tensor) -> bool:
+        """Can the buffer take them? Not if the model has changed its dtype or device, or the batch its size, since it was made."""
+        return (
+            self.is_initialized
+            and self._keys.dtype == states.dtype
+            and self._keys.device == states.device
+            and len(self._keys) == len(states)
+        )
+
+    def _kept(self, buffer: Tensor, indices: Tensor) -> Tensor:
+        smaller = buffer.new_empty(len(indices), *buffer.shape[1:])
+        smaller[:, :, : self.length] = buffer[indices, :, : self.length]
+        return smaller
+
+    def _grow(self, filled: int) -> None:
+        while self.capacity < self.length:
+            self.capacity *= 2
+        larger = [_buffer(buffer, self.capacity) for buffer in (self._keys, self._values)]
+        for new, old in zip(larger, (self._keys, self._values), strict=True):
+            new[:, :, :filled] = old[:, :, :filled]
+        self._keys, self._values = larger
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._keys.narrow(2, 0, self.length), self._values.narrow(2, 0, self.length)
+        return self.keys, self.values
+
+
+class WindowLayer(BufferLayer):
+    """A layer whose queries see `sliding_window` positions, their own included; masks are transformers' own, for that view."""
+
+    is_sliding = True
+
+    def __init__(self, capacity: int, sliding_window: int) -> None:
+        """Args:
+        capacity: as for `BufferLayer`.
+        sliding_window: the window of sliding attention, or the chunk of chunked attention.
+        """
+        super().__init__(capacity)
+        self.sliding_window = sliding_window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        _, first = self.get_mask_sizes(0)
+        keys, values = super().update(key_states, value_states)
+        return keys[:, :, first:], values[:, :, first:]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many positions the next queries are shown, and which is the first: what the earliest of them sees begins there."""
+        first = max(self.length - self.sliding_window + 1, 0)
+        return self.length + query_length - first, first
+
+
+def _buffer(like: Tensor, capacity: int) -> Tensor:
+    return like.new_empty(*like.shape[:2], capacity, like.shape[3])

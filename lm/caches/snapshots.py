@@ -1,0 +1,78 @@
+"""Rolling back layers that cannot forget a token: recurrent states, convolutions, and whatever else transformers keeps in a layer.
+
+Such a layer's state after n tokens holds nothing of its state after n - 1. So a copy is taken before every forward, and rolling back is
+going back to the last copy that is early enough: it may be earlier than asked, and then the tokens in between are fed again. A draft,
+which feeds one token at a time, has a copy at every length; a target has one at the start of each verification.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from lm.caches.buffers import BufferLayer
+
+_MOST = 48
+"""Copies kept: more than any draft has tokens. Going further back than the oldest is going back to the start."""
+
+
+class _Copy(NamedTuple):
+    """The layers' states at one length."""
+
+    length: int
+    states: list[dict[str, Any]]
+
+
+class _Prefix(NamedTuple):
+    """The first positions of keys or values that only grow: what the layer holds now still begins with them."""
+
+    length: int
+
+
+class Snapshots:
+    """Earlier states of the layers of one cache, but for those that roll back by counting."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self._cache = cache
+        self._copies: list[_Copy] = []
+
+    def take(self, length: int) -> None:
+        """Remember the cache as it is, with `length` tokens in it."""
+        self._copies = [*self._copies[1 - _MOST :], _Copy(length, [_state_of(layer) for layer in self._layers])]
+
+    def restore(self, length: int) -> int | None:
+        """Go back to the last copy of at most `length` tokens: how many it has, or None if there is no such copy."""
+        while self._copies:
+            copied = self._copies.pop()
+            if copied.length <= length:
+                for layer, state in zip(self._layers, copied.states, strict=True):
+                    vars(layer).update({name: _restored(layer, name, value) for name, value in state.items()})
+                return copied.length
+        return None
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [layer for layer in self._cache.layers if not isinstance(layer, BufferLayer)]
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """Everything that the layer holds."""
+    is_growing = isinstance(layer, DynamicLayer) and not layer.is_sliding
+    return {name: _Prefix(value.shape[-2]) if is_growing and _grows(name, value) else _copied(value) for name, value in vars(layer).items()}
+
+
+def _grows(name: str, value: Any) -> bool:
+    return name in ("keys", "values") and isinstance(value, Tensor) and value.dim() == 4
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _restored(layer: Any, name: str, value: Any) -> Any:
+    return getattr(layer, name)[:, :, : value.length] if isinstance(value, _Prefix) else value

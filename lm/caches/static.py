@@ -1,0 +1,48 @@
+"""The cache of a compiled forward: tensors of one shape at one address, rolled back by writing a smaller length."""
+
+import torch
+from transformers import PreTrainedModel, StaticCache
+from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindowLayer
+
+
+class StaticBufferCache(StaticCache):
+    """A `StaticCache` that keeps every position in every layer, also in those with a window: their masks hide what has left it.
+
+    transformers' own sliding layers drop what leaves the window, and count in a Python number, which a compiled forward does not read.
+    """
+
+    def __init__(self, model: PreTrainedModel, capacity: int) -> None:
+        """Args:
+        model: a causal language model.
+        capacity: positions that every layer has room for.
+
+        Raises:
+            ValueError: a layer holds more than keys and values (recurrent, convolutional, indexed, compressed).
+        """
+        super().__init__(config=model.config, max_cache_len=capacity)
+        self.layers = [StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers]
+        self.capacity = capacity
+        others = {type(layer).__name__ for layer in self.layers if type(layer) not in (StaticLayer, DummyLayer)}
+        if others:
+            raise ValueError(
+                f"{type(model).__name__} has {', '.join(sorted(others))}s in its cache, which padded feeds would spoil; "
+                "set decode.compile: false, or use a CachedModel"
+            )
+
+    @torch.inference_mode()
+    def set_length(self, length: int) -> None:
+        """Keep the first `length` positions of every layer."""
+        for layer in self._counting:
+            layer.cumulative_length.fill_(length)
+
+    def check_lengths(self, length: int) -> None:
+        """Raise AssertionError unless every layer that was written to holds `length` positions; asked on the CPU, where it is cheap."""
+        for place, layer in enumerate(self.layers):
+            if type(layer) is StaticLayer and layer.is_initialized and layer.cumulative_length.is_cpu:
+                held = int(layer.cumulative_length)
+                if held != length:
+                    raise AssertionError(f"layer {place} (StaticLayer) of the cache holds {held} tokens and the model has {length}")
+
+    @property
+    def _counting(self) -> list[StaticLayer]:
+        return [layer for layer in self.layers if type(layer) is StaticLayer]

@@ -1,0 +1,197 @@
+"""Law 4.5: a causal model whose KV cache can append and roll back.
+
+The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after
+full acceptance, more after rounds without a draft. Rolling back is exact. Attention forgets positions by counting (`lm.caches.buffers`);
+a model with recurrent or convolutional layers goes back to an earlier copy of their state (`lm.caches.snapshots`), perhaps earlier than
+asked, and the tokens in between are fed again. A model whose cache does neither is refused (`lm.models.probe`).
+"""
+
+from collections.abc import Sequence
+from inspect import signature
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from lm.caches.buffers import BufferLayer
+from lm.caches.snapshots import Snapshots
+from lm.kv_buffer import make_cache
+from lm.models.halves import halves_of, head_of
+from lm.models.probe import check_cache
+from lm.pair import eos_ids_of
+
+_CAPACITY = 256
+"""Positions that a cache starts with room for."""
+
+
+class CachedModel:
+    """One sequence through one causal model.
+
+    Attributes:
+        hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows that the last
+            `forward` returned; may be None unless `with_hidden`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+        """Args:
+        model: any transformers causal language model whose cache can be rolled back.
+        vocab_size: width that logits are cut to (a padded vocabulary's extra ids get probability zero); None keeps all.
+        with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.models.halves`) pays with a hook.
+
+        Raises:
+            ValueError: the model's cache cannot be rolled back, or its final hidden states cannot be had.
+        """
+        self.model = model
+        self.vocab_size = vocab_size
+        self.with_hidden = with_hidden
+        self.hidden: Float[Tensor, "rows hidden"] | None = None
+        if with_hidden:
+            head_of(model)
+        self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
+        self._parameters = signature(model.forward).parameters
+        self._length = 0
+        self._is_plain = False
+        self.is_stepwise = False
+        """Feed one token at a time after the prompt: what some recurrent layers ask for."""
+        self.reset()
+        check_cache(self)
+
+    def __len__(self) -> int:
+        """Tokens in the cache."""
+        return self._length
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are fed."""
+        return self._device
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden state."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def max_length(self) -> float:
+        """The most tokens that may be fed; infinite where the config names no limit."""
+        return self._max_length
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a sequence: those of the generation config, or else of the config."""
+        return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
+
+    def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
+        """Rows of the input embeddings."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def reset(self) -> None:
+        """Empty the cache, for a new sequence; what has been done to the model since the last one is seen."""
+        self._device: torch.device = next(self.model.get_input_embeddings().parameters()).device
+        self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._positions = torch.arange(_CAPACITY, device=self._device)[None]
+        self._empty()
+
+    def _empty(self) -> None:
+        """An empty cache: the one there is, where it can be emptied."""
+        self._halves = halves_of(self.model)
+        if self._is_plain:
+            self.roll_back(0)
+            return
+        self._cache = make_cache(self.model, _CAPACITY)
+        self._buffers = [layer for layer in self._cache.layers if isinstance(layer, BufferLayer)]
+        self._is_plain = len(self._buffers) == len(self._cache.layers)
+        self._snapshots = None if self._is_plain else Snapshots(self._cache)
+        self._length = 0
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens now; a cache that grows by itself needs no telling."""
+
+    def roll_back(self, length: int) -> None:
+        """Keep at most the first `length` tokens; no effect if the cache is shorter."""
+        if length >= self._length:
+            return
+        if self._snapshots is not None:
+            restored = self._snapshots.restore(length)
+            if restored is None:
+                self._empty()
+                return
+            length = restored
+        for layer in self._buffers:
+            layer.roll_back(length)
+        self._length = length
+        self._check_lengths()
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        """Logits that follow each of the last `num_rows` tokens of `token_ids`, as the model gives them (no upcast).
+
+        Args:
+            token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
+            num_rows: at most the number of tokens fed.
+        """
+        if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
+            return self._forward(token_ids, num_rows)
+        with torch.inference_mode():
+            return self._forward(token_ids, num_rows)
+
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Logits that follow a token which was drawn from the last row of the forward before: it never visits the host."""
+        return self._logits(token.view(1, 1), 1)
+
+    def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        fed = token_ids[self._length :]
+        assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
+        if self.is_stepwise and self._length > 0:
+            return self._forward_stepwise(fed, num_rows)
+        ids = self._one.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+        return self._logits(ids, num_rows)
+
+    def _forward_stepwise(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        steps = [(self._logits(self._one.fill_(token), 1), self.hidden) for token in fed][-num_rows:]
+        self.hidden = None if self.hidden is None else torch.cat([hidden for _, hidden in steps if hidden is not None])
+        return torch.cat([logits for logits, _ in steps])
+
+    def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        if self._snapshots is not None:
+            self._snapshots.take(self._length)
+        if self._halves is None:
+            logits = self._logits_of_whole(ids, num_rows)
+        else:
+            positions = self._positions_of(ids.shape[1])
+            output = self._halves.body(input_ids=ids, past_key_values=self._cache, use_cache=True, position_ids=positions)
+            self.hidden = output.last_hidden_state[0][-num_rows:]
+            logits = self._halves.head(self.hidden)
+        self._length += ids.shape[1]
+        self._check_lengths()
+        return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
+
+    def _logits_of_whole(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        cache = {"past_key_values" if "past_key_values" in self._parameters else "cache_params": self._cache}
+        rows = {"logits_to_keep": num_rows} if "logits_to_keep" in self._parameters else {}
+        if not self.with_hidden:
+            return self.model(input_ids=ids, use_cache=True, **cache, **rows).logits[0, -num_rows:]
+        # only while it is needed: a hook that stayed would keep this object, and its cache, as long as the model lives
+        hook = head_of(self.model).register_forward_pre_hook(self._keep_hidden)
+        try:
+            return self.model(input_ids=ids, use_cache=True, **cache, **rows).logits[0, -num_rows:]
+        finally:
+            hook.remove()
+
+    def _check_lengths(self) -> None:
+        """Law 4.5 on every layer that counts its tokens; one that was never written to shares the keys of another."""
+        for place, layer in enumerate(self._cache.layers):
+            if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.get_seq_length() != self._length:
+                held = f"layer {place} ({type(layer).__name__}) of the cache holds {layer.get_seq_length()} tokens"
+                raise AssertionError(f"{held} and the model has {self._length}")
+
+    def _positions_of(self, num_fed: int) -> Int[Tensor, "1 fed"]:
+        """Positions of the tokens that are fed next."""
+        end = self._length + num_fed
+        if end > self._positions.shape[1]:
+            self._positions = torch.arange(2 * end, device=self._device)[None]
+        return self._positions[:, self._length : end]
+
+    def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.hidden = inputs[0][0]

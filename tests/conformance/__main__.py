@@ -1,0 +1,75 @@
+"""Print the table of families as Markdown: `python -m tests.conformance [--no-compile] [family …]`.
+
+Every family of `families` is built as a tiny random model in float64 on the CPU and held against plain `generate` (`checks`), eager and,
+with the compiler that decoding uses, compiled: most of an hour on one core. What is not exact ends the command with exit code 1.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+
+import torch
+import transformers
+
+from lm import CachedModel, CompiledModel
+from tests.conformance.checks import CASES, assert_exact, refusal_of
+from tests.conformance.families import FAMILIES, WINDOW, Family, build
+
+CAPTION = (
+    f"float64 on the CPU, transformers {transformers.__version__}, torch {torch.__version__}. Exact: greedy output is plain `generate`'s token "
+    "by token, with a random draft and with the model as its own draft; sampled with itself as draft, every token is accepted. Prompts of "
+    f"{' and '.join(str(case.num_prompt_tokens) for case in CASES)} tokens, up to {max(sum(case) for case in CASES)} in all; windows and chunks "
+    f"are {WINDOW}."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("families", nargs="*", help="model types; none: all")
+    parser.add_argument("--no-compile", action="store_true", help="leave the last column empty")
+    arguments = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    print("| family | cache | eager | compiled | generations |\n| --- | --- | --- | --- | --- |", flush=True)
+    num_wrong = 0
+    for family in FAMILIES:
+        if not arguments.families or family.model_type in arguments.families:
+            num_wrong += _print_row(family, is_compiling=not arguments.no_compile)
+    print(f"\n{CAPTION}")
+    return min(num_wrong, 1)
+
+
+def _print_row(family: Family, *, is_compiling: bool) -> int:
+    """Print one row; how many of its cells are wrong."""
+    started_s = perf_counter()
+    model = build(family)
+    eager = _cell(lambda: refusal_of(model, CachedModel), lambda: assert_exact(model, CachedModel))
+    compiled = "not tried"
+    if is_compiling:
+        kind = partial(CompiledModel, capacity=64)
+        compiled = eager if eager.startswith("refused") else _cell(lambda: refusal_of(model, kind), lambda: assert_exact(model, kind))
+        torch._dynamo.reset()
+    num_runs = 3 * len(CASES) * [eager, compiled].count("exact")
+    print(f"| {family.name} | {family.cache} | {eager} | {compiled} | {num_runs} |", flush=True)
+    print(f"{family.name}: {perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
+    return [eager, compiled].count("WRONG")
+
+
+def _cell(refusal: Callable[[], str | None], check: Callable[[], None]) -> str:
+    why = refusal()
+    if why is None:
+        try:
+            check()
+        except ValueError as error:
+            why = str(error)
+        except AssertionError as error:
+            print(error, file=sys.stderr, flush=True)
+            return "WRONG"
+    return "exact" if why is None else f"refused: {why.split('; ')[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""One family or two of every kind of cache; the whole table, compiled too, is `python -m tests.conformance`."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies.length import FixedLength
+from lm import CachedModel, CompiledModel, Sampling, eos_ids_of
+from tests.conformance.checks import CASES, assert_exact, plain, refusal_of, stranger
+from tests.conformance.families import FAMILIES, Family, build
+
+EXACT = [
+    "llama (grouped queries)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "bloom (ALiBi)", "mixtral (experts)", "deepseek_v3",
+    "mistral", "gemma2 (soft-capped logits)", "gemma3_text", "qwen2 (max_window_layers)", "gpt_oss (sinks, experts)", "llama4_text",
+    "lfm2", "mamba", "mamba2", "falcon_mamba", "jamba", "falcon_h1 (both in each layer)", "qwen3_next", "glm_moe_dsa", "gemma3n_text",
+]  # fmt: skip
+COMPILED = [
+    "llama (grouped queries)",
+    "bloom (ALiBi)",
+    "mistral",
+    "gemma2 (soft-capped logits)",
+    "qwen2 (max_window_layers)",
+    "llama4_text",
+]
+REFUSED = {
+    "rwkv": "ignores the cache",
+    "openai-gpt": "ignores the cache",
+    "recurrent_gemma": "differ",
+    "xlstm": "fails",
+    "minimax": "fails",
+}
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_speculative_output_is_plain_generates(name):
+    assert_exact(build(BY_NAME[name]), CachedModel)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_speculative_output_on_a_static_cache_is_plain_generates(name, monkeypatch):
+    """Left uncompiled (shape checks do not compile): the static cache, padding and growth are what is tested."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    assert_exact(build(BY_NAME[name]), partial(CompiledModel, capacity=16), CASES[:1])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_cache_is_not_to_be_trusted_is_refused_with_one_line(name):
+    refusal = refusal_of(build(BY_NAME[name]), CachedModel)
+    assert refusal is not None
+    assert REFUSED[name] in refusal
+    assert "\n" not in refusal
+
+
+def test_a_compiled_model_refuses_states_that_padding_would_spoil():
+    refusal = refusal_of(build(BY_NAME["lfm2"]), CompiledModel)
+    assert refusal is not None
+    assert "LinearAttentionLayer" in refusal
+    assert "decode.compile: false" in refusal
+
+
+@pytest.mark.parametrize("kind", [int, lambda id_: [39, id_], lambda id_: (id_, 39), lambda id_: torch.tensor([id_, 39])])
+def test_generation_ends_at_any_of_the_models_eos_ids_however_they_are_given(kind):
+    model = build(Family("llama", "full", {}))
+    expected = plain(model, [5, 9, 3], 12)
+    last = expected[4]
+    eos = kind(last)
+    assert last in eos_ids_of(PretrainedConfig(eos_token_id=eos) if not isinstance(eos, torch.Tensor) else with_eos(eos))
+    model.generation_config.eos_token_id = eos
+    for target in (model, CachedModel(model)):
+        decoder = SpeculativeDecoder(target, ModelDrafter(stranger(), FixedLength(3)), sampling=Sampling(temperature=0.0))
+        assert list(decoder.generate([5, 9, 3], 12).token_ids) == expected[: expected.index(last) + 1]
+
+
+def with_eos(eos):
+    config = PretrainedConfig()
+    config.eos_token_id = eos
+    return config
+
+
+def test_padding_of_a_vocabulary_is_never_emitted():
+    model = build(Family("llama", "full", {}))
+    width = 20
+    decoder = SpeculativeDecoder(
+        model, ModelDrafter(stranger(), FixedLength(3), vocab_size=width), sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset()
+    )  # fmt: skip
+    suppressed = list(range(width, 40))
+    assert list(decoder.generate([5, 9, 3], 12).token_ids) == plain(model, [5, 9, 3], 12, suppress_tokens=suppressed)
