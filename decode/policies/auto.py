@@ -5,7 +5,7 @@ further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, an
 
     S * g(a) >= price
 
-    S   calibrated probability that all drafted tokens survive; of a fed-time head, all that it has scored: the newest is not among them
+    S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest, which it has not scored yet
     a   the newest score in S
     g   the *index*: the most that one more token may cost per unit of S, if one may go on after it as long as that pays,
 
@@ -13,14 +13,15 @@ further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, an
 
 Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
 one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.tuning.index`
-solves for g on a trace; here it is a line, first_index standing for it where a fed-time head has scored nothing yet.
+solves for g on a trace; here g is a line, and first_index takes its place where a fed-time head has scored nothing yet.
 
-lambda is `throughput` as found on a trace (`decode.tuning.rule.fixed_point`), or, with `is_online`, N / T of the generation so far after a
-prior of `prior_tokens` at that throughput. Where no throughput is known the prior is that of the best fixed length if every token were
-accepted with probability `next_mean`, whatever came before. lambda is at least 1 / t_target(0), what the target alone reaches.
+lambda is `throughput`, which `decode.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the generation so far, in
+which `prior_tokens` at that throughput are counted too. If `throughput` is None, that of the best fixed length takes its place, computed
+as if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), what the target alone reaches.
 
-Draft length 0: a round drafts while drafting rounds have paid, i.e. while the mean over them of (accepted tokens - extra seconds /
-t_target(0)) is not negative: then the target alone is no better. Every `probe_every` rounds it drafts all the same, to find out.
+Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted tokens - extra seconds /
+t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds it drafts all the same, to see whether that
+still holds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
 _LONGEST = 20
-"""Of the fixed lengths that the prior of lambda looks at."""
+"""The longest of the fixed lengths that `prior_of` compares."""
 
 
 class AutoState(NamedTuple):
@@ -66,8 +67,7 @@ class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
     Attributes:
-        head: scores tokens; calibrated probabilities are used. A second head of the other timing may go into `also`: the drawn-time one
-            then scores the newest token and the fed-time one all before it.
+        head: scores tokens, calibrated; a second head of the other timing may go into `also` (`decode.policies.scores`).
         t_draft_s: seconds of one draft forward.
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
@@ -79,10 +79,11 @@ class Auto(ScoringPolicy):
         index_slope: g(1) - g(0).
         first_index: of a fed-time head, g after the first token of a round.
         prior_tokens: weight of the prior of lambda.
-        prior_profit: mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds, to begin with; None: from `next_mean`.
-        prior_rounds: weight of that.
+        prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds; None: from
+            `next_mean`.
+        prior_rounds: how many rounds that estimate counts for.
         probe_every: rounds without a draft before one is tried again.
-        memory: most weight that the past has in the mean over drafting rounds.
+        memory: the most weight that the past may have in the mean over drafting rounds, so that it follows the text.
     """
 
     head: AcceptanceHead
@@ -168,7 +169,7 @@ class Auto(ScoringPolicy):
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
-    """Of fixed lengths k >= 1 the best throughput, times t_target(0), and the best profit, if all tokens are accepted with one probability.
+    """The best throughput (times t_target(0)) and the best profit of any fixed length k >= 1, if every token is accepted with prob. m.
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 

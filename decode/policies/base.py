@@ -4,7 +4,7 @@ A policy ends a draft in one of three ways, none of which lets the value of a dr
 
     limit        before the round: a number of tokens, from the past alone                 (no forward is paid for what is not drafted)
     stop_before  after the draft's forward, before the draw: distributions and earlier tokens   (B in law 4.3; the forward is paid)
-    after        after the draw: the drawn token is kept whatever the answer, and is the last    (A in law 4.3)
+    after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in law 4.3)
 
 There is no way to say "drop the token just drawn", which would change the output distribution. Every method is *elementwise*: it works
 on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per setting and prompt), so branch with
@@ -62,12 +62,12 @@ class AfterDraw(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a round came to."""
+    """How a round ended."""
 
     num_drafted: Number
     num_accepted: Number
     num_allowed: Number
-    """The most tokens that the loop would have let this round draft."""
+    """The most tokens that the loop let this round draft."""
     rejected_entropy: Number
     """H(q) where the first rejected token was drawn; 0 where none was rejected."""
 

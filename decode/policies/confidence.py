@@ -1,4 +1,4 @@
-"""Stop on the draft's own probabilities: of the drawn token, their product, the largest. Each keeps the token it stops at."""
+"""Stop on the draft's own probabilities: the drawn token's, their product along the draft, or the largest of the distribution."""
 
 from dataclasses import dataclass
 

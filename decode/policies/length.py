@@ -1,4 +1,4 @@
-"""Draft lengths that no token decides: fixed, and transformers' heuristic."""
+"""Draft lengths that do not depend on the tokens of the draft: a fixed one, and transformers' heuristic."""
 
 from dataclasses import dataclass
 

@@ -2,8 +2,9 @@
 
 entropy                                     the policy with its official default
 entropy:max_sqrt_entropy=0.4,scale=0.15     the same with parameters
-0.4 is a float, 5 an int, true a bool, anything else a string
 head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported head, a directory or a hub id
+
+Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string.
 
 A new policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its line in POLICIES.
 """
@@ -51,7 +52,7 @@ POLICIES: dict[str, Registered] = {
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),
-    "ada_edl": Registered(AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}),
+    "ada_edl": Registered(AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0.0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}),
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
 """In the order of tables."""

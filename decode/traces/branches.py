@@ -1,7 +1,7 @@
 """Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a response at once.
 
 A branch at position i has the context prompt + X_<i, which is in the draft's KV cache already: it is stored once, and each branch attends
-to the part that it stems from and to its own earlier tokens, by a four-dimensional attention mask and explicit positions (a tree of
+to the part before its position and to its own earlier tokens, by a four-dimensional attention mask and explicit positions (a tree of
 drafts). So a step costs one forward of one token per branch, and nothing is copied. A branch ends at EOS, or at its limit.
 
 Departure: a model with sliding-window layers sees its whole context here; traces of responses longer than its window are not exact.
@@ -21,9 +21,12 @@ from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.uniforms import draw
 
+_TRUNK = -1
+"""Stands for the response where branches are numbered from 0."""
 
-class Drawn(NamedTuple):
-    """Drawn tokens and the untruncated temperature-1 signals of the distributions that they were drawn from, [draw] each."""
+
+class DrawnTokens(NamedTuple):
+    """What a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from, [draw] each."""
 
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
@@ -34,23 +37,23 @@ class Drawn(NamedTuple):
     hidden: Float[Tensor, "draw hidden"]
     """The state that produced the distribution."""
 
-    def at(self, rows: Tensor) -> "Drawn":
+    def at(self, rows: Tensor) -> "DrawnTokens":
         """Some of them."""
-        return Drawn(*(values[rows] for values in self))
+        return DrawnTokens(*(values[rows] for values in self))
 
     @staticmethod
-    def joined(parts: "Sequence[Drawn]") -> "Drawn":
+    def joined(parts: "Sequence[DrawnTokens]") -> "DrawnTokens":
         """One after the other."""
-        return Drawn(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def read_signals(
     logits: Float[Tensor, "draw vocab"], token: Int[Tensor, " draw"], q: Float[Tensor, "draw vocab"], hidden: Float[Tensor, "draw hidden"]
-) -> Drawn:
+) -> DrawnTokens:
     """The signals of tokens and of the logits that they were drawn from."""
     log_probs = logits.float().log_softmax(-1)
     index = token.unsqueeze(-1)
-    return Drawn(
+    return DrawnTokens(
         token,
         q.gather(-1, index).squeeze(-1).log(),
         entropy(logits),
@@ -65,7 +68,7 @@ class Tree:
     """A model with a response in its cache, and branches that grow from it.
 
     Attributes:
-        roots: tokens of the cache that each branch sees.
+        roots: how many tokens of the response's cache each branch sees.
     """
 
     model: PreTrainedModel
@@ -75,7 +78,8 @@ class Tree:
 
     def __post_init__(self) -> None:
         self._trunk = self.cache.get_seq_length()
-        self._owners = torch.full((self._trunk,), -1, device=self.roots.device)
+        # of each token in the cache, the branch that it belongs to (none: the response) and its place there
+        self._owners = torch.full((self._trunk,), _TRUNK, device=self.roots.device)
         self._depths = torch.arange(self._trunk, device=self.roots.device)
 
     @torch.inference_mode()
@@ -102,18 +106,18 @@ class Tree:
 
     def cut(self) -> None:
         """Forget all branches."""
-        self.cache.crop(self._trunk - self.cache.get_seq_length())
+        self.cache.crop(self._trunk - self.cache.get_seq_length())  # a negative number: so many tokens less
         self._owners, self._depths = self._owners[: self._trunk], self._depths[: self._trunk]
 
     def _seen(self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Bool[Tensor, "fed cached"]:
-        in_trunk = (self._owners == -1) & (self._depths < self.roots[owners][:, None])
+        in_trunk = (self._owners == _TRUNK) & (self._depths < self.roots[owners][:, None])
         return in_trunk | ((self._owners == owners[:, None]) & (self._depths <= depths[:, None]))
 
 
 class Branches(NamedTuple):
     """Drafts after the first token of each branch: branch by branch, each in order."""
 
-    drawn: Drawn
+    drawn: DrawnTokens
     lengths: Int[Tensor, " branch"]
     """Tokens drawn of each branch, the first not included."""
 
@@ -139,7 +143,7 @@ def grow(
     """
     device = first.device
     alive, tokens = torch.arange(len(first), device=device), first
-    steps: list[Drawn] = []
+    steps: list[DrawnTokens] = []
     owners: list[Tensor] = []
     eos = torch.tensor(sorted(eos_ids), device=device, dtype=first.dtype)
     for depth in range(chance.shape[1]):
@@ -157,22 +161,22 @@ def grow(
     if not steps:
         return Branches(_nothing(tree, first), torch.zeros_like(first))
     owner = torch.cat(owners)
-    order = owner.argsort(stable=True)
-    return Branches(Drawn.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
+    order = owner.argsort(stable=True)  # steps came one after the other: stable sorting by branch keeps each branch's order
+    return Branches(DrawnTokens.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
 
 
-def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> Drawn:
+def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> DrawnTokens:
     """No draws."""
     empty = torch.zeros(0, device=first.device)
     hidden = torch.zeros(0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype)
-    return Drawn(first[:0], empty, empty, empty, empty, hidden)
+    return DrawnTokens(first[:0], empty, empty, empty, empty, hidden)
 
 
 @torch.inference_mode()
 def target_log_probs(
     tree: Tree, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
 ) -> Tensor:
-    """log p of every token of some branches but the first of each, [draws - branches], in one forward of the target.
+    """log p of every token of some branches except each one's first, [draws - branches], in one forward of the target.
 
     Args:
         tree: of the target.
@@ -184,7 +188,7 @@ def target_log_probs(
     owners = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     depths = torch.arange(len(tokens), device=tokens.device) - starts[owners]
-    is_fed = depths < lengths[owners] - 1
+    is_fed = depths < lengths[owners] - 1  # the last of a branch predicts nothing that is asked for
     if not is_fed.any():
         return torch.zeros(0, device=tokens.device)
     hidden = tree.feed(tokens[is_fed], owners[is_fed], depths[is_fed])

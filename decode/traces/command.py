@@ -24,7 +24,7 @@ from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import describe_model, read_manifest, settle
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
 from decode.traces import disk
-from decode.traces.coupling import Recorded, Recorder
+from decode.traces.coupling import Recorder, Recording
 from decode.traces.trace import TokenInputs, Trace, TraceRow, join
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, load_pair
@@ -203,7 +203,7 @@ def _record_shard(config: Config, shard: TraceShard, pair: Pair, heads: Sequence
     )
 
 
-def _trace_of(row: TraceRow, recorded: Recorded, recorder: Recorder) -> Trace:
+def _trace_of(row: TraceRow, recorded: Recording, recorder: Recorder) -> Trace:
     arrays = {name: value.detach().cpu() for name, value in vars(recorded).items()}
     hidden = arrays.pop("hidden")
     token = arrays["token"].numpy()

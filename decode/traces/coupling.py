@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.traces.branches import Drawn, Tree, grow, read_signals, target_log_probs, trunk
+from decode.traces.branches import DrawnTokens, Tree, grow, read_signals, target_log_probs, trunk
 from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
@@ -27,7 +27,7 @@ BRANCHES_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """One response: its own positions, then every branch, in this order along `draw`."""
 
     token: Int[Tensor, " draw"]
@@ -46,13 +46,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class _Path:
-    """What the two forwards over a response leave behind."""
+    """Outcomes and signals along a response, from one forward of each model."""
 
-    drawn: Drawn
+    drawn: DrawnTokens
     acceptance_prob: Tensor
     acceptance_rate: Tensor
     is_rejected: Tensor
-    rejected: Drawn
+    rejected: DrawnTokens
     """The rejected draws, one per rejected position."""
     rejected_acceptance_prob: Tensor
 
@@ -63,7 +63,7 @@ class Recorder:
 
     Attributes:
         max_draft_length: the longest draft that a replayed policy may make.
-        has_target_branches: also run the target over the branches: the perfect head needs it.
+        has_target_branches: run the target over the branches too, which the perfect head needs.
         chunk_mb: bound of one float32 [positions, vocabulary] chunk.
     """
 
@@ -82,8 +82,8 @@ class Recorder:
         return 2 + max(0, self.max_draft_length - 1)
 
     @torch.inference_mode()
-    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> Recorded:
-        """The trace row of one response.
+    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> Recording:
+        """The trace of one response.
 
         Args:
             prompt_ids: at least one token.
@@ -97,6 +97,7 @@ class Recorder:
         start = len(prompt_ids) - 1
         path = self._path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
         positions = path.is_rejected.nonzero().squeeze(-1)
+        # each verification adds a token of the target's, so that the last position before the limit cannot be drafted
         limits = (limit - 1 - positions).clamp(0, self.max_draft_length)
         lengths = torch.zeros_like(positions)
         parts, probs = [path.drawn], [path.acceptance_prob]
@@ -106,17 +107,17 @@ class Recorder:
             drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
             parts.append(drawn)
             probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
-        draws = Drawn.joined(parts)
-        return Recorded(
-            draws.token.int(),
-            draws.entropy,
-            draws.max_prob,
-            draws.log_token_prob,
-            torch.cat(probs),
-            draws.hidden,
-            path.is_rejected,
-            path.acceptance_rate,
-            lengths,
+        draws = DrawnTokens.joined(parts)
+        return Recording(
+            token=draws.token.int(),
+            entropy=draws.entropy,
+            max_prob=draws.max_prob,
+            log_token_prob=draws.log_token_prob,
+            acceptance_prob=torch.cat(probs),
+            hidden=draws.hidden,
+            is_rejected=path.is_rejected,
+            acceptance_rate=path.acceptance_rate,
+            branch_lengths=lengths,
         )
 
     def _path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> _Path:
@@ -130,8 +131,8 @@ class Recorder:
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("acceptance_prob", "acceptance_rate", "is_rejected", "rejected_acceptance_prob")
         }
-        drawn = Drawn.joined([part.drawn for part in parts])
-        rejected = Drawn.joined([part.rejected for part in parts])
+        drawn = DrawnTokens.joined([part.drawn for part in parts])
+        rejected = DrawnTokens.joined([part.rejected for part in parts])
         return _Path(drawn=drawn, rejected=rejected, **plain)
 
     def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> _Path:
@@ -141,27 +142,28 @@ class Recorder:
             refuse_non_finite(logits, whose, "along a response of a trace")
         q, p = self.sampling.probs(q_logits), self.sampling.probs(p_logits)
         chance = chance.to(q.device)
+        # the coupling runs backwards: the response's token was drawn from p, so q and p change places
         is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
         draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), chance[is_rejected, 1])
         rejected = read_signals(q_logits[is_rejected], draws, q[is_rejected], draft_hidden[is_rejected])
         return _Path(
-            read_signals(q_logits, tokens, q, draft_hidden),
-            acceptance_prob(tokens, q, p),
-            acceptance_rate(q, p),
-            is_rejected,
-            rejected,
-            acceptance_prob(draws, q[is_rejected], p[is_rejected]),
+            drawn=read_signals(q_logits, tokens, q, draft_hidden),
+            acceptance_prob=acceptance_prob(tokens, q, p),
+            acceptance_rate=acceptance_rate(q, p),
+            is_rejected=is_rejected,
+            rejected=rejected,
+            rejected_acceptance_prob=acceptance_prob(draws, q[is_rejected], p[is_rejected]),
         )
 
-    def _branches(self, tree: Tree, first: Drawn, limits: Tensor, chance: Tensor) -> tuple[Drawn, Tensor]:
+    def _branches(self, tree: Tree, first: DrawnTokens, limits: Tensor, chance: Tensor) -> tuple[DrawnTokens, Tensor]:
         """Every branch with its first token, and their lengths."""
         rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
         tree.cut()
         owners = torch.arange(len(first.token), device=limits.device)
         order = torch.cat([owners, owners.repeat_interleave(rest.lengths)]).argsort(stable=True)
-        return Drawn.joined([first, rest.drawn]).at(order), rest.lengths + 1
+        return DrawnTokens.joined([first, rest.drawn]).at(order), rest.lengths + 1
 
-    def _branch_acceptance(self, cache: object, roots: Tensor, drawn: Drawn, lengths: Tensor, first: Tensor) -> Tensor:
+    def _branch_acceptance(self, cache: object, roots: Tensor, drawn: DrawnTokens, lengths: Tensor, first: Tensor) -> Tensor:
         """acceptance_prob of every token of some branches."""
         starts = lengths.cumsum(0) - lengths
         result = torch.full_like(drawn.log_q, float("nan"))

@@ -1,9 +1,9 @@
 """Law 4.10: every policy from one trace, with no model.
 
-Lanes (one per setting and prompt) run in lockstep, each at its own place: a step is one draft step of every lane, and the end of the round
-for those whose draft ended with it. The policy is the very object that the loop runs, called on arrays of one number per lane; its states
-are merged by masks. Nothing is approximated: limits, EOS, stops before the draw, what outcomes are told, all as `decode.loop.decoder` and
-`decode.loop.drafter` do it (tests/decode/traces/test_replay.py compares the two laws exactly).
+Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft step of every lane
+and, where the draft ends with it, the verification. The policy is the same object that the loop runs, called on arrays of one number per
+lane; where a lane takes no part, a mask keeps its state. Nothing is approximated: limits, EOS, stops before the draw and the outcomes that
+policies learn are those of `decode.loop.decoder` and `decode.loop.drafter` (tests/decode/traces/test_replay.py compares the laws exactly).
 """
 
 import copy
@@ -22,7 +22,7 @@ from decode.traces.lanes import Lanes, Tokens
 from decode.traces.trace import Array, Trace
 
 _LANES_AT_ONCE = 12288
-"""Arrays of so many numbers stay in a core's cache."""
+"""So many that the arrays of a step stay in a core's cache."""
 _COMPACT_EVERY = 32
 _LEAST_ALIVE = 0.8
 """Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a copy."""
