@@ -28,8 +28,9 @@ class TalliedModel(CachedModel):
     """Also writes a `Call` for every forward into a log that both models share."""
 
     def __init__(self, name: str, pair: Pair, log: list["Call"]) -> None:
+        self._name, self._log = name, list[Call]()  # a model that is tried out while it is made is no part of a generation
         super().__init__(getattr(pair, name), vocab_size=pair.vocab_size)
-        self._name, self._log = name, log
+        self._log = log
 
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> torch.Tensor:
         self._log.append(Call(self._name, len(self), len(token_ids) - len(self), num_rows))

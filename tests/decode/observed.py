@@ -80,13 +80,17 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
     watched.append((target, "reset", reset))
     if draft is not None:
         watched += [(draft, "forward", draft_forward), (draft, "forward_drawn", draft_forward)]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watched]
     for owner, name, watch in watched:
         setattr(owner, name, _around(getattr(owner, name), watch))
     try:
         yield seen
     finally:
-        for owner, name, _ in watched:
-            delattr(owner, name)
+        for owner, name, own in before:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 def _around(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ As in test_losslessness, nothing is sampled: every branch of the loop's draws is
 import pytest
 import torch
 from enumeration import ToyModel, assert_same_law, law_of
+from observed import observed
 from toy_loop import POLICIES, PROMPT, SAMPLINGS
 
 from decode import Drafter, ModelDrafter, SpeculativeDecoder
@@ -38,9 +39,9 @@ def assert_lossless_for(target: ToyModel, drafter: Drafter, max_new_tokens: int,
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)
 
     def play(draws):
-        generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
-        counts = generation.counts
-        assert counts.num_drafted + counts.num_target == len(generation.token_ids) + counts.num_discarded
+        with observed(decoder) as seen:
+            generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
+        seen.check(generation, len(PROMPT))
         return generation.token_ids
 
     expected = target.law(PROMPT, max_new_tokens, sampling=decoder.sampling, eos_ids=decoder.eos_ids)

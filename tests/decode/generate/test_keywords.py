@@ -1,0 +1,212 @@
+"""Every keyword of `generate` means in speculative_generate what it means without, changes nothing, or is refused by name."""
+
+import pytest
+import torch
+from random_pairs import random_pair
+from transformers import (
+    DynamicCache,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+)
+from transformers.generation import EosTokenCriteria
+
+from decode import speculative_generate
+from decode.policies import FixedLength
+
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+def generate(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: torch.Tensor | None = PROMPT, **settings):
+    """speculative_generate, greedy unless `settings` say otherwise."""
+    return target.generate(prompt, custom_generate=speculative_generate, draft_model=draft, **GREEDY | settings)
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(97 + int(i)) for i in ids)
+
+
+def filled(target: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(PROMPT[:, :3], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+        ({"dola_layers": "low"}, "dola_layers=low"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "padded"),
+        ({"position_ids": torch.tensor([[0, 0, 1, 2, 3]])}, "position_ids"),
+        ({"guidance_scale": 2.0}, "guidance"),
+        ({"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[2, 2]])}, "guidance"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"token_type_ids": torch.zeros_like(PROMPT)}, "token_type_ids .*shape"),
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+        ({"draft_model": None}, "needs a draft"),
+        ({"max_new_tokens": 61}, "context of 64"),
+        ({"streamer": TextIteratorStreamer(Letters())}, "streamer .*SpeculativeDecoder.stream"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes, said):
+    target, draft = random_pair("llama")
+    for name in ("token_type_ids", "pixel_values"):
+        if name in changes:
+            target = taking(target, name)
+    with pytest.raises(ValueError, match=said):
+        target.generate(PROMPT, **{"custom_generate": speculative_generate, "draft_model": draft, **GREEDY} | changes)
+
+
+def taking(target: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The same model, of a class whose forward knows one keyword more, so that `generate` lets it pass."""
+    base = type(target)
+
+    class Taking(base):
+        def forward(self, input_ids=None, token_type_ids=None, pixel_values=None, **kwargs):
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    Taking.__name__ = base.__name__
+    target.__class__ = Taking
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("past_key_values", lambda target: DynamicCache(config=target.config)),
+        ("past_key_values", filled),
+        ("past_key_values", lambda target: StaticCache(config=target.config, max_cache_len=32)),
+        ("inputs_embeds", lambda target: target.get_input_embeddings()(PROMPT).detach()),
+        ("assistant_model", lambda target: random_pair("llama")[1]),
+        ("synced_gpus", lambda target: True),
+    ],
+)
+def test_what_belongs_to_a_model_or_is_dropped_by_generate_is_refused_by_name(name, make):
+    target, draft = random_pair("llama")
+    said = "cache handed in" if name == "past_key_values" else name
+    with pytest.raises(ValueError, match=said):
+        generate(target, draft, None if name == "inputs_embeds" else PROMPT, **{name: make(target)})
+
+
+def test_batches_and_encoder_decoders_are_refused(monkeypatch):
+    target, draft = random_pair("llama")
+    with pytest.raises(ValueError, match="batch of 2"):
+        generate(target, draft, PROMPT.repeat(2, 1))
+    monkeypatch.setattr(target.config, "is_encoder_decoder", True)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        speculative_generate(target, PROMPT, generation_config=target.generation_config, draft_model=draft)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_mask": torch.ones_like(PROMPT)},
+        {"position_ids": torch.arange(5)[None]},
+        {"use_cache": False},
+        {"use_cache": True},
+        {"logits_to_keep": 2},
+        {"negative_prompt_ids": torch.tensor([[2, 2]])},
+        {"tokenizer": Letters()},
+        {"token_type_ids": None},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [2, 7, 11, int(ids[-1])]},
+        {"min_new_tokens": 6, "eos_token_id": list(range(0, 40, 3))},
+        {"max_time": 60.0},
+    ],
+)
+def test_what_is_supported_or_harmless_gives_the_tokens_of_plain_generate(settings):
+    target, draft = random_pair("llama")
+    assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+
+
+class Spelling:
+    """A tokenizer of 40 letters, as far as stop strings ask."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def get_vocab(self):
+        return {chr(48 + token): token for token in range(40)}
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) - 48 for letter in text]}
+
+    def _convert_id_to_token(self, token):
+        return chr(48 + token)
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_stop_strings_are_a_criterion_and_no_setting():
+    target, draft = random_pair("llama")
+    plain = target.generate(PROMPT, **GREEDY)[0].tolist()
+    text = "".join(chr(48 + token) for token in plain[9:11])
+    criteria = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(Spelling(), [text])])}
+    expected = target.generate(PROMPT, **GREEDY | criteria).tolist()
+    assert len(expected[0]) < len(plain)
+    assert generate(target, draft, **criteria).tolist() == expected
+    with pytest.raises(ValueError, match="stop strings"):
+        generate(target, draft, stop_strings=[text], tokenizer=Spelling())
+
+
+class Watches(StoppingCriteria):
+    """Never stops; remembers which scores it was given."""
+
+    def __init__(self):
+        self.scores = []
+
+    def __call__(self, input_ids, scores, **_):
+        self.scores.append(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_generate():
+    target, draft = random_pair("llama")
+    asked = []
+    for how in ({}, {"custom_generate": speculative_generate, "draft_model": draft}):
+        criterion = Watches()
+        target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY | how)
+        asked.append(criterion.scores)
+    assert asked[0] == asked[1] == [None] * 12
+
+
+@pytest.mark.parametrize("place", [3, 7])
+@pytest.mark.parametrize("kind", ["length", "eos", "shorter than the prompt"])
+def test_a_criterion_of_ones_own_takes_the_place_of_the_configs(place, kind):
+    target, draft = random_pair("llama")
+    plain = target.generate(PROMPT, **GREEDY)[0].tolist()
+    own = {
+        "length": MaxLengthCriteria(5 + place),
+        "eos": EosTokenCriteria(plain[5 + place]),
+        "shorter than the prompt": MaxLengthCriteria(2),
+    }[kind]
+    settings = {"stopping_criteria": StoppingCriteriaList([own]), "eos_token_id": plain[5 + 9]}
+    assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("policy", [None, FixedLength(5)])
+def test_greedy_tokens_are_those_of_plain_generate_in_float32_and_float64(dtype, policy):
+    target, draft = (model.to(dtype) for model in random_pair("llama"))
+    for first in range(1, 8):
+        prompt = torch.tensor([[first, 2, 3]])
+        expected = target.generate(prompt, do_sample=False, max_new_tokens=40)
+        assert generate(target, draft, prompt, policy=policy, max_new_tokens=40).tolist() == expected.tolist()
