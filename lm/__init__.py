@@ -11,9 +11,10 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 from lm.arrays import array_of
 from lm.draws import Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
+from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
 from lm.models.compiled import CompiledModel
-from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer
+from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer, vocab_size_of
 from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
 
@@ -33,12 +34,15 @@ __all__ = [
     "cross_entropy",
     "entropy",
     "eos_ids_of",
+    "keep",
     "load_model",
     "load_pair",
     "load_pair_tokenizer",
     "load_tokenizer",
+    "make_cache",
     "next_law",
     "num_accepted",
     "residual_probs",
     "verify",
+    "vocab_size_of",
 ]

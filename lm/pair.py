@@ -1,10 +1,12 @@
 """Load a target, a draft and perhaps a micro model, and check that they fit.
 
 They fit when their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded vocabularies, as Qwen's):
-the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`.
+the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`. The target's may be narrower, too (Gemma-3 1B's
+tokenizer has an id for images that no logit has): such ids are never emitted.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,16 +25,26 @@ class Pair:
     micro: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows: the width that every distribution has."""
-        return len(self.tokenizer)
+        """The width that every distribution has."""
+        return vocab_size_of(self.tokenizer, self.target)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The target's end-of-sequence ids (a generation config may name several), or the tokenizer's."""
         own = self.tokenizer.eos_token_id
         return eos_ids_of(self.target.generation_config) or frozenset([] if own is None else [own])
+
+
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
+    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less where ids have gaps), or that `target` emits."""
+    num_ids = 1 + max(tokenizer.get_vocab().values())
+    return num_ids if target is None else min(num_ids, _width_of(target))
+
+
+def _width_of(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().vocab_size
 
 
 def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
@@ -46,15 +58,16 @@ def load_pair(config: PairConfig) -> Pair:
 
     Raises:
         FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
-        ValueError: tokenizers that differ, logits narrower than the tokenizer, an unknown dtype, CUDA asked for and absent.
+        ValueError: tokenizers that differ, logits narrower than what the target emits, an unknown dtype, CUDA asked for and absent.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
     models = {name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in _sources(config).items()}
+    pair = Pair(models["target"], models["draft"], models.get("micro"), tokenizer)
     for name, model in models.items():
-        check_width(model, len(tokenizer), name)
-    return Pair(models["target"], models["draft"], models.get("micro"), tokenizer)
+        check_width(model, pair.vocab_size, name)
+    return pair
 
 
 def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
@@ -124,9 +137,7 @@ def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
 
 
 def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise if the model cannot name every token."""
-    width = model.config.get_text_config().vocab_size
+    """Raise if the model cannot name every token that is emitted."""
+    width = _width_of(model)
     if width < vocab_size:
-        raise ValueError(
-            f"{name} has logits for {width} ids and its tokenizer {vocab_size}; resize its embeddings or use its own tokenizer"
-        )
+        raise ValueError(f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own tokenizer")

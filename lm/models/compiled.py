@@ -108,10 +108,10 @@ class CompiledModel(CachedModel):
         logits, hidden = self._run(ids, is_compiled=is_compiled)
         rows = slice(len(fed) - num_rows, len(fed))
         self.hidden = None if hidden is None else hidden[rows]
+        self._cache.check_lengths(self._length + width)
         if width > len(fed):
             self._set_length(len(token_ids))
         self._length = len(token_ids)
-        self._check_lengths()
         return logits[rows, : self.vocab_size]
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
@@ -119,6 +119,7 @@ class CompiledModel(CachedModel):
         assert self._length < self._capacity, "reserve room before feeding tokens that the host does not know"
         logits, self.hidden = self._run(ids, is_compiled=True)
         self._length += 1
+        self._cache.check_lengths(self._length)
         return logits[:, : self.vocab_size]
 
     def _run(self, ids: Int[Tensor, "1 width"], *, is_compiled: bool) -> tuple[Tensor, Tensor | None]:
@@ -145,9 +146,6 @@ class CompiledModel(CachedModel):
     def _set_length(self, length: int) -> None:
         self._length = length
         self._cache.set_length(length)
-
-    def _check_lengths(self) -> None:
-        self._cache.check_lengths(self._length)
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

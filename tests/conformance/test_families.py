@@ -85,8 +85,7 @@ def with_eos(eos):
 def test_padding_of_a_vocabulary_is_never_emitted():
     model = build(Family("llama", "full", {}))
     width = 20
-    decoder = SpeculativeDecoder(
-        model, ModelDrafter(stranger(), FixedLength(3), vocab_size=width), sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset()
-    )  # fmt: skip
+    drafter = ModelDrafter(stranger(), FixedLength(3), vocab_size=width)
+    decoder = SpeculativeDecoder(model, drafter, sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset())
     suppressed = list(range(width, 40))
     assert list(decoder.generate([5, 9, 3], 12).token_ids) == plain(model, [5, 9, 3], 12, suppress_tokens=suppressed)

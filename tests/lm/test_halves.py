@@ -1,5 +1,7 @@
 """A forward of the two halves is the forward of the whole, or is not taken."""
 
+from functools import wraps
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
@@ -44,6 +46,44 @@ def test_a_model_whose_whole_is_watched_is_called_as_a_whole():
     assert len(seen) >= 4
     hook.remove()
     assert halves_of(model) is not None
+
+
+def with_another_head(model):
+    model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
+
+
+def with_a_hook_on_the_body(model):
+    def scaled(_module, _inputs, output):
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.base_model.register_forward_hook(scaled)
+
+
+def with_another_forward(model):
+    before = model.forward
+
+    @wraps(before)
+    def scaled(*args, **kwargs):
+        output = before(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    model.forward = scaled  # as `model.forward = torch.compile(model.forward)` does
+
+
+@pytest.mark.parametrize("changed", [with_another_head, with_a_hook_on_the_body, with_another_forward])
+def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
+    model = model_of(LLAMA)
+    CachedModel(model).forward(TOKENS[:3])
+    kept = CachedModel(model)
+    changed(model)
+    for cached in (CachedModel(model), kept):
+        cached.reset()
+        for length in (3, 5):
+            with torch.no_grad():
+                expected = model(torch.tensor([TOKENS[:length]])).logits[0, -1:]
+            torch.testing.assert_close(cached.forward(TOKENS[:length]), expected, rtol=0, atol=1e-12)
 
 
 def test_positions_go_on_beyond_the_first_that_were_prepared():

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from configs import ModelSource, PairConfig
-from lm import CachedModel, CompiledModel, load_model, load_pair
+from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
 CONFIG = LlamaConfig(
@@ -48,6 +50,39 @@ def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="differ in 2 tokens"):
         load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path))))
+
+
+def tokenizer_of(vocab):
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), unk_token="a")
+
+
+def test_the_width_of_distributions_is_the_largest_id_and_no_more_than_the_targets_logits():
+    gaps, model = tokenizer_of({"a": 0, "b": 1, "c": 9}), AutoModelForCausalLM.from_config(CONFIG)
+    assert len(gaps) == 3
+    assert Pair(model, model, None, gaps).vocab_size == vocab_size_of(gaps) == 10
+    wider = tokenizer_of({str(place): place for place in range(24)} | {"a": 24})
+    assert len(wider) == 25
+    assert Pair(model, model, None, wider).vocab_size == 24
+
+
+def saved_with_one_more_token(source, path):
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(ModelSource(path=str(source)))
+    tokenizer.add_tokens([f"<extra {place}>" for place in range(768 + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(path)
+    return ModelSource(path=str(path))
+
+
+def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
+    """As Gemma-3 1B's, whose id for images has no logit."""
+    pair = load_pair(tiny_pair(**{name: saved_with_one_more_token(TINY / name, path_of(tmp_path, name)) for name in ("target", "draft")}))
+    assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
+
+
+def path_of(folder, name):
+    (folder / name).mkdir()
+    return folder / name
 
 
 def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():

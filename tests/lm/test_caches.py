@@ -1,0 +1,108 @@
+"""Caches that hold what the model was fed, whatever is done to either."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies.length import FixedLength
+from lm import CachedModel, CompiledModel, Sampling
+from lm.kv_buffer import keep, make_cache
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = LlamaConfig(**SIZES)
+SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4)
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("kind", [CachedModel, CompiledModel])
+def test_a_layer_that_does_not_hold_what_was_fed_is_named(kind, place, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    cached = kind(model_of(SOFT_CAPPED))
+    cached.forward([1, 2, 3])
+    layer = cached._cache.layers[place]
+    if kind is CachedModel:
+        layer.length -= 1
+    else:
+        with torch.inference_mode():
+            layer.cumulative_length.sub_(1)
+    with pytest.raises(AssertionError, match=rf"layer {place} .* holds 3 tokens and the model has 4"):
+        cached.forward([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+def test_cropping_and_emptying_a_cache_of_ours_forgets_as_rolling_back_does(config):
+    model, tokens = model_of(config), torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    cache = make_cache(model, 4)
+    with torch.no_grad():
+        expected = model(tokens[:, :7]).logits[0, -2:]
+        model(torch.cat([tokens[:, :5], tokens[:, :2]], -1), past_key_values=cache)
+        cache.crop(-2)
+        torch.testing.assert_close(model(tokens[:, 5:], past_key_values=cache).logits[0], expected, rtol=0, atol=1e-6)
+        cache.reset()
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits[0, -2:], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config):
+    model, tokens = model_of(config), torch.arange(1, 19).view(3, 6)
+    cache = make_cache(model, 2)
+    with torch.no_grad():
+        model(tokens[:, :5], past_key_values=cache)
+        keep(cache, torch.tensor([2, 0]))
+        logits = model(tokens[[2, 0], 5:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(tokens[[2, 0]]).logits[:, -1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [CachedModel, CompiledModel])
+def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype(kind, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = model_of(LLAMA)
+    decoder = SpeculativeDecoder(kind(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset())
+    first = decoder.generate([1, 2, 3], 8).token_ids
+    model.float()
+    assert decoder.generate([1, 2, 3], 8).token_ids == first
+    decoder.target.reset()
+    assert decoder.target.forward([1, 2, 3]).dtype == torch.float32
+
+
+def test_nothing_stays_with_a_model_whose_hidden_states_were_watched():
+    model = model_of(SOFT_CAPPED)
+    cached = CachedModel(model, with_hidden=True)
+    cached.forward([1, 2, 3])
+    assert cached.hidden is not None
+    left = weakref.ref(cached)
+    del cached
+    gc.collect()
+    assert left() is None
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_hidden_states_are_watched_on_the_head_that_there_is():
+    model = model_of(SOFT_CAPPED)
+    cached = CachedModel(model, with_hidden=True)
+    model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
+    cached.reset()
+    cached.forward([1, 2, 3])
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states[-1][0, -1:]
+    torch.testing.assert_close(cached.hidden, expected, rtol=0, atol=1e-12)
+
+
+def test_a_target_of_any_kind_ends_at_its_own_eos_ids():
+    model = model_of(LLAMA)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = [3, 4]
+    assert CachedModel(model).eos_ids == {3, 4}
+    model.generation_config.eos_token_id = 5
+    assert CachedModel(model).eos_ids == {5}
+    assert SpeculativeDecoder(CachedModel(model), ModelDrafter(model, FixedLength(1))).eos_ids == {5}
