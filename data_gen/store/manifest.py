@@ -92,8 +92,13 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def settle(directory: str | Path, manifest: Mapping[str, Any]) -> None:
+def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
     """Write the manifest into a new directory, or compare it with the one that is there.
+
+    Args:
+        directory: made if it is not there.
+        manifest: of this run.
+        setting: the key of the config that names the directory.
 
     Raises:
         ValueError: names the first key that differs, and both values.
@@ -102,12 +107,12 @@ def settle(directory: str | Path, manifest: Mapping[str, Any]) -> None:
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
-    differing = difference(read_manifest(directory), json.loads(json.dumps(manifest)))
+    differing = difference(json.loads(path.read_text()), json.loads(json.dumps(manifest)))
     if differing is not None:
         key, there, here = differing
         raise ValueError(
-            f"{path} differs in {key}: {there!r} there, {here!r} in this run; choose another data.dir, or delete {Path(directory)} to make "
-            "its data anew"
+            f"{path} differs in {key}: {there!r} there, {here!r} in this run; choose another {setting}, or delete {Path(directory)} to "
+            "make its content anew"
         )
 
 

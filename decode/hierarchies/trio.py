@@ -8,7 +8,7 @@ from lm import CachedModel, Pair
 
 
 def check_micro(pair: PairConfig | Pair, *, is_needed: bool = True) -> None:
-    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    """Raise ValueError where hierarchies are asked for and no micro model is named."""
     if is_needed and pair.micro is None:
         raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
 

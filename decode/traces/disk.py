@@ -19,8 +19,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from data_gen.store.manifest import difference
-from data_gen.store.shards import is_whole, verify, write_atomic, write_shard
+from data_gen.store import manifest as data_manifest
+from data_gen.store.shards import is_whole, verify, write_shard
 from decode.traces.trace import TokenInputs, Trace, TraceRow, join
 from lm import Sampling
 
@@ -37,21 +37,8 @@ _ROWS = pa.schema(
 
 
 def settle(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of a new trace, or compare it with the one that is there.
-
-    Raises:
-        ValueError: names the first key that differs, and both values.
-    """
-    path = directory / "manifest.json"
-    if not path.exists():
-        write_atomic(path, json.dumps(manifest, indent=2).encode())
-        return
-    differing = difference(json.loads(path.read_text()), json.loads(json.dumps(manifest)))
-    if differing is not None:
-        key, there, here = differing
-        raise ValueError(
-            f"{path} differs in {key}: {there!r} there, {here!r} in this run; choose another decode.dir, or delete {directory}"
-        )
+    """Write the manifest of a new directory, or compare it with the one that is there; raises ValueError where they differ."""
+    data_manifest.settle(directory, manifest, setting="decode.dir")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
