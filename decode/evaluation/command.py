@@ -25,17 +25,18 @@ from decode.figure import Plot
 def evaluate(config: Config) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    experiment.recording.complete()
+    heads, trio = experiment.heads, experiment.trio()
+    grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
+    experiment.recording.complete()  # what is wrong with heads and grids was said before any model runs
     cost = experiment.costs()
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
-    grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
     frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio))
     for dataset in experiment.datasets:
         traces = experiment.recording.load(dataset)
-        replays = replay_dataset(traces, grids, experiment.heads, cost, perfect_head=experiment.decode.perfect_head, name=dataset)
+        replays = replay_dataset(traces, grids, heads, cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         decoded = None
         if experiment.decode.hierarchies:
-            loop = experiment.kept_loop(dataset, experiment.trio())
+            loop = experiment.kept_loop(dataset, trio)
             decoded = decode_hierarchies(loop, traces, costs, t_micro_s=experiment.decode.t_micro_s)
         for each in costs:
             frame, bars = compare(replays, decoded, each, dataset=dataset)

@@ -53,23 +53,23 @@ def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> N
         hierarchy(config)
         return
     experiment = Experiment(config)
-    experiment.recording.complete()
-    cost = experiment.costs()
-    made = specdec_tables(experiment, cost) if paper == "specdec++" else [svip_table(tests_of(experiment), cost)]
+    if paper == "specdec++":
+        made = specdec_tables(experiment)
+    else:
+        experiment.recording.complete()
+        tests = {dataset: experiment.recording.load(dataset).test for dataset in experiment.datasets}
+        made = [svip_table(tests, experiment.costs())]
     for each in made:
         wide_console().print(each.table)
     print(json.dumps({"paper": paper, "tables": [each.rows for each in made]}))
 
 
-def tests_of(experiment: Experiment) -> dict[str, Trace]:
-    """Dataset -> the trace of its test prompts."""
-    return {dataset: experiment.recording.load(dataset).test for dataset in experiment.datasets}
-
-
-def specdec_tables(experiment: Experiment, cost: CostModel) -> list[Paper]:
+def specdec_tables(experiment: Experiment) -> list[Paper]:
     """Tables 1 to 3 of SpecDec++."""
     decode, heads = experiment.decode, experiment.heads
     grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length)
+    experiment.recording.complete()
+    cost = experiment.costs()
     results = {}
     for dataset in experiment.datasets:
         replays = replay_dataset(experiment.recording.load(dataset), grids, heads, cost, perfect_head=decode.perfect_head, name=dataset)

@@ -55,11 +55,11 @@ def hierarchy(
     experiment = Experiment(config, needs_micro=True)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
     trio = experiment.trio(with_hidden=level_heads is not None)
-    loops = {dataset: experiment.kept_loop(dataset, trio) for dataset in experiment.datasets}
     policies = None
     if level_heads is not None:
         heads = [experiment.load_head(path, drafting=low, verifying=high) for path, (low, high) in zip(level_heads, BETWEEN, strict=True)]
         policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
+    loops = {dataset: experiment.kept_loop(dataset, trio) for dataset in experiment.datasets}
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}

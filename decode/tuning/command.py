@@ -65,10 +65,10 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
     experiment = Experiment(config)
-    experiment.recording.complete()
-    cost = experiment.costs(ratio)
     if not experiment.heads:
         raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
+    experiment.recording.complete()
+    cost = experiment.costs(ratio)
     dev, test = (join(traces) for traces in zip(*map(experiment.recording.load, experiment.datasets), strict=True))
     tuned = [tune_head(name, head, Traces(dev, test), cost) for name, head in experiment.heads.items()]
     wide_console().print(table_of(tuned, cost))
