@@ -1,7 +1,8 @@
-"""What a config names, made once: models, datasets, prompts, heads, policies, the trace, costs.
+"""What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
 
-Every command under decode/ turns its config into an `Experiment`, takes from it the objects that it needs, and hands on those alone. Each
-is made when it is first asked for, so that a command that needs no model loads none.
+Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
+trace (`decode.traces.recording.recording_of`), costs (`decode.costs.kept.costs_for`), the loop that keeps what it writes
+(`decode.hierarchies.runs.kept_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
 """
 
 from collections import Counter
@@ -9,32 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from configs.schema import Config
-from data_gen.pipeline.command import cut
+from configs.schema import Config, PairConfig
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
 from data_gen.store.manifest import describe_model
-from decode.costs.kept import Workload, measured_once
-from decode.costs.model import CostModel, check_ratio
-from decode.hierarchies.runs import KeptLoop
-from decode.hierarchies.trio import Trio, check_micro
 from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
-from decode.traces.disk import settle
-from decode.traces.recording import SPLITS, Recording
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, load_pair
 
 Level = Literal["target", "draft", "micro"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "target"))
 """The two places of a head in a hierarchy: (model that drafts, model that verifies)."""
-_TIMED_PROMPTS = 4
-_TIMED_TOKENS = 96
 
 
 class Experiment:
@@ -48,7 +41,8 @@ class Experiment:
         Raises:
             ValueError: there is no micro model and it is needed.
         """
-        check_micro(config.pair, is_needed=needs_micro)
+        if needs_micro:
+            check_micro(config.pair)
         self.models, self.data, self.decode = config.pair, config.data, config.decode
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
@@ -59,10 +53,6 @@ class Experiment:
     def pair(self) -> Pair:
         """The models, loaded."""
         return load_pair(self.models)
-
-    def trio(self, *, with_hidden: bool = False) -> Trio:
-        """The models of a hierarchy; `with_hidden` where heads read their states."""
-        return Trio(lambda: self.pair, with_hidden=with_hidden)
 
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
@@ -145,74 +135,14 @@ class Experiment:
             spec = f"head:{self.decode.heads[0]}"
         return parse_policy(spec, load_head=self.load_head)
 
-    @cached_property
-    def recording(self) -> Recording:
-        """The trace.
-
-        Raises:
-            ValueError: a setting that is out of range.
-        """
-        for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard"):
-            if getattr(self.decode, name) < 1:
-                raise ValueError(f"decode.{name} is {getattr(self.decode, name)}; it must be at least 1")
-        size = self.decode.prompts_per_shard
-        return Recording(
-            directory=self.directory / "trace",
-            shards={name: [spec for split in SPLITS for spec in cut(split, self.prompts(name, split), size)] for name in self.datasets},
-            models={level: self.described(level) for level in ("target", "draft")},
-            pair=lambda: self.pair,
-            sampling=self.sampling,
-            heads=list(self.heads.values()) if self.decode.heads and not self.decode.trace_hidden else [],
-            data=self.data,
-            decode=self.decode,
-        )
-
-    def costs(self, ratio: float | None = None) -> CostModel:
-        """Times that the YAML gives, or else those of this machine, which are measured once and kept.
-
-        Args:
-            ratio: t_target / t_draft of other hardware, in place of theirs.
-
-        Raises:
-            ValueError: one of the two times given without the other; a ratio that is not positive.
-        """
-        if ratio is not None:
-            check_ratio(ratio)
-            return self.costs().with_ratio(ratio)
-        draft_s, target_s = self.decode.t_draft_s, self.decode.t_target_s
-        if draft_s is not None and target_s is not None:
-            return CostModel.constant(draft_s, target_s)
-        if (draft_s, target_s) != (None, None):
-            raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
-        return measured_once(self.directory, lambda: self.workload)
-
-    @property
-    def workload(self) -> Workload:
-        """What is timed to measure costs: a few dev prompts of the first dataset."""
-        dataset = next(iter(self.datasets))
-        return Workload(
-            pair=self.pair,
-            prompts=self.prompt_ids(dataset, "dev", num=max(self.decode.num_dev, _TIMED_PROMPTS))[:_TIMED_PROMPTS],
-            sampling=self.sampling,
-            max_draft_length=self.decode.max_draft_length,
-            max_new_tokens=min(self.decode.max_new_tokens, _TIMED_TOKENS),
-        )
-
-    def kept_loop(self, dataset: str, trio: Trio) -> KeptLoop:
-        """The real loop for the hierarchies of one dataset, with the folder that keeps what it wrote.
-
-        Raises:
-            ValueError: the generations of other settings lie there.
-        """
-        settings = {name: getattr(self.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
-        directory = self.directory / "hierarchy" / dataset
-        directory.mkdir(parents=True, exist_ok=True)
-        models = {level: self.described(level) for level in ("target", "draft", "micro")}
-        settle(directory, {"format": 1, **models, "sampling": self.sampling.as_dict(), **settings})
-        return KeptLoop(directory=directory, trio=trio, sampling=self.sampling, **settings)
-
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}
+
+
+def check_micro(pair: PairConfig | Pair) -> None:
+    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    if pair.micro is None:
+        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
 
 
 def names_apart(paths: Sequence[str]) -> list[str]:

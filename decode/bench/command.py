@@ -30,8 +30,9 @@ from rich.table import Table
 from transformers.utils import logging
 
 from configs.schema import Config
-from decode.bench.generations import Arms, head_cost, median_ratio, outside_share, timed_in_turns
+from decode.bench.generations import Arms, median_ratio, outside_share, timed_in_turns
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
+from decode.costs.measure import head_cost
 from decode.experiment import Experiment
 from heads.model.head import AcceptanceHead
 from lm import CompiledModel, Pair, Sampling

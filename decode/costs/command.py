@@ -13,10 +13,9 @@ from typing import Any
 from rich.table import Table
 
 from configs.schema import Config
-from decode.bench.generations import head_cost
 from decode.console import wide_console
-from decode.costs.kept import Workload, keep, measure, read_kept
-from decode.costs.measure import time_forwards
+from decode.costs.kept import Workload, keep, measure, read_kept, workload_of
+from decode.costs.measure import head_cost, time_forwards
 from decode.experiment import Experiment
 from heads.model.head import AcceptanceHead
 
@@ -36,7 +35,7 @@ def costs(config: Config, *, again: bool = False) -> None:
     heads = deepest(experiment.heads)
     if times is None or not {"standalone", "heads"} <= set(times) or not set(heads) <= set(times["heads"]):
         print("costs: timing forwards and generations on this machine", flush=True)
-        workload = experiment.workload
+        workload = workload_of(experiment)
         times = (measure(workload) if times is None else times) | standalone(workload, heads)
         keep(experiment.directory, times)
     wide_console().print(table_of(times))

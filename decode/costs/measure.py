@@ -3,7 +3,7 @@
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
 is the median over rounds of seconds per draft forward; t_target(k) a line through the medians at each k, so that one noisy k cannot bend
 the cost of long drafts. `fit_costs` gets both from totals of whole generations by regression, with its R² (the paper's Table 2);
-`time_forwards` times bare forwards.
+`time_forwards` times bare forwards, `head_cost` draft steps with and without a head.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ import torch
 
 from decode.costs.model import CostModel
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
-from decode.policies import FixedLength
-from lm import CachedModel, Pair, Sampling
+from decode.loop.drafter import ModelDrafter, Session
+from decode.policies import FixedLength, HeadPolicy
+from heads.model.head import AcceptanceHead
+from lm import CachedModel, Pair, RandomDraws, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 
@@ -130,3 +131,25 @@ def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: in
             seconds[name, length].append(perf_counter() - started_s)
     draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
     return CostModel(draft_s, tuple(target_s), "bare forwards")
+
+
+@torch.inference_mode()  # as the loop drafts
+def head_cost(
+    pair: Pair, head: AcceptanceHead, prompt_ids: Sequence[int], *, num_steps: int = 10, repeats: int = 60
+) -> tuple[float, float]:
+    """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
+    policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
+    drafters = [ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size) for policy in policies]
+    for drafter in drafters:
+        drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
+        drafter.propose(list(prompt_ids), num_steps)
+        drafter.conclude(list(prompt_ids), num_steps)
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for drafter, taken in zip(drafters, times, strict=True):
+            started_s = perf_counter()
+            drafter.propose(list(prompt_ids), num_steps)
+            taken.append((perf_counter() - started_s) / num_steps)
+            drafter.conclude(list(prompt_ids), num_steps)
+    plain_s, with_head_s = (median(taken) for taken in times)
+    return plain_s, with_head_s - plain_s

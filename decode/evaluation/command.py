@@ -10,6 +10,7 @@ import pandas as pd
 from configs.schema import Config
 from data_gen.store.shards import write_atomic
 from decode.console import announce, wide_console
+from decode.costs.kept import costs_for
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, picks_of, replay_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
@@ -20,23 +21,26 @@ from decode.evaluation.results import results_of
 from decode.evaluation.tables import NAMES, frame_of, ordered, table_of, write_counts
 from decode.experiment import Experiment
 from decode.figure import Plot
+from decode.hierarchies.runs import kept_loop
+from decode.hierarchies.trio import Trio
+from decode.traces.recording import recording_of
 
 
 def evaluate(config: Config) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    heads, trio = experiment.heads, experiment.trio()
+    heads, recording, trio = experiment.heads, recording_of(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
-    experiment.recording.complete()  # what is wrong with heads and grids was said before any model runs
-    cost = experiment.costs()
+    recording.complete()  # what is wrong with heads and grids was said before any model runs
+    cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio))
     for dataset in experiment.datasets:
-        traces = experiment.recording.load(dataset)
+        traces = recording.load(dataset)
         replays = replay_dataset(traces, grids, heads, cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         decoded = None
         if experiment.decode.hierarchies:
-            loop = experiment.kept_loop(dataset, trio)
+            loop = kept_loop(experiment, dataset, trio)
             decoded = decode_hierarchies(loop, traces, costs, t_micro_s=experiment.decode.t_micro_s)
         for each in costs:
             frame, bars = compare(replays, decoded, each, dataset=dataset)

@@ -14,12 +14,14 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
+from decode.costs.kept import costs_for
 from decode.costs.model import CostModel
 from decode.evaluation.arms import total
 from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
+from decode.traces.recording import recording_of
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 
@@ -61,9 +63,10 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
     """
     experiment = Experiment(config)
     rule = experiment.policy(policy)
-    traces = {dataset: experiment.recording.load(dataset) for dataset in experiment.datasets}
-    experiment.recording.complete()  # nothing is missing, so this only compares the trace's manifest with the config
-    cost = experiment.costs(ratio)
+    recording = recording_of(experiment)
+    traces = {dataset: recording.load(dataset) for dataset in experiment.datasets}
+    recording.complete()  # nothing is missing, so this only compares the trace's manifest with the config
+    cost = costs_for(experiment, ratio)
     rule = at_costs(rule, cost)
     rows = [
         row_of(rule, part, cost, dataset=dataset, split=split)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import read_kept
+from decode.costs.kept import costs_for, read_kept
 from decode.costs.model import CostModel
 from decode.evaluation.arms import picks_of, replay_dataset
 from decode.evaluation.grids import grids_of
@@ -26,6 +26,7 @@ from decode.evaluation.results import Result, results_of
 from decode.experiment import Experiment
 from decode.hierarchies.command import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
+from decode.traces.recording import recording_of
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -56,9 +57,10 @@ def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> N
     if paper == "specdec++":
         made = specdec_tables(experiment)
     else:
-        experiment.recording.complete()
-        tests = {dataset: experiment.recording.load(dataset).test for dataset in experiment.datasets}
-        made = [svip_table(tests, experiment.costs())]
+        recording = recording_of(experiment)
+        recording.complete()
+        tests = {dataset: recording.load(dataset).test for dataset in experiment.datasets}
+        made = [svip_table(tests, costs_for(experiment))]
     for each in made:
         wide_console().print(each.table)
     print(json.dumps({"paper": paper, "tables": [each.rows for each in made]}))
@@ -68,11 +70,12 @@ def specdec_tables(experiment: Experiment) -> list[Paper]:
     """Tables 1 to 3 of SpecDec++."""
     decode, heads = experiment.decode, experiment.heads
     grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length)
-    experiment.recording.complete()
-    cost = experiment.costs()
+    recording = recording_of(experiment)
+    recording.complete()
+    cost = costs_for(experiment)
     results = {}
     for dataset in experiment.datasets:
-        replays = replay_dataset(experiment.recording.load(dataset), grids, heads, cost, perfect_head=decode.perfect_head, name=dataset)
+        replays = replay_dataset(recording.load(dataset), grids, heads, cost, perfect_head=decode.perfect_head, name=dataset)
         results[dataset] = {result.family: result for result in results_of(picks_of(replays.arms, cost), cost)}
     kept = read_kept(experiment.directory) if cost.origin == "measured" else None
     return [throughput_table(results, cost), times_table(cost, kept), kl_table(heads)]

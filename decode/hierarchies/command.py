@@ -28,9 +28,10 @@ from decode.console import announce, wide_console
 from decode.experiment import BETWEEN, Experiment
 from decode.hierarchies.contenders import Contender, LevelPolicies, contenders_of
 from decode.hierarchies.gain import gain_frame, gain_plot
-from decode.hierarchies.runs import KeptLoop, Run, best_on_dev, times_of
+from decode.hierarchies.runs import KeptLoop, Run, best_on_dev, kept_loop, times_of
 from decode.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
 from decode.hierarchies.times import Times
+from decode.hierarchies.trio import Trio
 from decode.policies.head import HeadPolicy
 from heads.model.head import AcceptanceHead
 
@@ -54,12 +55,12 @@ def hierarchy(
     """
     experiment = Experiment(config, needs_micro=True)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
-    trio = experiment.trio(with_hidden=level_heads is not None)
+    trio = Trio(lambda: experiment.pair, with_hidden=level_heads is not None)
     policies = None
     if level_heads is not None:
         heads = [experiment.load_head(path, drafting=low, verifying=high) for path, (low, high) in zip(level_heads, BETWEEN, strict=True)]
         policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
-    loops = {dataset: experiment.kept_loop(dataset, trio) for dataset in experiment.datasets}
+    loops = {dataset: kept_loop(experiment, dataset, trio) for dataset in experiment.datasets}
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from decode.experiment import LEVELS, Experiment
 from decode.hierarchies.contenders import Contender, Setting
 from decode.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from decode.hierarchies.times import Times, fit_times, swapped
@@ -17,6 +19,7 @@ from decode.hierarchies.trio import Trio
 from decode.intervals import Spent
 from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
+from decode.traces.disk import settle
 from lm import Sampling
 from lm.uniforms import seed_of
 
@@ -72,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptLoop:
-    """The real loop on one trio, with the folder that keeps what it wrote."""
+    """The real loop on one trio, with the folder that keeps what it wrote of one dataset."""
 
     directory: Path
     trio: Trio
@@ -121,6 +124,20 @@ class KeptLoop:
             max_draft_length=self.max_draft_length,
             eos_ids=self.trio.pair.eos_ids,
         )
+
+
+def kept_loop(experiment: Experiment, dataset: str, trio: Trio) -> KeptLoop:
+    """The loop of one dataset.
+
+    Raises:
+        ValueError: the generations of other settings lie in its folder.
+    """
+    settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
+    directory = experiment.directory / "hierarchy" / dataset
+    directory.mkdir(parents=True, exist_ok=True)
+    models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS}
+    settle(directory, {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings})
+    return KeptLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 
 def times_of(runs: Sequence[Run]) -> Times:

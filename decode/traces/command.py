@@ -2,11 +2,12 @@
 
 from configs.schema import Config
 from decode.experiment import Experiment
+from decode.traces.recording import recording_of
 
 
 def trace(config: Config) -> None:
     """Record, or go on recording, the trace that evaluate, tune, replay and tables read."""
-    recording = Experiment(config).recording
+    recording = recording_of(Experiment(config))
     recording.complete()
     for dataset in recording.shards:
         for split, part in recording.load(dataset)._asdict().items():

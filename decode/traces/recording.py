@@ -17,11 +17,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from configs.schema import DataConfig, DecodeConfig
+from data_gen.pipeline.command import cut
 from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
+from decode.experiment import Experiment
 from decode.traces import disk
 from decode.traces.coupling import Recorded, Recorder
 from decode.traces.trace import TokenInputs, Trace, TraceRow, join
@@ -150,6 +152,32 @@ class Recording:
             **{name: getattr(self.decode, name) for name in _DECIDING},
             "heads": [] if self.decode.trace_hidden else list(self.decode.heads),
         }
+
+
+def recording_of(experiment: Experiment) -> Recording:
+    """The trace of an experiment.
+
+    Raises:
+        ValueError: a setting that is out of range.
+    """
+    data, decode = experiment.data, experiment.decode
+    for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard"):
+        if getattr(decode, name) < 1:
+            raise ValueError(f"decode.{name} is {getattr(decode, name)}; it must be at least 1")
+
+    def shards(dataset: str) -> list[ShardSpec]:
+        return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
+
+    return Recording(
+        directory=experiment.directory / "trace",
+        shards={dataset: shards(dataset) for dataset in experiment.datasets},
+        models={"target": experiment.described("target"), "draft": experiment.described("draft")},
+        pair=lambda: experiment.pair,
+        sampling=experiment.sampling,
+        heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
+        data=data,
+        decode=decode,
+    )
 
 
 def record_trace(

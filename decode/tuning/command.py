@@ -10,10 +10,11 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
+from decode.costs.kept import costs_for
 from decode.costs.model import CostModel
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from decode.traces.recording import Traces
+from decode.traces.recording import Traces, recording_of
 from decode.traces.replay import replay_settings
 from decode.traces.trace import join
 from decode.tuning.rule import auto_for
@@ -67,9 +68,9 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     experiment = Experiment(config)
     if not experiment.heads:
         raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
-    experiment.recording.complete()
-    cost = experiment.costs(ratio)
-    dev, test = (join(traces) for traces in zip(*map(experiment.recording.load, experiment.datasets), strict=True))
+    recording, cost = recording_of(experiment), costs_for(experiment, ratio)
+    recording.complete()
+    dev, test = (join(traces) for traces in zip(*map(recording.load, experiment.datasets), strict=True))
     tuned = [tune_head(name, head, Traces(dev, test), cost) for name, head in experiment.heads.items()]
     wide_console().print(table_of(tuned, cost))
     for each in tuned if write else []:
