@@ -185,6 +185,8 @@ class DecodeConfig:
     """Also run the target along the branches of the trace, for the bound of the perfect head."""
     heads: tuple[str, ...] = ()
     """Exported heads: directories or hub ids. Empty: every head under heads.dir/exported."""
+    allow_foreign_heads: bool = False
+    """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be trusted."""
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None

@@ -8,8 +8,8 @@ from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
-from decode.traces.command import record_trace
 from decode.traces.coupling import Recorder
+from decode.traces.recording import record_trace
 from decode.traces.replay import replay
 from decode.traces.trace import Trace
 

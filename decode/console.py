@@ -1,9 +1,25 @@
-"""Where tables are printed."""
+"""Where tables, and the names of written files, are printed."""
+
+from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
+from rich.table import Column
 
 
-def wide_console() -> Console:
-    """As wide as the terminal; in a pipe or a file, wide enough that no column folds."""
+def wide_console(width: int = 190) -> Console:
+    """As wide as the terminal; in a pipe or a file `width`, so that no column folds."""
     console = Console()
-    return console if console.is_terminal else Console(width=190)
+    return console if console.is_terminal else Console(width=width)
+
+
+def right(*names: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(name, justify="right", no_wrap=True) for name in names]
+
+
+def announce(paths: Iterable[Path]) -> list[str]:
+    """Say which files were written; returns their names."""
+    names = [str(path) for path in paths]
+    print("\n".join(["wrote", *(f"  {name}" for name in names)]))
+    return names

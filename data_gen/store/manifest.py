@@ -104,9 +104,9 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     """Write the manifest into a new directory, or compare it with the one in an old directory.
 
     Args:
-        directory: where the shards are, or will be.
+        directory: made if it is not there.
         manifest: of this run.
-        setting: the key of the config that names the directory, for the message.
+        setting: the key of the config that names the directory.
 
     Raises:
         ValueError: names the first key that differs, and both values.

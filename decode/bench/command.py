@@ -30,14 +30,12 @@ from rich.table import Table
 from transformers.utils import logging
 
 from configs.schema import Config
-from data_gen.prompts.pool import load_prompts
-from data_gen.prompts.templates import encode
-from decode.bench.generations import Arms, head_cost, median_ratio, outside_share, timed_in_turns
+from decode.bench.generations import Arms, median_ratio, outside_share, timed_in_turns
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
-from decode.evaluation.grids import load_heads
-from decode.hierarchies.trio import check_micro
+from decode.costs.measure import head_cost
+from decode.experiment import Experiment
 from heads.model.head import AcceptanceHead
-from lm import CompiledModel, Pair, Sampling, load_pair
+from lm import CompiledModel, Pair, Sampling
 
 SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling()}
 
@@ -62,21 +60,23 @@ def bench(
         compile: also time the loop with both models compiled (each width of a verification compiles once, for seconds).
     """
     logging.disable_progress_bar()
-    check_micro(config.pair, is_needed=config.decode.hierarchies)
-    pair, console = load_pair(config.pair), Console(highlight=False)
-    prompts = [encode(prompt, pair.tokenizer, config.data.template) for prompt in load_prompts(config.data, "test")[:num_prompts]]
-    head = next(iter(load_heads(config).values()), None) or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
-    found: dict[str, list[dict[str, Any]]] = {"grid": [], "overheads": [], "hierarchies": []}
+    experiment, console = Experiment(config, needs_micro=config.decode.hierarchies), Console(highlight=False)
+    head = next(iter(experiment.heads.values()), None)
+    pair = experiment.pair
+    head = head or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
+    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=experiment.data.num_test)[:num_prompts]
+    rows: dict[str, list[dict[str, Any]]] = {"grid": [], "overheads": [], "hierarchies": []}
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         arms = Arms(pair, num_tokens, _compiled(pair, max(map(len, prompts)) + num_tokens, max(lengths)) if compile else None)
-        for kind, row in _measured(arms, head, prompts, lengths, hierarchies=config.decode.hierarchies):
-            found[kind].append({"threads": num_threads, **row})
-            console.print(_line(found[kind][-1]), soft_wrap=True)
-    console.print(_table(found["grid"]))
-    if found["hierarchies"]:
-        console.print(hierarchy_table(found["hierarchies"]))
-    document = {"where": _where(config), "num_tokens": num_tokens, "num_prompts": len(prompts), **found}
+        for kind, row in _measured(arms, head, prompts, lengths, hierarchies=experiment.decode.hierarchies):
+            rows[kind].append({"threads": num_threads, **row})
+            console.print(_line(rows[kind][-1]), soft_wrap=True)
+    console.print(_table(rows["grid"]))
+    if rows["hierarchies"]:
+        console.print(hierarchy_table(rows["hierarchies"]))
+    models = {"target": experiment.models.target.path, "draft": experiment.models.draft.path}
+    document = {"where": _where() | models, "num_tokens": num_tokens, "num_prompts": len(prompts), **rows}
     print(json.dumps(document))
     return document
 
@@ -124,17 +124,17 @@ def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Ite
 
 def _extras(pair: Pair, head: AcceptanceHead, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
     """Time outside forwards at K = 5, and what a head adds."""
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     for name, sampling in SAMPLINGS.items():
         outside = outside_share(pair, prompts, 5, sampling, num_tokens)
-        found |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
-    found["draft_step_s"], found["head_s"] = head_cost(pair, head, prompts[0])
-    found["head_share"], found["head_depth"] = found["head_s"] / found["draft_step_s"], head.depth
-    return found
+        taken |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
+    taken["draft_step_s"], taken["head_s"] = head_cost(pair, head, prompts[0])
+    taken["head_share"], taken["head_depth"] = taken["head_s"] / taken["draft_step_s"], head.depth
+    return taken
 
 
-def _where(config: Config) -> dict[str, Any]:
-    """Hardware, versions, commit, pair, date."""
+def _where() -> dict[str, Any]:
+    """Hardware, versions, commit, date."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
     )
@@ -144,8 +144,6 @@ def _where(config: Config) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "target": config.pair.target.path,
-        "draft": config.pair.draft.path,
     }
 
 
@@ -157,8 +155,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for num_threads, name in arms:
         table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
     for k in sorted({row["k"] for row in rows}):
-        found = {(row["threads"], row["sampling"]): row for row in rows if row["k"] == k}
-        table.add_row(str(k), *(_ratios(found[arm]) for arm in arms))
+        by_arm = {(row["threads"], row["sampling"]): row for row in rows if row["k"] == k}
+        table.add_row(str(k), *(_ratios(by_arm[arm]) for arm in arms))
     return table
 
 

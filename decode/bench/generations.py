@@ -1,4 +1,4 @@
-"""What `decode bench` times: generations by three arms, bare forwards, and draft steps with and without a head.
+"""What `decode bench` times: generations by three arms, and bare forwards.
 
 Every arm writes the same number of tokens (EOS is switched off in all), and a time is wall clock around the whole generation, prompt
 included.
@@ -16,10 +16,9 @@ import torch
 from transformers import DynamicCache
 
 from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter, Session
-from decode.policies import FixedLength, HeadPolicy
-from heads.model.head import AcceptanceHead
-from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
+from decode.loop.drafter import ModelDrafter
+from decode.policies import FixedLength
+from lm import CachedModel, CompiledModel, Pair, Sampling
 
 Seconds = list[float]
 
@@ -147,26 +146,6 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:]) for seconds in (bare, own)
     )
     return Outside(share, own_share, median(wall_s for wall_s, _ in runs[1:]))
-
-
-@torch.inference_mode()  # as the loop drafts
-def head_cost(pair: Pair, head: AcceptanceHead, prompt: list[int], *, num_steps: int = 10, repeats: int = 60) -> tuple[float, float]:
-    """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
-    policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
-    drafters = [ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size) for policy in policies]
-    for drafter in drafters:
-        drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
-        drafter.propose(prompt, num_steps)
-        drafter.conclude(prompt, num_steps)
-    times: list[Seconds] = [[], []]
-    for _ in range(repeats):
-        for drafter, taken in zip(drafters, times, strict=True):
-            started_s = perf_counter()
-            drafter.propose(prompt, num_steps)
-            taken.append((perf_counter() - started_s) / num_steps)
-            drafter.conclude(prompt, num_steps)
-    plain_s, with_head_s = (median(taken) for taken in times)
-    return plain_s, with_head_s - plain_s
 
 
 @torch.inference_mode()

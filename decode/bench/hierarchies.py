@@ -3,8 +3,8 @@
     against_alone     tokens per second / of the same loop with nothing drafted
     against_sd        tokens per second / of plain speculation with the draft, at the best of the fixed lengths tried
 
-Hierarchies run at the first setting of their arm in `decode hierarchy`, which chooses on dev; the best fixed length is chosen on the timed
-prompts themselves, so that what is left over from it is not a matter of settings.
+Hierarchies run at the first of the settings that `decode hierarchy` chooses from on dev. The best fixed length is chosen on the timed
+prompts themselves: a favour to plain speculation, so that a hierarchy that still wins does not owe it to a badly chosen length.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from decode.bench.generations import timed_in_turns
-from decode.hierarchies.contenders import arms_of
+from decode.hierarchies.contenders import contenders_of
 from decode.hierarchies.trio import Trio
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
@@ -68,12 +68,12 @@ def hierarchy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for num_threads, name in columns:
         table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
     for drafter in dict.fromkeys(row["drafter"] for row in rows):
-        found = {(row["threads"], row["sampling"]): row for row in rows if row["drafter"] == drafter}
-        table.add_row(drafter, *(f"{found[column]['tokens_per_s']:.1f} ({found[column]['against_sd']:.2f})" for column in columns))
+        by_column = {(row["threads"], row["sampling"]): row for row in rows if row["drafter"] == drafter}
+        table.add_row(drafter, *(f"{by_column[column]['tokens_per_s']:.1f} ({by_column[column]['against_sd']:.2f})" for column in columns))
     return table
 
 
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
-    three = {f"{arm.name} {arm.settings[0].label}": arm.settings[0].build() for arm in arms_of(trio) if arm.num_levels == 3}
+    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in contenders_of(trio) if one.num_levels == 3}
     return {"target alone": ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

@@ -3,7 +3,7 @@
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
 is the median over rounds of seconds per draft forward; t_target(k) a line through the medians at each k, so that one noisy k cannot bend
 the cost of long drafts. `fit_costs` gets both from totals of whole generations by regression, with its R² (the paper's Table 2);
-`time_forwards` times bare forwards.
+`time_forwards` times bare forwards, `head_cost` draft steps with and without a head.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ import torch
 
 from decode.costs.model import CostModel
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
-from decode.policies import FixedLength
-from lm import CachedModel, Pair, Sampling
+from decode.loop.drafter import ModelDrafter, Session
+from decode.policies import FixedLength, HeadPolicy
+from heads.model.head import AcceptanceHead
+from lm import CachedModel, Pair, RandomDraws, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 
@@ -64,14 +65,14 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostMo
     Raises:
         ValueError: generations of one round only.
     """
-    rounds = [played for generation in generations for played in generation.rounds[1:]]
-    drafting = [played for played in rounds if played.counts.num_draft_forwards]
+    rounds = [one for generation in generations for one in generation.rounds[1:]]
+    drafting = [one for one in rounds if one.counts.num_draft_forwards]
     by_length: dict[int, list[float]] = {}
-    for played in rounds:
-        by_length.setdefault(len(played.drafted), []).append(played.target_s)
+    for one in rounds:
+        by_length.setdefault(len(one.drafted), []).append(one.target_s)
     if not drafting or 0 not in by_length:
         raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
-    t_draft_s = median(played.draft_s / played.counts.num_draft_forwards for played in drafting)
+    t_draft_s = median(one.draft_s / one.counts.num_draft_forwards for one in drafting)
     return CostModel(t_draft_s, _line(by_length, max_draft_length), "measured")
 
 
@@ -84,7 +85,7 @@ def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[flo
     medians = np.array([median(by_length[length]) for length in lengths])
     weights = np.sqrt([len(by_length[length]) for length in lengths])
     slope, offset = np.polyfit(lengths, medians, 1, w=weights) if len(lengths) > 1 else (0.0, medians[0])
-    if slope < 0:
+    if slope < 0:  # noise: no verification gets cheaper with what it verifies
         slope, offset = 0.0, float(np.average(medians, weights=weights**2))
     return (base, *(max(base, float(offset + slope * length)) for length in range(1, max_draft_length + 1)))
 
@@ -107,9 +108,9 @@ def fit_costs(generations: Sequence[Generation]) -> Fit:
 
 def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
     return (
-        float(sum(played.counts.num_draft_forwards for played in rounds)),
+        float(sum(one.counts.num_draft_forwards for one in rounds)),
         float(len(rounds)),
-        sum(played.draft_s + played.target_s for played in rounds),
+        sum(one.draft_s + one.target_s for one in rounds),
     )
 
 
@@ -117,15 +118,38 @@ def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: in
     """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
     models = {name: CachedModel(model, vocab_size=pair.vocab_size) for name, model in (("draft", pair.draft), ("target", pair.target))}
     ids = list(prompt_ids)
-    times: dict[int, list[float]] = {length: [] for length in range(-1, max_draft_length + 1)}
+    timed = [("draft", 0), *(("target", length) for length in range(max_draft_length + 1))]
+    seconds: dict[tuple[str, int], list[float]] = {call: [] for call in timed}
     for model in models.values():
         model.forward(ids)
     for _ in range(repeats + 1):
-        for length in times:
-            model = models["draft" if length < 0 else "target"]
+        for name, length in timed:
+            model = models[name]
             model.roll_back(len(ids) - 1)
-            tail = ids + [ids[-1]] * max(length, 0)
             started_s = perf_counter()
-            float(model.forward(tail, max(length, 0) + 1)[-1, 0])
-            times[length].append(perf_counter() - started_s)
-    return CostModel(median(times[-1][1:]), tuple(median(times[length][1:]) for length in range(max_draft_length + 1)), "bare forwards")
+            float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])  # reading a number waits for the device
+            seconds[name, length].append(perf_counter() - started_s)
+    draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
+    return CostModel(draft_s, tuple(target_s), "bare forwards")
+
+
+@torch.inference_mode()  # as the loop drafts
+def head_cost(
+    pair: Pair, head: AcceptanceHead, prompt_ids: Sequence[int], *, num_steps: int = 10, repeats: int = 60
+) -> tuple[float, float]:
+    """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
+    policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
+    drafters = [ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size) for policy in policies]
+    for drafter in drafters:
+        drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
+        drafter.propose(list(prompt_ids), num_steps)
+        drafter.conclude(list(prompt_ids), num_steps)
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for drafter, taken in zip(drafters, times, strict=True):
+            started_s = perf_counter()
+            drafter.propose(list(prompt_ids), num_steps)
+            taken.append((perf_counter() - started_s) / num_steps)
+            drafter.conclude(list(prompt_ids), num_steps)
+    plain_s, with_head_s = (median(taken) for taken in times)
+    return plain_s, with_head_s - plain_s

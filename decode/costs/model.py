@@ -8,11 +8,11 @@ With t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from decode.loop.counts import Counts
 from decode.traces.replay import Replayed
 from decode.traces.trace import Array
 
@@ -57,11 +57,24 @@ class CostModel:
         per_round = self.target_s(np.arange(replayed.lengths.shape[-1]))
         return self.t_draft_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
 
-    def time_of_counts_s(self, counts: Counts) -> float:
-        """T where only totals are known: verification as at the mean draft length."""
-        mean_length = counts.num_drafted / max(counts.num_target, 1)
-        per_round = np.interp(mean_length, np.arange(len(self.t_target_s)), self.t_target_s)
-        return float(self.t_draft_s * counts.num_draft_forwards + per_round * counts.num_target)
+    def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
+        """Throughput of every setting, all prompts together."""
+        return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
+
+    def line(self) -> "LinearCosts":
+        """The line through t_target(1) and t_target at its last k, neither part of it below 0."""
+        alone, *longer = self.t_target_s
+        slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
+        return LinearCosts(self.t_draft_s, alone, slope, max(0.0, longer[0] - slope - alone) if longer else 0.0)
+
+
+class LinearCosts(NamedTuple):
+    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
+
+    t_draft_s: float
+    t_target_s: float
+    t_verify_s: float
+    t_start_s: float
 
 
 def check_ratio(ratio: float) -> None:

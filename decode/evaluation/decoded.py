@@ -13,20 +13,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 from rich.table import Table
 
-from configs.schema import Config
+from decode.console import right
 from decode.costs.model import CostModel
-from decode.evaluation.results import BASELINE, Arm, Result, chosen
-from decode.hierarchies.contenders import arms_of
-from decode.hierarchies.runs import MICRO_ALONE, Run, directory_of, play, times_of
-from decode.hierarchies.runs import chosen as chosen_on_dev
+from decode.evaluation.results import Result, result_of
+from decode.hierarchies.contenders import contenders_of
+from decode.hierarchies.runs import MICRO_ALONE, KeptLoop, Run, best_on_dev, times_of
 from decode.hierarchies.times import redundancy, target_utilisation
-from decode.hierarchies.trio import Trio
-from decode.traces.replay import Array
-from decode.traces.trace import Trace
-from lm import load_pair
+from decode.intervals import Spent
+from decode.traces.recording import Traces
 
 FAMILIES = {
     MICRO_ALONE: "decoded_micro",
@@ -36,7 +32,7 @@ FAMILIES = {
     "pre-verified, fixed lengths": "decoded_pre_verified",
     "interleaved (Chen)": "decoded_interleaved",
 }
-"""Arm of `decode hierarchy` -> family."""
+"""Contender of `decode hierarchy` -> family."""
 NAMES = {
     "decoded_micro": "micro alone, fixed length *",
     "decoded_pre_verify": "HSDDW's pre-verify *",
@@ -45,7 +41,6 @@ NAMES = {
     "decoded_pre_verified": "pre-verified, fixed lengths *",
     "decoded_interleaved": "interleaved (Chen) *",
 }
-_RESAMPLES = 2000
 _COUNTS = ("num_micro", "num_drafted", "num_target", "num_micro_forwards", "num_draft_forwards")
 
 
@@ -55,19 +50,20 @@ class DecodedHierarchies:
 
     dev: list[Run]
     test: list[Run]
-    """Each arm at every setting that one of the evaluation's costs chose on dev."""
+    """Each contender at every setting that one of the evaluation's costs chose on dev."""
     micro_ratio: float
     """t_micro / t_draft."""
 
     def picks(self, cost: CostModel) -> dict[str, Run]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""
-        arms = list({run.arm.name: run.arm for run in self.dev}.values())
-        keys = {arm.name: arm.settings[0].key for arm in chosen_on_dev(arms, self.dev, lambda run: self.speed(run, cost))}
-        return {FAMILIES[run.arm.name]: run for run in self.test if run.setting.key == keys[run.arm.name]}
+        contenders = list({run.contender.name: run.contender for run in self.dev}.values())
+        best = best_on_dev(contenders, self.dev, lambda run: self.spent(run, cost).tokens_per_s)
+        keys = {contender.name: contender.settings[0].key for contender in best}
+        return {FAMILIES[run.contender.name]: run for run in self.test if run.setting.key == keys[run.contender.name]}
 
-    def seconds(self, run: Run, cost: CostModel) -> Float[Array, " row"]:
-        """T of every prompt."""
-        return np.array(
+    def spent(self, run: Run, cost: CostModel) -> Spent:
+        """Tokens and T of every prompt."""
+        return run.spent(
             [
                 cost.t_draft_s * (self.micro_ratio * counts.num_micro_forwards + counts.num_draft_forwards)
                 + cost.target_s(np.array(decoded.lengths)).sum()
@@ -75,22 +71,25 @@ class DecodedHierarchies:
             ]
         )
 
-    def speed(self, run: Run, cost: CostModel) -> float:
-        """Tokens per second over all prompts."""
-        return float(run.counts.num_emitted / self.seconds(run, cost).sum())
-
-    def results(self, cost: CostModel, replayed: Sequence[Result], arms: Sequence[Arm]) -> list[Result]:
-        """One row per arm, in the form of the replayed ones.
+    def results(self, cost: CostModel, rivals: Mapping[str, Spent]) -> list[Result]:
+        """One row per contender, in the form of the replayed ones.
 
         Args:
             cost: of this evaluation.
-            replayed: its results, bounds among them.
-            arms: what was replayed, the best fixed length among it.
+            rivals: what its best fixed length and its bounds spent on the same prompts.
         """
-        arm, setting = chosen([arm for arm in arms if arm.grid.family == BASELINE], cost)
-        base = np.stack([arm.test.counts.num_emitted[setting], cost.time_s(arm.test)[setting]])
-        bounds = {result.family: result.tokens_per_s for result in replayed}
-        return [self._result(family, run, cost, base, bounds) for family, run in self.picks(cost).items()]
+        return [
+            result_of(
+                family,
+                run.contender.name,
+                dict(part.split("=", 1) for part in run.label.split()),
+                counts=run.counts,
+                spent=self.spent(run, cost),
+                rivals=rivals,
+                t_target_s=cost.t_target_s[0],
+            )
+            for family, run in self.picks(cost).items()
+        ]
 
     def table(self, cost: CostModel) -> Table:
         """Counts of the three models, sigma and eta."""
@@ -99,9 +98,7 @@ class DecodedHierarchies:
             "N: tokens, F: forwards; sigma, eta: HSDDW's redundancy and target utilisation"
         )
         columns = ("N", "N_micro", "N_draft", "N_target", "F_micro", "F_draft", "sigma %", "eta %")
-        table = Table("hierarchy", "setting", title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="right")
+        table = Table("hierarchy", "setting", *right(*columns), title=title, title_justify="left")
         for family, run in self.picks(cost).items():
             counts = run.counts
             rates = (f"{100 * rate:.2f}" for rate in (redundancy(counts), target_utilisation(counts)))
@@ -120,66 +117,24 @@ class DecodedHierarchies:
         added = pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index)
         return frame.join(added)
 
-    def _result(self, family: str, run: Run, cost: CostModel, base: Float[Array, "2 row"], bounds: Mapping[str, float]) -> Result:
-        counts, speed = run.counts, self.speed(run, cost)
-        own = np.stack([[each.num_emitted for each in run.each], self.seconds(run, cost)])
-        low, high = _gain_interval(own, base)
-        return Result(
-            family,
-            run.arm.name,
-            dict(part.split("=", 1) for part in run.label.split()),
-            counts.discard_rate,
-            counts.verification_rate,
-            counts.acceptance_length,
-            counts.num_drafted / counts.num_target,
-            speed,
-            speed * cost.t_target_s[0],
-            _gain(own.sum(1), base.sum(1)),
-            low,
-            high,
-            100 * speed / bounds["oracle"],
-            100 * speed / bounds["perfect_drawn"] if "perfect_drawn" in bounds else float("nan"),
-        )
 
-
-def decode_hierarchies(config: Config, dataset: str, traces: tuple[Trace, Trace], costs: Sequence[CostModel]) -> DecodedHierarchies:
+def decode_hierarchies(loop: KeptLoop, traces: Traces, costs: Sequence[CostModel], *, t_micro_s: float | None) -> DecodedHierarchies:
     """Decode what is not there yet: every setting on dev, on test those that win at one of the costs.
 
     Args:
-        config: with a micro model.
-        dataset: its name.
-        traces: dev and test, whose prompts are used.
+        loop: of the dataset.
+        traces: of the dataset, whose prompts are used.
         costs: of this machine first.
+        t_micro_s: seconds of a micro forward; None: fitted over the generations on dev, in proportion to t_draft.
     """
-    directory = directory_of(config, dataset)
-    trio = Trio(lambda: load_pair(config.pair))
-    arms = [arm for arm in arms_of(trio) if arm.name in FAMILIES]
-    prompts = [[list(row.prompt_ids) for row in trace.rows] for trace in traces]
-    dev = play(config, trio, arms, prompts[0], directory=directory)
-    found = DecodedHierarchies(dev, [], _micro_ratio(config, dev, costs[0]))
+    contenders = [one for one in contenders_of(loop.trio) if one.name in FAMILIES]
+    on_dev, on_test = ([list(row.prompt_ids) for row in trace.rows] for trace in traces)
+    dev = loop.play(contenders, on_dev)
+    times = times_of(dev) if t_micro_s is None else None
+    ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
+    decoded = DecodedHierarchies(dev, [], ratio)
     for cost in costs:
-        known = {(run.arm.name, run.setting.key) for run in found.test}
-        picked = chosen_on_dev(arms, dev, lambda run, cost=cost: found.speed(run, cost))  # type: ignore[misc]
-        new = [arm for arm in picked if (arm.name, arm.settings[0].key) not in known]
-        found.test.extend(play(config, trio, new, prompts[1], directory=directory))
-    return found
-
-
-def _micro_ratio(config: Config, runs: Sequence[Run], cost: CostModel) -> float:
-    """t_micro / t_draft: given, or fitted over the generations on dev."""
-    if config.decode.t_micro_s is not None:
-        return config.decode.t_micro_s / cost.t_draft_s
-    times = times_of(runs)
-    return times.t_micro_s / times.t_draft_s
-
-
-def _gain(own: Float[Array, "2 ..."], base: Float[Array, "2 ..."]) -> Any:
-    """Throughput over throughput, minus 1, from (tokens, seconds)."""
-    return (own[0] / own[1]) / (base[0] / base[1]) - 1
-
-
-def _gain_interval(own: Float[Array, "2 row"], base: Float[Array, "2 row"]) -> tuple[float, float]:
-    """95 % interval by bootstrap over prompts, both arms resampled alike."""
-    draws = np.random.default_rng(0).integers(own.shape[1], size=(_RESAMPLES, own.shape[1]))
-    low, high = np.quantile(_gain(own[:, draws].sum(-1), base[:, draws].sum(-1)), [0.025, 0.975])
-    return float(low), float(high)
+        known = {(run.contender.name, run.setting.key) for run in decoded.test}
+        picked = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]
+        decoded.test.extend(loop.play([one for one in picked if (one.name, one.settings[0].key) not in known], on_test))
+    return decoded

@@ -7,12 +7,10 @@ compete: the family's row in the table is its best setting on dev (all heads of 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from configs.schema import Config
 from decode.policies import HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
@@ -35,13 +33,18 @@ def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]
     return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}
 
 
-def grids_of(config: Config, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
+def grids_of(own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int) -> list[Grid]:
     """All grids of an evaluation but the bounds.
+
+    Args:
+        own: policy -> parameter -> values, in place of the built-in values of that policy.
+        heads: by name; each has a grid of its own.
+        max_draft_length: the longest fixed length.
 
     Raises:
         ValueError: an unknown policy or parameter, a value out of range.
     """
-    values = default_values(config.decode.max_draft_length) | dict(config.decode.grid)
+    values = default_values(max_draft_length) | dict(own)
     grids = []
     for name, parameters in values.items():
         if name not in POLICIES:
@@ -80,29 +83,3 @@ def bounds() -> Iterator[Grid]:
     for timing in ("fed", "drawn"):
         yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings)  # type: ignore[arg-type]
     yield Grid("oracle", "oracle", Oracle(), ({},))
-
-
-def load_heads(config: Config) -> dict[str, AcceptanceHead]:
-    """The heads of an evaluation by name: `decode.heads`, or every head under heads.dir/exported.
-
-    Raises:
-        FileNotFoundError: a head that is not there.
-        ValueError: a head trained for another `Sampling`.
-    """
-    exported = Path(config.heads.dir) / "exported"
-    paths = list(config.decode.heads) or sorted(str(path.parent) for path in exported.glob("**/config.json"))
-    heads = {}
-    for path in paths:
-        name = Path(path).name if path in config.decode.heads else str(Path(path).relative_to(exported))
-        heads[name] = AcceptanceHead.from_pretrained(path)
-        check_sampling(heads[name], name, vars(config.pair.sampling))
-    return heads
-
-
-def check_sampling(head: AcceptanceHead, name: str, sampling: Mapping[str, Any]) -> None:
-    """Raise ValueError for a head that was trained under another `Sampling`; an imported head, which does not say, passes."""
-    trained = head.provenance.sampling
-    if trained and any(trained.get(key) != value for key, value in sampling.items()):
-        raise ValueError(
-            f"head {name} was trained for sampling {trained} and this run's is {dict(sampling)}; acceptance differs, use its own"
-        )

@@ -1,7 +1,7 @@
 """python -m decode replay: one policy over the recorded trace, with no model loaded.
 
 The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `decode tune` wrote into its head
-and takes the times of this run: the measured ones, those of the YAML, or the ratio asked for.
+and takes the times of this run: the measured ones, those of the YAML, or those of the ratio that is asked for.
 """
 
 import json
@@ -14,22 +14,24 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.command import costs_for
+from decode.costs.kept import costs_for
 from decode.costs.model import CostModel
-from decode.evaluation.results import throughput, total
-from decode.generate.command import policy_for
+from decode.evaluation.arms import total
+from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from decode.traces.command import SPLITS, datasets_of, load_trace, record
-from decode.traces.replay import Replayed, replay_settings
-from decode.tuning.rule import times_of
+from decode.traces.recording import recording_of
+from decode.traces.replay import replay_settings
+from decode.traces.trace import Trace
 
 _BARS = " ▁▂▃▄▅▆▇█"
+_RATES = ("discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up")
+_COLUMNS = ("prompts", "N", "N_draft", "accepted", "N_target", *_RATES)
 
 
-@dataclass(frozen=True)
-class Played:
+@dataclass(frozen=True, kw_only=True)
+class Row:
     """One policy on one split of one dataset."""
 
     dataset: str
@@ -59,60 +61,59 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
             entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
-    rule = policy_for(config, policy)
-    traces = {(dataset, split): load_trace(config, dataset, split) for dataset in datasets_of(config) for split in SPLITS}
-    record(config)  # all is there: this compares the trace's manifest with the config
-    cost = costs_for(config, ratio)
+    experiment = Experiment(config)
+    rule = experiment.policy(policy)
+    recording = recording_of(experiment)
+    traces = {dataset: recording.load(dataset) for dataset in experiment.datasets}
+    recording.complete()  # nothing is missing, so this only compares the trace's manifest with the config
+    cost = costs_for(experiment, ratio)
     rule = at_costs(rule, cost)
-    played = [
-        play(replay_settings(trace, rule), cost, dataset=dataset, split=split, num_prompts=len(trace.rows))
-        for (dataset, split), trace in traces.items()
+    rows = [
+        row_of(rule, part, cost, dataset=dataset, split=split)
+        for dataset, splits in traces.items()
+        for split, part in splits._asdict().items()
     ]
-    wide_console().print(table_of(played, policy, cost))
-    for each in played:
-        print(f"draft lengths, {each.dataset} {each.split}: {histogram(each.rounds_by_length)}")
-    print(json.dumps({"policy": policy, "costs": asdict(cost), "played": [each.as_dict() for each in played]}))
+    wide_console().print(table_of(rows, policy, cost))
+    for row in rows:
+        print(f"draft lengths, {row.dataset} {row.split}: {histogram(row.rounds_by_length)}")
+    print(json.dumps({"policy": policy, "costs": asdict(cost), "played": [row.as_dict() for row in rows]}))
 
 
 def at_costs(policy: Policy, cost: CostModel) -> Policy:
     """`auto` at these times; where they are not those it was tuned for, its lambda is estimated anew. Other policies know no times."""
     if not isinstance(policy, Auto):
         return policy
-    times = times_of(cost)
-    if np.allclose([getattr(policy, name) for name in times._fields], times, rtol=0.01, atol=0.0):
+    line = cost.line()
+    if np.allclose([getattr(policy, name) for name in line._fields], line, rtol=0.01, atol=0.0):
         return policy
-    return replace(policy, **times._asdict(), throughput=None, prior_profit=None)
+    return replace(policy, **line._asdict(), throughput=None, prior_profit=None)
 
 
-def play(replayed: Replayed, cost: CostModel, *, dataset: str, split: str, num_prompts: int) -> Played:
-    """Totals of the one setting that was replayed."""
-    speed = float(throughput(replayed, cost)[0])
-    lengths = replayed.lengths[0].sum(0).tolist()
-    return Played(dataset, split, num_prompts, total(replayed.counts, 0), speed, speed * cost.t_target_s[0], lengths)
+def row_of(policy: Policy, trace: Trace, cost: CostModel, *, dataset: str, split: str) -> Row:
+    """Totals of the policy over the prompts of one split."""
+    replayed = replay_settings(trace, policy)
+    speed = float(cost.tokens_per_s(replayed)[0])
+    return Row(
+        dataset=dataset,
+        split=split,
+        num_prompts=len(trace.rows),
+        counts=total(replayed.counts, 0),
+        tokens_per_s=speed,
+        speed_up=speed * cost.t_target_s[0],
+        rounds_by_length=replayed.lengths[0].sum(0).tolist(),
+    )
 
 
-def table_of(played: Sequence[Played], policy: str, cost: CostModel) -> Table:
+def table_of(rows: Sequence[Row], policy: str, cost: CostModel) -> Table:
     """One row per dataset and split."""
     table = Table(title=f"{policy}; t_target/t_draft = {cost.ratio:.2f} ({cost.origin})")
-    names = (
-        "prompts",
-        "N",
-        "N_draft",
-        "accepted",
-        "N_target",
-        "discard rate",
-        "verification rate",
-        "acceptance length",
-        "tokens/s",
-        "speed-up",
-    )
-    for name in ("dataset", "split", *names):
+    for name in ("dataset", "split", *_COLUMNS):
         table.add_column(name, justify="left" if name in ("dataset", "split") else "right")
-    for each in played:
-        counts = each.counts
-        numbers = (each.num_prompts, counts.num_emitted, counts.num_drafted, counts.num_accepted, counts.num_target)
-        shares = (f"{counts.discard_rate:.3f}", f"{counts.verification_rate:.3f}", f"{counts.acceptance_length:.2f}")
-        table.add_row(each.dataset, each.split, *(f"{n:,}" for n in numbers), *shares, f"{each.tokens_per_s:.1f}", f"{each.speed_up:.2f}")
+    for row in rows:
+        counts = row.counts
+        numbers = (row.num_prompts, counts.num_emitted, counts.num_drafted, counts.num_accepted, counts.num_target)
+        rates = (f"{counts.discard_rate:.3f}", f"{counts.verification_rate:.3f}", f"{counts.acceptance_length:.2f}")
+        table.add_row(row.dataset, row.split, *(f"{n:,}" for n in numbers), *rates, f"{row.tokens_per_s:.1f}", f"{row.speed_up:.2f}")
     return table
 
 

@@ -8,22 +8,24 @@ a split. Hierarchies, which are decoded and not replayed, have a table of their 
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_gen.store.shards import write_atomic
+from decode.costs.model import CostModel
+from decode.evaluation.arms import Arm, Replays
 from decode.evaluation.decoded import FAMILIES, DecodedHierarchies
-from decode.evaluation.plots import Plot
-from decode.evaluation.results import Arm
+from decode.figure import Plot
 from decode.hierarchies.runs import Run
 from decode.traces.replay import Replayed
+from decode.traces.trace import Array
 
 MAX_NUMBERS = 400_000
 """Counts of one kind, split and dataset: about 1 MB each in the page."""
 BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
+RATIOS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0)
+"""t_target / t_draft at which the rule of law 4.11 is solved for the page, which cannot solve it itself."""
 
 
 @dataclass(frozen=True)
@@ -45,41 +47,45 @@ class ReportHierarchy:
     """t_micro / t_draft, where the page's slider stands at first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What the page shows."""
+
+    about: str
+    """One line under the title."""
+    ratio: float
+    """t_target / t_draft where the slider stands at first."""
+    datasets: dict[str, Sequence[ReportArm | ReportHierarchy]] = field(default_factory=dict)
+    """The arms of each, bounds included; hierarchies get a table of their own."""
+    plots: list[Plot] = field(default_factory=list)
+
+
+def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
+    """Every arm of a dataset, and the rule solved at several ratios."""
+    rules = [ReportArm(arm, ratio) for ratio in RATIOS for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,))]
+    return [*map(ReportArm, replays.arms), *rules]
+
+
 def report_hierarchies(decoded: DecodedHierarchies) -> list[ReportHierarchy]:
-    """Each arm for the page."""
-    on_dev = {(run.arm.name, run.setting.key): run for run in decoded.dev}
+    """Each contender for the page."""
+    on_dev = {(run.contender.name, run.setting.key): run for run in decoded.dev}
     runs: dict[str, list[tuple[Run, Run]]] = {}
     for run in decoded.test:
-        runs.setdefault(FAMILIES[run.arm.name], []).append((on_dev[run.arm.name, run.setting.key], run))
+        runs.setdefault(FAMILIES[run.contender.name], []).append((on_dev[run.contender.name, run.setting.key], run))
     return [ReportHierarchy(family, tuple(settings), decoded.micro_ratio) for family, settings in runs.items()]
 
 
-def write_report(
-    path: Path,
-    datasets: Mapping[str, Sequence[ReportArm | ReportHierarchy]],
-    *,
-    names: Mapping[str, str],
-    about: str,
-    ratio: float,
-    plots: Sequence[Plot],
-) -> None:
-    """Write the page.
-
-    Args:
-        datasets: the arms of each, bounds included; hierarchies get a table of their own.
-        names: family -> what the page calls it.
-        about: one line under the title.
-        ratio: where the slider stands at first.
-        plots: to show below.
-    """
+def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
+    """Write the page; `names` says what it calls each family."""
     data = {
         "names": dict(names),
-        "about": about,
-        "ratio": ratio,
-        "datasets": [_dataset(name, arms) for name, arms in datasets.items()],
-        "plots": [{"svg": plot.svg, "caption": plot.caption} for plot in plots],
+        "about": page.about,
+        "ratio": page.ratio,
+        "datasets": [_dataset(name, entries) for name, entries in page.datasets.items()],
+        "plots": [{"svg": plot.svg, "caption": plot.caption} for plot in page.plots],
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    # A text that holds </script> would end the page's script.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     write_atomic(path, template.replace("__DATA__", embedded).encode())
 
@@ -88,7 +94,7 @@ def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy]) -> dict[
     arms = [entry for entry in entries if isinstance(entry, ReportArm)]
     shapes = {split: getattr(arms[0].arm, split).counts.num_emitted[0] for split in ("dev", "test")}
     num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
-    step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))
+    step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))  # rounded up
     return {
         "name": name,
         **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
@@ -120,8 +126,8 @@ def _totals(run: Run) -> dict[str, int]:
 
 def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
     arm = entry.arm
-    kept = list(range(0, len(arm.grid.settings), step))
-    settings = [arm.grid.settings[setting] for setting in kept]
+    shown = list(range(0, len(arm.grid.settings), step))
+    settings = [arm.grid.settings[setting] for setting in shown]
     prefix = f"{arm.grid.name.removeprefix('head:')}: " if arm.grid.name.startswith("head:") else ""
     return {
         "family": arm.grid.family,
@@ -130,18 +136,18 @@ def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
         "bound": arm.grid.family in BOUNDS,
         "settings": [prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-") for setting in settings],
         "ticks": [_short(next(iter(setting.values()), "")) for setting in settings],
-        "dev": _counts(arm.dev, kept),
-        "test": _counts(arm.test, kept),
+        "dev": _counts(arm.dev, shown),
+        "test": _counts(arm.test, shown),
     }
 
 
-def _counts(replayed: Replayed, kept: list[int]) -> dict[str, str]:
+def _counts(replayed: Replayed, settings: list[int]) -> dict[str, str]:
     counts = replayed.counts
     names = {"forwards": "num_draft_forwards", "target": "num_target", "drafted": "num_drafted", "accepted": "num_accepted"}
-    return {short: _packed(getattr(counts, name)[kept]) for short, name in names.items()}
+    return {short: _packed(getattr(counts, name)[settings]) for short, name in names.items()}
 
 
-def _packed(values: np.ndarray) -> str:
+def _packed(values: Array) -> str:
     """Little-endian unsigned 16-bit numbers in base64: a generation has fewer than 65,536 tokens of each kind."""
     if values.max(initial=0) >= 2**16:
         raise ValueError(f"a count of {values.max()} on one prompt is more than the report holds; lower decode.max_new_tokens")

@@ -12,22 +12,21 @@ wall clock. SpecDec++'s rows use its own head, fed-time, chosen on dev with its 
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.command import costs_for
+from decode.costs.kept import costs_for, read_kept
 from decode.costs.model import CostModel
-from decode.evaluation.command import replay_dataset
-from decode.evaluation.grids import load_heads
+from decode.evaluation.arms import picks_of, replay_dataset
+from decode.evaluation.grids import grids_of
 from decode.evaluation.results import Result, results_of
+from decode.experiment import Experiment
 from decode.hierarchies.command import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
-from decode.traces.command import datasets_of, load_trace, record
+from decode.traces.recording import recording_of
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -35,6 +34,13 @@ from heads.model.head import AcceptanceHead
 SPECDEC = {"SpecDec (best fixed K)": "fixed_length", "SpecDec++": "head_fed", "drawn-time head": "head_drawn", "oracle": "oracle"}
 SVIP: dict[str, Policy] = {"const 5": FixedLength(5), "heuristic": Heuristic(5), "SVIP": Entropy(0.3)}
 """As in the paper: the heuristic starts at 5; SVIP's threshold is its official default."""
+
+
+class Paper(NamedTuple):
+    """One table of a paper, and the same as rows."""
+
+    table: Table
+    rows: list[dict[str, Any]]
 
 
 def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> None:
@@ -47,24 +53,35 @@ def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> N
     if paper == "hsddw":
         hierarchy(config)
         return
-    record(config)
-    cost = costs_for(config)
-    made = specdec_tables(config, cost) if paper == "specdec++" else [svip_table(config, cost)]
-    for table, _ in made:
-        wide_console().print(table)
-    print(json.dumps({"paper": paper, "tables": [rows for _, rows in made]}))
+    experiment = Experiment(config)
+    if paper == "specdec++":
+        made = specdec_tables(experiment)
+    else:
+        recording = recording_of(experiment)
+        recording.complete()
+        tests = {dataset: recording.load(dataset).test for dataset in experiment.datasets}
+        made = [svip_table(tests, costs_for(experiment))]
+    for each in made:
+        wide_console().print(each.table)
+    print(json.dumps({"paper": paper, "tables": [each.rows for each in made]}))
 
 
-_Made = tuple[Table, list[dict[str, Any]]]
-
-
-def specdec_tables(config: Config, cost: CostModel) -> list[_Made]:
+def specdec_tables(experiment: Experiment) -> list[Paper]:
     """Tables 1 to 3 of SpecDec++."""
-    results = {name: {r.family: r for r in results_of(replay_dataset(config, name, cost).arms, cost)} for name in datasets_of(config)}
-    return [throughput_table(results, cost), times_table(config, cost), kl_table(load_heads(config))]
+    decode, heads = experiment.decode, experiment.heads
+    grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length)
+    recording = recording_of(experiment)
+    recording.complete()
+    cost = costs_for(experiment)
+    results = {}
+    for dataset in experiment.datasets:
+        replays = replay_dataset(recording.load(dataset), grids, heads, cost, perfect_head=decode.perfect_head, name=dataset)
+        results[dataset] = {result.family: result for result in results_of(picks_of(replays.arms, cost), cost)}
+    kept = read_kept(experiment.directory) if cost.origin == "measured" else None
+    return [throughput_table(results, cost), times_table(cost, kept), kl_table(heads)]
 
 
-def throughput_table(results: Mapping[str, Mapping[str, Result]], cost: CostModel) -> _Made:
+def throughput_table(results: Mapping[str, Mapping[str, Result]], cost: CostModel) -> Paper:
     """Table 1: tokens/s (speed-up) by dataset."""
     rows = []
     for dataset, families in results.items():
@@ -74,25 +91,26 @@ def throughput_table(results: Mapping[str, Mapping[str, Result]], cost: CostMode
             if family in families:
                 row[label] = f"{families[family].tokens_per_s:.2f} ({families[family].speed_up:.2f}x)"
         rows.append(row)
-    return _table("SpecDec++ Table 1: tokens/s (speed-up), replayed", rows), rows
+    return Paper(_table("SpecDec++ Table 1: tokens/s (speed-up), replayed", rows), rows)
 
 
-def times_table(config: Config, cost: CostModel) -> _Made:
-    """Table 2: seconds per forward, by regression over generations."""
-    path = Path(config.decode.dir) / "costs.json"
-    rows = [{"how": cost.origin, "t_draft_s": f"{cost.t_draft_s:.5f}", "t_target_s": f"{cost.t_target_s[0]:.5f}", "R2": ""}]
-    if cost.origin == "measured" and path.is_file():
-        kept = json.loads(path.read_text())
+def times_table(cost: CostModel, kept: Mapping[str, Any] | None) -> Paper:
+    """Table 2: seconds per forward, by regression over generations where they were measured."""
+    rows = [_times(cost.origin, cost.t_draft_s, cost.t_target_s[0])]
+    if kept is not None:
         fit = kept["fit"]
-        times = {name: f"{fit[name]:.5f}" for name in ("t_draft_s", "t_target_s")}
-        rows.append({"how": "regression", **times, "R2": f"{fit['r2']:.4f}"})
-        if "standalone" in kept:
-            bare = CostModel(**kept["standalone"])
-            rows.append({"how": bare.origin, "t_draft_s": f"{bare.t_draft_s:.5f}", "t_target_s": f"{bare.t_target_s[0]:.5f}", "R2": ""})
-    return _table("SpecDec++ Table 2: forward times", rows), rows
+        rows.append(_times("regression", fit["t_draft_s"], fit["t_target_s"]) | {"R2": f"{fit['r2']:.4f}"})
+    if kept is not None and "standalone" in kept:
+        bare = kept["standalone"]
+        rows.append(_times(bare["origin"], bare["t_draft_s"], bare["t_target_s"][0]))
+    return Paper(_table("SpecDec++ Table 2: forward times", rows), rows)
 
 
-def kl_table(heads: Mapping[str, AcceptanceHead]) -> _Made:
+def _times(how: str, t_draft_s: float, t_target_s: float) -> dict[str, Any]:
+    return {"how": how, "t_draft_s": f"{t_draft_s:.5f}", "t_target_s": f"{t_target_s:.5f}", "R2": ""}
+
+
+def kl_table(heads: Mapping[str, AcceptanceHead]) -> Paper:
     """Table 3: binary KL on dev by depth (rows) and reject weight (columns); raw, as the paper's, but without its sign slip."""
     fed = [head for head in heads.values() if head.timing == "fed" and "raw_kl" in head.provenance.metrics]
     weights = sorted({head.provenance.reject_weight for head in fed})
@@ -100,33 +118,27 @@ def kl_table(heads: Mapping[str, AcceptanceHead]) -> _Made:
     for depth in sorted({head.depth for head in fed}):
         row: dict[str, Any] = {"depth": depth}
         for weight in weights:
-            found = [h.provenance.metrics["raw_kl"] for h in fed if h.depth == depth and h.provenance.reject_weight == weight]
-            row[f"w_rej = {weight:g}"] = f"{min(found):.3f}" if found else ""
+            kls = [h.provenance.metrics["raw_kl"] for h in fed if h.depth == depth and h.provenance.reject_weight == weight]
+            row[f"w_rej = {weight:g}"] = f"{min(kls):.3f}" if kls else ""
         rows.append(row)
-    return _table("SpecDec++ Table 3: KL of fed-time heads on dev", rows), rows
+    return Paper(_table("SpecDec++ Table 3: KL of fed-time heads on dev", rows), rows)
 
 
-def svip_table(config: Config, cost: CostModel) -> _Made:
-    """SVIP's Table 1: speed-up over the target alone by category, and over all prompts."""
+def svip_table(traces: Mapping[str, Trace], cost: CostModel) -> Paper:
+    """SVIP's Table 1: speed-up over the target alone by category, and over all prompts of each dataset."""
     rows = []
-    for name in datasets_of(config):
-        trace = load_trace(config, name, "test")
-        categories = sorted({row.category for row in trace.rows if row.category})
-        for category in categories:
-            rows.append({"prompts": category, **_speed_ups(trace.select(_of_category(trace, category)), cost)})
+    for name, trace in traces.items():
+        for category in sorted({row.category for row in trace.rows if row.category}):
+            members = [index for index, row in enumerate(trace.rows) if row.category == category]
+            rows.append({"prompts": category, **_speed_ups(trace.select(members), cost)})
         rows.append({"prompts": f"{name}, all", **_speed_ups(trace, cost)})
-    return _table(f"SVIP Table 1: speed-up at t_target/t_draft = {cost.ratio:.2f}, replayed", rows), rows
-
-
-def _of_category(trace: Trace, category: str) -> list[int]:
-    return [index for index, row in enumerate(trace.rows) if row.category == category]
+    return Paper(_table(f"SVIP Table 1: speed-up at t_target/t_draft = {cost.ratio:.2f}, replayed", rows), rows)
 
 
 def _speed_ups(trace: Trace, cost: CostModel) -> dict[str, Any]:
-    tokens = trace.num_positions
-    seconds = {name: float(np.sum(cost.time_s(replay_settings(trace, policy)))) for name, policy in SVIP.items()}
-    found = {name: tokens * cost.t_target_s[0] / total_s for name, total_s in seconds.items()}
-    return {"num": len(trace.rows), **{name: f"{value:.2f}" for name, value in found.items()}}
+    alone_s = trace.num_positions * cost.t_target_s[0]
+    speed_ups = {name: f"{alone_s / cost.time_s(replay_settings(trace, policy)).sum():.2f}" for name, policy in SVIP.items()}
+    return {"num": len(trace.rows), **speed_ups}
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:

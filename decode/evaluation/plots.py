@@ -1,29 +1,31 @@
 """Plots of an evaluation, as SVG for the page and as files (design section 2; SpecDec++ Figure 4)."""
 
-import io
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from scipy.special import expit
 
 from decode.costs.model import CostModel
-from decode.evaluation.results import Arm, Result, chosen, throughput
-from decode.traces.trace import Trace
+from decode.evaluation.arms import Arm, Replays, by_family, fastest_on_dev
+from decode.evaluation.results import Result
+from decode.figure import BLUE, DARK, GREY, PALE, RED, Plot, figure_of, plot_of
+from decode.traces.trace import Array, Trace
+from heads.model.head import AcceptanceHead
 
 _BINS = 15
+_FEWEST = 5
+"""Tokens in a bin that the reliability plot shows."""
+_LEFT_OUT = ("perfect_fed", "heuristic", "max_prob", "self_verify", "ada_edl")
+"""Families without a line of draft lengths, where there are too many to tell apart."""
 
 
-class Plot(NamedTuple):
-    """One figure."""
-
-    name: str
-    caption: str
-    svg: str
+def all_plots(replays: Replays, cost: CostModel, names: Mapping[str, str]) -> list[Plot]:
+    """All plots of one dataset but the bars, which every cost has of its own."""
+    arms, test = replays.arms, replays.traces.test
+    plots = [pareto(arms, names), thresholds(arms, cost, names), draft_lengths(arms, cost, names)]
+    if replays.best:
+        plots.append(reliability(test, {f"best {timing}-time head": head for timing, head in replays.best.items()}))
+    return [*plots, entropies(test)]
 
 
 def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str, str]) -> Plot:
@@ -34,14 +36,9 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str
     values = np.array([result.speed_up for result in shown])
     low, high = (base * (1 + np.array([getattr(result, end) for result in shown])) for end in ("gain_low", "gain_high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
-    colours = [
-        "#b9c2d0" if r.family.startswith(("perfect", "oracle")) else "#c4532d" if r.family.startswith(("head", "auto")) else "#3b6fb6"
-        for r in shown
-    ]
-    axes.barh(
-        [names.get(result.family, result.family) for result in shown], values, xerr=errors, color=colours, ecolor="#1d2430", capsize=2
-    )
-    axes.axvline(1, color="#98a2b3", linestyle="--", linewidth=1)
+    labels, colours = [names.get(result.family, result.family) for result in shown], [_colour(result.family) for result in shown]
+    axes.barh(labels, values, xerr=errors, color=colours, ecolor=DARK, capsize=2)
+    axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set_xlabel("speed-up over the target alone")
     return plot_of(
         f"speed_up-{cost.ratio:.3g}",
@@ -53,8 +50,8 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str
 def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4)."""
     figure, axes = figure_of(3.6)
-    for place, family in enumerate(dict.fromkeys(arm.grid.family for arm in arms)):
-        points = np.concatenate([_rates(arm) for arm in arms if arm.grid.family == family], axis=1)
+    for place, (family, members) in enumerate(by_family(arms).items()):
+        points = np.concatenate([_rates(arm) for arm in members], axis=1)
         marker = ".x+"[place // 10]  # there are ten colours
         axes.plot(points[0], points[1], marker, markersize=4, label=names.get(family, family))
     axes.set(xlabel="verification rate", ylabel="discard rate", ylim=(-0.05, 2.5))
@@ -65,11 +62,12 @@ def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
 def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
     """Throughput over the threshold of each family with one parameter, at its best arm."""
     figure, axes = figure_of(3.6)
-    for family in dict.fromkeys(arm.grid.family for arm in arms):
-        arm, _ = chosen([arm for arm in arms if arm.grid.family == family], cost)
+    for family, members in by_family(arms).items():
+        arm, _ = fastest_on_dev(members, cost)
         values = [list(setting.values()) for setting in arm.grid.settings]
         if all(len(value) == 1 and isinstance(value[0], float) for value in values) and len(values) > 4:
-            axes.plot([value[0] for value in values], throughput(arm.test, cost) * cost.t_target_s[0], label=names.get(family, family))
+            speed_up = cost.tokens_per_s(arm.test) * cost.t_target_s[0]
+            axes.plot([value[0] for value in values], speed_up, label=names.get(family, family))
     axes.set(xlabel="threshold", ylabel="speed-up")
     axes.legend(fontsize=6, ncols=2)
     return plot_of("thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure)
@@ -78,10 +76,10 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -
 def draft_lengths(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
     """How long drafts are at the dev-chosen settings."""
     figure, axes = figure_of(3.6)
-    for family in dict.fromkeys(arm.grid.family for arm in arms):
-        if family.startswith(("perfect_fed", "heuristic", "max_prob", "self_verify", "ada_edl")):
+    for family, members in by_family(arms).items():
+        if family in _LEFT_OUT:
             continue
-        arm, setting = chosen([arm for arm in arms if arm.grid.family == family], cost)
+        arm, setting = fastest_on_dev(members, cost)
         lengths = arm.test.lengths[setting].sum(0)
         axes.step(np.arange(len(lengths)), lengths / lengths.sum(), where="mid", label=names.get(family, family))
     axes.set(xlabel="drafted tokens in a round", ylabel="share of rounds")
@@ -89,18 +87,18 @@ def draft_lengths(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]
     return plot_of("draft_lengths", f"Draft lengths at t_target/t_draft = {cost.ratio:.2f}.", figure)
 
 
-def reliability(trace: Trace, heads: Mapping[str, Any]) -> Plot:
+def reliability(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
     figure, axes = figure_of(3.6)
     drawn = np.where(trace.is_rejected, trace.branch, np.arange(trace.num_positions))
-    axes.plot([0, 1], [0, 1], color="#98a2b3", linestyle="--", linewidth=1)
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for name, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
         at, accepted = (drawn, ~trace.is_rejected) if head.timing == "drawn" else _scored_later(trace, drawn)
         prob = expit(head.calibrated_logit(logit[at]))
         index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
         count = np.bincount(index, minlength=_BINS)
-        some = count >= 5
+        some = count >= _FEWEST
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
         axes.plot(mean, np.bincount(index, accepted, _BINS)[some] / count[some], marker="o", markersize=3, label=name)
     axes.set(xlabel="predicted acceptance (calibrated)", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
@@ -120,34 +118,21 @@ def entropies(trace: Trace) -> Plot:
     return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
 
 
-def _scored_later(trace: Trace, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the fed-time score of each drawn token stands (with the token after it), and whether that token was accepted."""
+def _colour(family: str) -> str:
+    """Bounds pale, heads red, all others blue."""
+    return PALE if family.startswith(("perfect", "oracle")) else RED if family.startswith(("head", "auto")) else BLUE
+
+
+def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
+    """Where the fed-time score of each drawn token stands (at the token after it), and whether the drawn token was accepted."""
     following = drawn + 1
     fits = following < len(trace.token)
     following = np.where(fits, following, 0)
-    fits &= trace.before[following] == drawn
+    fits &= trace.before[following] == drawn  # else the next token in flat order begins another branch or row
     return following[fits], ~trace.is_rejected[fits]
 
 
-def _rates(arm: Arm) -> np.ndarray:
+def _rates(arm: Arm) -> Array:
     counts = arm.test.counts
     tokens = counts.num_emitted.sum(-1)
     return np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])
-
-
-def figure_of(height: float) -> tuple[Figure, Axes]:
-    """One pair of axes, in the width and style of all plots."""
-    figure = Figure(figsize=(5.6, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    return figure, axes
-
-
-def plot_of(name: str, caption: str, figure: Figure) -> Plot:
-    """The figure as SVG text, the same bytes for the same figure."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return Plot(name, caption, re.sub(r"^.*?(?=<svg)", "", text, count=1, flags=re.DOTALL))

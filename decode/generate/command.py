@@ -13,14 +13,12 @@ from transformers.utils import logging
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
-from decode.evaluation.grids import check_sampling
+from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
-from decode.policies.registry import parse_policy
-from heads.model.head import AcceptanceHead
-from lm import CachedModel, CompiledModel, Pair, Sampling, load_pair
+from lm import CachedModel, CompiledModel, Pair
 
 
 def generate(
@@ -45,15 +43,16 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
-    stop = policy_for(config, policy)
+    experiment = Experiment(config)
+    stop = experiment.policy(policy)
     logging.disable_progress_bar()
-    pair = load_pair(config.pair)
-    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, config.data.template)
-    decoder = decoder_for(config, pair, stop)
+    pair = experiment.pair
+    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
+    decoder = decoder_for(experiment, stop)
     rounds = decoder.stream(
         prompt_ids,
-        config.decode.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        generator=torch.Generator().manual_seed(config.decode.seed),
+        experiment.decode.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        generator=torch.Generator().manual_seed(experiment.decode.seed),
     )
     if json:
         print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
@@ -76,34 +75,16 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
     return closing
 
 
-def policy_for(config: Config, spec: str) -> Policy:
-    """The policy of `spec`; `head` without a path takes the first of decode.heads.
-
-    Raises:
-        ValueError: a spec that does not parse, a head that was trained under another `Sampling`.
-        FileNotFoundError: no exported head at that path.
-    """
-    if spec == "head" and config.decode.heads:
-        spec = f"head:{config.decode.heads[0]}"
-
-    def load_head(path: str) -> AcceptanceHead:
-        head = AcceptanceHead.from_pretrained(path)
-        check_sampling(head, path, vars(config.pair.sampling))
-        return head
-
-    return parse_policy(spec, load_head=load_head)
-
-
-def decoder_for(config: Config, pair: Pair, policy: Policy) -> SpeculativeDecoder:
+def decoder_for(experiment: Experiment, policy: Policy) -> SpeculativeDecoder:
     """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
-    kind = CompiledModel if config.decode.compile else CachedModel
+    pair, kind = experiment.pair, CompiledModel if experiment.decode.compile else CachedModel
     has_heads = policy.fed_head is not None or policy.drawn_head is not None
     draft = kind(pair.draft, vocab_size=pair.vocab_size, with_hidden=has_heads)
     return SpeculativeDecoder(
         kind(pair.target, vocab_size=pair.vocab_size),
         ModelDrafter(draft, policy),
-        sampling=Sampling(**vars(config.pair.sampling)),
-        max_draft_length=config.decode.max_draft_length,
+        sampling=experiment.sampling,
+        max_draft_length=experiment.decode.max_draft_length,
         eos_ids=pair.eos_ids,
     )
 

@@ -1,6 +1,6 @@
 """What `decode hierarchy` compares: HSDDW's configurations, Chen's variant, and plain speculation with the draft or with the micro.
 
-An arm whose paper leaves a length open has several settings; `decode hierarchy` chooses among them on dev.
+A contender whose paper leaves a length open has several settings; `decode hierarchy` chooses among them on dev.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,21 @@ _SCHEDULES = ((1, 3), *product((1, 2, 3), (1, 2)))
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run an arm."""
+    """One way to run a contender."""
 
     label: str
     build: Callable[[], Drafter]
     version: str = ""
-    """Of what the label does not say, such as a head's weights."""
+    """Identifies what the label does not say, such as a head's weights."""
 
     @property
     def key(self) -> str:
-        """What a kept generation is found again by."""
+        """What the kept generations are filed under."""
         return f"{self.label} {self.version}".strip()
 
 
 @dataclass(frozen=True)
-class Arm:
+class Contender:
     """One row of the tables."""
 
     name: str
@@ -62,8 +62,8 @@ class LevelPolicies:
     version: str
 
 
-def arms_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Arm]:
-    """All arms, the target alone first; no model is loaded before a setting is built."""
+def contenders_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Contender]:
+    """All contenders, the target alone first; no model is loaded before a setting is built."""
 
     def alone(name: str, policy: Policy) -> Callable[[], Drafter]:
         return lambda: ModelDrafter(getattr(trio, name), policy)
@@ -74,28 +74,28 @@ def arms_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Arm]:
     def interleaved(m: int, n: int) -> Callable[[], Drafter]:
         return lambda: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)
 
-    arms = [
-        _arm("target alone", 1, ("", alone("draft", FixedLength(0)))),
-        _arm("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
-        _arm("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
-        _arm("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft))),
-        _arm("sd + SVIP", 2, ("h=0.3", alone("draft", Entropy()))),
-        _arm("sd + pre-verify", 3, (f"K={WINDOW}", full(configuration="pre-verify"))),
-        _arm("sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify"))),
-        _arm("HSDDW", 3, (_UP_TO, full())),
-        _arm("HSDDW without bonus", 3, (_UP_TO, full(bonus=False))),
-        _arm("pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)),
-        _arm("interleaved (Chen)", 3, *((f"m={m} n={n}", interleaved(m, n)) for m, n in _SCHEDULES)),
+    contenders = [
+        _contender("target alone", 1, ("", alone("draft", FixedLength(0)))),
+        _contender("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
+        _contender("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
+        _contender("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft))),
+        _contender("sd + SVIP", 2, ("h=0.3", alone("draft", Entropy()))),
+        _contender("sd + pre-verify", 3, (f"K={WINDOW}", full(configuration="pre-verify"))),
+        _contender("sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify"))),
+        _contender("HSDDW", 3, (_UP_TO, full())),
+        _contender("HSDDW without bonus", 3, (_UP_TO, full(bonus=False))),
+        _contender("pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)),
+        _contender("interleaved (Chen)", 3, *((f"m={m} n={n}", interleaved(m, n)) for m, n in _SCHEDULES)),
     ]
     if policies is not None:
         build = full(policies=(policies.micro, policies.draft))
-        arms.append(Arm("sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)))
-        arms.append(Arm("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),)))
-    return arms
+        contenders.append(Contender("sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)))
+        contenders.append(Contender("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),)))
+    return contenders
 
 
-def _arm(name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]]) -> Arm:
-    return Arm(name, num_levels, tuple(Setting(label, build) for label, build in settings))
+def _contender(name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]]) -> Contender:
+    return Contender(name, num_levels, tuple(Setting(label, build) for label, build in settings))
 
 
 def _self_verified(draft: CachedModel) -> Drafter:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from decode.evaluation.plots import Plot, figure_of, plot_of
+from decode.figure import GREY, Plot, figure_of, plot_of
 from decode.hierarchies.runs import Run
 from decode.hierarchies.times import Times
+from decode.intervals import gain_over
 
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """t_micro / t_draft, the columns of the table."""
 _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 """t_draft / t_target."""
-_RESAMPLES = 500
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
@@ -26,21 +26,22 @@ def gain_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
     `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
     """
     here = times.t_draft_s / times.t_target_s
-    sides = [[(run, run.counts) for run in runs if (run.arm.num_levels == 3) == is_three] for is_three in (False, True)]
+    sides = [[run for run in runs if (run.contender.num_levels == 3) == is_three] for is_three in (False, True)]
     rows = []
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:
             at = Times(t_micro_s=micro_ratio * draft_ratio, t_draft_s=draft_ratio, t_target_s=1.0)
-            plain, hierarchical = (max(side, key=lambda pair: at.speedup(pair[1])) for side in sides)
+            plain, hierarchical = (max(side, key=lambda run: at.speedup(run.counts)) for side in sides)
+            is_column = micro_ratio in MICRO_RATIOS  # a bootstrap for every point of the fine grid would take minutes
             rows.append(
                 {
                     "draft_ratio": draft_ratio,
                     "micro_ratio": micro_ratio,
                     "is_here": draft_ratio == here,
-                    "gain": at.speedup(hierarchical[1]) / at.speedup(plain[1]) - 1,
-                    "standard_error": _gain_error(hierarchical[0], plain[0], at) if micro_ratio in MICRO_RATIOS else None,
-                    "plain": f"{plain[0].arm.name} {plain[0].label}".strip(),
-                    "hierarchy": f"{hierarchical[0].arm.name} {hierarchical[0].label}".strip(),
+                    "gain": at.speedup(hierarchical.counts) / at.speedup(plain.counts) - 1,
+                    "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error if is_column else None,
+                    "plain": plain.name,
+                    "hierarchy": hierarchical.name,
                 }
             )
     return pd.DataFrame(rows)
@@ -50,7 +51,7 @@ def paying(group: pd.DataFrame) -> str:
     """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
     pays = (group["gain"] > 1e-9).to_numpy()
     ratios = group["micro_ratio"].to_numpy()
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))  # where a range begins, where it ends, in turns
     ranges = [(ratios[start], ratios[stop - 1]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
     return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
 
@@ -62,20 +63,8 @@ def gain_plot(gain: pd.DataFrame, name: str) -> Plot:
         is_here = bool(group["is_here"].any())
         label = f"{draft_ratio:.3g}" + (" (here)" if is_here else "")
         axes.plot(group["micro_ratio"], 100 * group["gain"], label=label, linewidth=2.4 if is_here else 1.2)
-    axes.axhline(0, color="#98a2b3", linestyle="--", linewidth=1)
+    axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
     caption = "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for the times."
     return plot_of(f"third-level-{name}", caption, figure)
-
-
-def _gain_error(hierarchical: Run, plain: Run, times: Times) -> float:
-    """Standard error of the modelled gain, by bootstrap over prompts, both resampled alike; NaN for one prompt."""
-    if len(plain.decoded) < 2:
-        return float("nan")
-    draws = np.random.default_rng(0).integers(len(plain.decoded), size=(_RESAMPLES, len(plain.decoded)))
-    speeds = []
-    for run in (hierarchical, plain):
-        tokens, seconds = np.array([(counts.num_emitted, times.seconds(counts)) for counts in run.each]).T
-        speeds.append(tokens[draws].sum(-1) / seconds[draws].sum(-1))
-    return float(np.std(speeds[0] / speeds[1]))

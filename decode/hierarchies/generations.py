@@ -3,7 +3,7 @@
     DIR/manifest.json        what decides the tokens
     DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds
 
-Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
+Hierarchies cannot be reone from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
 """
 
 import json
@@ -49,11 +49,11 @@ class Decoded:
         rounds = generation.rounds
         return cls(
             counts=generation.counts,
-            lengths=tuple(len(played.drafted) for played in rounds),
-            seconds=sum(played.draft_s + played.target_s for played in rounds),
-            later=reduce(add, (played.counts for played in rounds[1:]), Counts()),
-            later_draft_s=sum(played.draft_s for played in rounds[1:]),
-            later_target_s=sum(played.target_s for played in rounds[1:]),
+            lengths=tuple(len(one.drafted) for one in rounds),
+            seconds=sum(one.draft_s + one.target_s for one in rounds),
+            later=reduce(add, (one.counts for one in rounds[1:]), Counts()),
+            later_draft_s=sum(one.draft_s for one in rounds[1:]),
+            later_target_s=sum(one.target_s for one in rounds[1:]),
         )
 
 
@@ -62,9 +62,9 @@ def prompt_key(prompt_ids: Sequence[int]) -> str:
     return sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]
 
 
-def append_decoded(directory: Path, found: Mapping[Key, Decoded]) -> None:
+def append_decoded(directory: Path, decoded: Mapping[Key, Decoded]) -> None:
     """Add generations, in one write."""
-    lines = [json.dumps(key._asdict() | asdict(decoded)) + "\n" for key, decoded in found.items()]
+    lines = [json.dumps(key._asdict() | asdict(one)) + "\n" for key, one in decoded.items()]
     with (directory / "decoded.jsonl").open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
@@ -75,11 +75,11 @@ def read_decoded(directory: Path) -> dict[Key, Decoded]:
     if not path.is_file():
         return {}
     whole = path.read_bytes()
-    kept = whole[: whole.rfind(b"\n") + 1]
-    if len(kept) < len(whole):
+    finished = whole[: whole.rfind(b"\n") + 1]
+    if len(finished) < len(whole):
         with path.open("r+b") as file:
-            file.truncate(len(kept))
-    return dict(_parsed(json.loads(line)) for line in kept.splitlines())
+            file.truncate(len(finished))
+    return dict(_parsed(json.loads(line)) for line in finished.splitlines())
 
 
 def _parsed(line: dict[str, object]) -> tuple[Key, Decoded]:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from rich.table import Column, Table
+from rich.table import Table
 
+from decode.console import right
 from decode.hierarchies.gain import MICRO_RATIOS, paying
 from decode.hierarchies.runs import Run
 from decode.hierarchies.times import Times, break_even, redundancy, target_utilisation
+from decode.intervals import gain_over
 
 _ABLATION = {
     "sd": (False, False),
@@ -17,7 +19,7 @@ _ABLATION = {
     "sd + pre-verify + self-verify": (True, True),
     "HSDDW": (True, True),
 }
-"""arm -> (pre-verify, self-verify), the rows of Table 2; HSDDW also loops back."""
+"""contender -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
 _COUNTS = {
     "N": "num_emitted",
     "N_micro": "num_micro",
@@ -26,21 +28,20 @@ _COUNTS = {
     "F_micro": "num_micro_forwards",
     "F_draft": "num_draft_forwards",
 }
-_RESAMPLES = 1000
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 
 
 def arms_frame(runs: Sequence[Run], times: Times, given: Times) -> pd.DataFrame:
-    """One row per arm: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
-    plain = max((run for run in runs if run.arm.name == "sd"), key=lambda run: times.speedup(run.counts))
+    """One row per contender: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
+    plain = max((run for run in runs if run.contender.name == "sd"), key=lambda run: times.speedup(run.counts))
     return pd.DataFrame([_row(run, (runs[0], plain), times, given) for run in runs])
 
 
 def ablation_table(frame: pd.DataFrame) -> Table:
     """HSDDW's Table 2."""
     names = ("speed-up measured", "s.e.", "modelled", "at given ratios")
-    table = Table("", "pre-verify", "self-verify", *_right(*names), title="ablation (HSDDW, Table 2)")
+    table = Table("", "pre-verify", "self-verify", *right(*names), title="ablation (HSDDW, Table 2)")
     rows = frame.set_index("arm")
     for name, (pre, own) in _ABLATION.items():
         row = rows.loc[name]
@@ -50,7 +51,7 @@ def ablation_table(frame: pd.DataFrame) -> Table:
 
 
 def arms_table(frame: pd.DataFrame, times: Times, given: Times, *, title: str) -> Table:
-    """HSDDW's Table 4, for every arm."""
+    """HSDDW's Table 4, for every contender."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
@@ -61,7 +62,7 @@ def arms_table(frame: pd.DataFrame, times: Times, given: Times, *, title: str) -
         "N: tokens, F: forwards. Speed-up over the target alone, measured (s.e.: bootstrap over prompts), and from the counts at fitted "
         f"and at given times. Pays below: of t_micro / t_draft, here {times.t_micro_s / times.t_draft_s:.2f}, against sd, from the counts"
     )
-    table = Table("drafter", "setting", *_right(*names), title=title, caption=caption)
+    table = Table("drafter", "setting", *right(*names), title=title, caption=caption)
     for row in frame.to_dict("records"):
         rates = (f"{100 * row[key]:.2f}" for key in ("redundancy", "target_utilisation"))
         speeds = (f"{row[key]:.3f}" for key in ("speedup", "speedup_se", "speedup_modelled", "speedup_at_ratios"))
@@ -73,7 +74,7 @@ def arms_table(frame: pd.DataFrame, times: Times, given: Times, *, title: str) -
 def gain_table(gain: pd.DataFrame) -> Table:
     """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive."""
     title = "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: t_micro / t_draft"
-    table = Table("t_draft / t_target", *_right(*(f"{ratio:g}" for ratio in MICRO_RATIOS)), "pays at", title=title)
+    table = Table("t_draft / t_target", *right(*(f"{ratio:g}" for ratio in MICRO_RATIOS)), "pays at", title=title)
     for draft_ratio, group in gain.groupby("draft_ratio"):
         shown = group.set_index("micro_ratio")
         cells = (f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})" for ratio in MICRO_RATIOS)
@@ -83,13 +84,15 @@ def gain_table(gain: pd.DataFrame) -> Table:
 
 def verdict(runs: Sequence[Run], gain: pd.DataFrame, times: Times) -> str:
     """What the figures say, in words."""
-    plain, hierarchical = (max((run for run in runs if run.arm.num_levels == levels), key=lambda run: _speed(run)) for levels in (2, 3))
-    here = _speed(hierarchical) / _speed(plain) - 1
+    plain, hierarchical = (
+        max((run for run in runs if run.contender.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
+    )
+    here = gain_over(plain.measured, hierarchical.measured)
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
     lines = [
         f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best hierarchy, "
-        f"{hierarchical.arm.name} {hierarchical.label}, is {100 * here:+.1f} % (s.e. {100 * _standard_error(hierarchical, plain):.1f}) "
-        f"against the best plain speculation, {plain.arm.name} {plain.label}."
+        f"{hierarchical.name}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
+        f"against the best plain speculation, {plain.name}."
     ]
     for ratio, group in gain.groupby("draft_ratio"):
         name = "as here" if group["is_here"].any() else f"{ratio:g}"
@@ -109,16 +112,16 @@ def _row(run: Run, bases: tuple[Run, Run], times: Times, given: Times) -> dict[s
     counts, (alone, plain) = run.counts, bases
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
-        "arm": run.arm.name,
+        "arm": run.contender.name,
         "setting": run.label,
-        "num_levels": run.arm.num_levels,
+        "num_levels": run.contender.num_levels,
         **{key: int(value) for key, value in vars(counts).items()},
         "redundancy": redundancy(counts),
         "target_utilisation": target_utilisation(counts),
         "acceptance_length": counts.acceptance_length,
-        "tokens_per_s": counts.num_emitted / sum(run.seconds),
-        "speedup": _speed(run) / _speed(alone),
-        "speedup_se": _standard_error(run, alone),
+        "tokens_per_s": run.measured.tokens_per_s,
+        "speedup": run.measured.tokens_per_s / alone.measured.tokens_per_s,
+        "speedup_se": gain_over(alone.measured, run.measured).standard_error,
         "speedup_modelled": times.speedup(counts),
         "speedup_at_ratios": given.speedup(counts),
         "break_even": break_even(counts, plain.counts, times) if has_both else None,
@@ -130,23 +133,3 @@ def _below(value: float | None) -> str:
     if value is None or np.isnan(value):
         return ""
     return f"{value:.2f}" if value > 0 else "never"
-
-
-def _speed(run: Run) -> float:
-    """Tokens per second over all prompts."""
-    return float(run.counts.num_emitted / sum(run.seconds))
-
-
-def _standard_error(run: Run, alone: Run) -> float:
-    """Of the measured speed-up of `run` over `alone`, by bootstrap over prompts, both resampled alike; NaN for one prompt."""
-    if len(run.decoded) < 2:
-        return float("nan")
-    draws = np.random.default_rng(0).integers(len(run.decoded), size=(_RESAMPLES, len(run.decoded)))
-    own, base = (
-        np.array([each.num_emitted for each in one.each])[draws].sum(-1) / np.array(one.seconds)[draws].sum(-1) for one in (run, alone)
-    )
-    return float(np.std(own / base))
-
-
-def _right(*names: str) -> list[Column]:
-    return [Column(name, justify="right", no_wrap=True) for name in names]

@@ -3,14 +3,8 @@
 from collections.abc import Callable
 from functools import cached_property
 
-from configs.schema import PairConfig
+from decode.experiment import check_micro
 from lm import CachedModel, Pair
-
-
-def check_micro(pair: PairConfig | Pair, *, is_needed: bool = True) -> None:
-    """Raise ValueError where hierarchies are asked for and there is no micro model."""
-    if is_needed and pair.micro is None:
-        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
 
 
 class Trio:

@@ -8,14 +8,15 @@ from math import log
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from configs.schema import Config
+from decode.console import announce, right, wide_console
 from decode.theory import closed_forms as forms
 from decode.theory.monte_carlo import Estimate, acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
 from decode.theory.plots import plot_interleaved
 
+_WIDTH = 110
 _NUMBERS = ("closed form", "loop", "s.e.", "z", "speed-up")
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
 _DISTRIBUTIONS = {
@@ -65,15 +66,15 @@ def theory(
     bounds = list(_bound_checks(num_rounds))
     directory = Path(config.decode.dir) / "theory"
     directory.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(directory / "theory.csv", index=False)
-    plot_interleaved(directory / "chen-figure-1.png", rates=(small, medium), costs=costs, num_rounds=num_rounds)
-    console = Console() if Console().is_terminal else Console(width=110)
+    table, figure = directory / "theory.csv", directory / "chen-figure-1.png"
+    pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(table, index=False)
+    plot_interleaved(figure, rates=(small, medium), costs=costs, num_rounds=num_rounds)
+    best = best_settings((small, medium, inner), costs)
+    console = wide_console(_WIDTH)
     console.print(_table("tokens per target forward, i.i.d. acceptance", checks))
     console.print(_table("SVIP's lower bounds of the acceptance rate", bounds))
-    best = best_settings((small, medium, inner), costs)
     console.print(best_table(best))
-    written = [str(directory / name) for name in ("theory.csv", "chen-figure-1.png")]
-    print("\n".join(["wrote", *(f"  {path}" for path in written)]))
+    written = announce([table, figure])
     largest = max(abs(check.z_score) for check in checks)
     print(json.dumps({"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}))
 
@@ -98,9 +99,9 @@ def best_settings(rates: tuple[float, float, float], costs: tuple[float, float])
 def best_table(best: dict[str, dict[str, int | float]]) -> Table:
     """What to run, by the closed forms."""
     table = Table("drafter", "setting", "speed-up", title="the fastest setting of each, by the closed forms")
-    for name, found in best.items():
-        setting = ", ".join(f"{key} = {value}" for key, value in found.items() if key != "speedup")
-        table.add_row(name, setting, f"{found['speedup']:.3f}")
+    for name, values in best.items():
+        setting = ", ".join(f"{key} = {value}" for key, value in values.items() if key != "speedup")
+        table.add_row(name, setting, f"{values['speedup']:.3f}")
     return table
 
 
@@ -150,7 +151,7 @@ def _check(form: str, setting: str, expected: float, estimate: Estimate, speedup
 
 
 def _table(title: str, checks: list[Check]) -> Table:
-    table = Table("form", "setting", *(Column(name, justify="right", no_wrap=True) for name in _NUMBERS), title=title)
+    table = Table("form", "setting", *right(*_NUMBERS), title=title)
     for check in checks:
         numbers = [f"{check.expected:.4f}", f"{check.measured:.4f}", f"{check.standard_error:.4f}", f"{check.z_score:+.2f}"]
         table.add_row(check.form, check.setting, *numbers, "" if check.speedup is None else f"{check.speedup:.3f}")

@@ -82,7 +82,7 @@ def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, 
     emitted: list[float] = []
     while len(emitted) < num_rounds:
         rounds = decoder.stream([0], 10**9, generator=generator)
-        emitted += [len(played.emitted) for played in islice(rounds, min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted)))]
+        emitted += [len(one.emitted) for one in islice(rounds, min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted)))]
     values = torch.tensor(emitted, dtype=torch.float64)
     return Estimate(float(values.mean()), float(values.std()) / sqrt(num_rounds), num_rounds)
 
@@ -111,8 +111,8 @@ def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_round
 
 def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int, seed: int = 0) -> Estimate:
     """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round adds."""
-    found = tokens_per_round(ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed)
-    return Estimate(found.mean - 1, found.standard_error, found.num_rounds)
+    tokens = tokens_per_round(ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed)
+    return Estimate(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
 
 
 def _accepted_at(rate: float) -> ConstantModel:

@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from decode.figure import panels_of
 from decode.theory import closed_forms as forms
 from decode.theory.monte_carlo import interleaved_rounds
 
@@ -21,16 +21,15 @@ def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[flo
 
     The printed figure was not at hand; this one shows the quantities of the paper's closed forms.
     """
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    tokens, speed, best = figure.subplots(1, 3)
+    figure, (tokens, speed, best) = panels_of(3, width=15, height=4.6)
     for m, colour in _BLOCKS.items():
         _lines_of(m, colour, (tokens, speed), rates, costs)
         for n in _MEASURED_AT:
-            found = interleaved_rounds(rates, m=m, n=n, num_rounds=num_rounds, seed=100 * m + n)
+            estimate = interleaved_rounds(rates, m=m, n=n, num_rounds=num_rounds, seed=100 * m + n)
             per_token = 1 / (1 + m * (n * costs[0] + costs[1]))
             for axes, scale in ((tokens, 1.0), (speed, per_token)):
-                error = 2 * found.standard_error * scale
-                axes.errorbar(n, found.mean * scale, yerr=error, fmt="o", color=colour, markersize=4, capsize=2)
+                error = 2 * estimate.standard_error * scale
+                axes.errorbar(n, estimate.mean * scale, yerr=error, fmt="o", color=colour, markersize=4, capsize=2)
     _best_of_each(best, rates[1], costs)
     tokens.set(
         xlabel="n, small tokens per block", ylabel="tokens per target forward", title="lines: closed form; points: real loop, 2 s.e."

@@ -27,7 +27,7 @@ BRANCHES_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
-class Recording:
+class RowRecording:
     """One response: its own positions, then every branch, in this order along `draw`."""
 
     token: Int[Tensor, " draw"]
@@ -82,7 +82,7 @@ class Recorder:
         return 2 + max(0, self.max_draft_length - 1)
 
     @torch.inference_mode()
-    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> Recording:
+    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> RowRecording:
         """The trace of one response.
 
         Args:
@@ -108,7 +108,7 @@ class Recorder:
             parts.append(drawn)
             probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
         draws = DrawnTokens.joined(parts)
-        return Recording(
+        return RowRecording(
             token=draws.token.int(),
             entropy=draws.entropy,
             max_prob=draws.max_prob,

@@ -10,14 +10,13 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.command import costs_for
+from decode.costs.kept import costs_for
 from decode.costs.model import CostModel
-from decode.evaluation.grids import load_heads
-from decode.evaluation.results import throughput
+from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from decode.traces.command import datasets_of, load_trace, record
+from decode.traces.recording import Traces, recording_of
 from decode.traces.replay import replay_settings
-from decode.traces.trace import Trace, join
+from decode.traces.trace import join
 from decode.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, update_config
 
@@ -38,7 +37,7 @@ _RULE = (
 """What `auto` reads back."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tuned:
     """One head for one cost."""
 
@@ -53,7 +52,7 @@ class Tuned:
     auto_tokens_per_s: float
     """On test, by the rule with lambda from dev."""
     online_tokens_per_s: float
-    """On test, by the rule that is told no lambda and learns it in each generation."""
+    """On test, by the rule that learns lambda in each generation."""
     target_alone_tokens_per_s: float
     recommended: dict[str, Any]
 
@@ -66,49 +65,45 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
         write: put `recommended` into every head's config.json.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
-    record(config)
-    cost = costs_for(config, ratio)
-    heads, paths = load_heads(config), head_paths(config)
-    if not heads:
-        raise FileNotFoundError(
-            f"no heads in {Path(config.heads.dir) / 'exported'}; run `python -m heads export`, or name some in decode.heads"
-        )
-    dev, test = (join([load_trace(config, name, split) for name in datasets_of(config)]) for split in ("dev", "test"))
-    tuned = [tune_head(name, head, dev, test, cost=cost) for name, head in heads.items()]
+    experiment = Experiment(config)
+    if not experiment.heads:
+        raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
+    recording, cost = recording_of(experiment), costs_for(experiment, ratio)
+    recording.complete()
+    dev, test = (join(traces) for traces in zip(*map(recording.load, experiment.datasets), strict=True))
+    tuned = [tune_head(name, head, Traces(dev, test), cost) for name, head in experiment.heads.items()]
     wide_console().print(table_of(tuned, cost))
-    if write:
-        for each in tuned:
-            update_config(paths[each.head], recommended=each.recommended)
-            print(f"wrote recommended into {Path(paths[each.head]) / 'config.json'}")
+    for each in tuned if write else []:
+        path = experiment.head_paths[each.head]
+        update_config(path, recommended=each.recommended)
+        print(f"wrote recommended into {Path(path) / 'config.json'}")
     print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))
 
 
-def tune_head(name: str, head: AcceptanceHead, dev: Trace, test: Trace, *, cost: CostModel) -> Tuned:
+def tune_head(name: str, head: AcceptanceHead, traces: Traces, cost: CostModel) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    policy = HeadPolicy(head, thresholds)
-    on_dev, on_test = (throughput(replay_settings(trace, policy), cost) for trace in (dev, test))
+    on_dev, on_test = (cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
     best = int(on_dev.argmax())
-    rule, online = auto_for(head, dev, cost), auto_for(head, dev, cost, is_online=True)
-    auto_s, online_s = (float(throughput(replay_settings(test, each), cost)[0]) for each in (rule, online))
-    recommended = {
-        "max_rejection_prob": round(float(thresholds[best]), 5),
-        "is_calibrated": False,
-        **{name: getattr(rule, name) for name in _RULE},
-        "costs": cost.origin,
-        "num_prompts": len(dev.rows),
-    }
-    alone = 1 / cost.t_target_s[0]
+    threshold = round(float(thresholds[best]), 5)
+    rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
+    auto_s, online_s = (float(cost.tokens_per_s(replay_settings(traces.test, each))[0]) for each in (rule, online))
     return Tuned(
-        name,
-        head.timing,
-        round(float(thresholds[best]), 5),
-        float(on_test[best]),
-        float(on_test.max()),
-        auto_s,
-        online_s,
-        alone,
-        recommended,
+        head=name,
+        timing=head.timing,
+        max_rejection_prob=threshold,
+        tokens_per_s=float(on_test[best]),
+        best_tokens_per_s=float(on_test.max()),
+        auto_tokens_per_s=auto_s,
+        online_tokens_per_s=online_s,
+        target_alone_tokens_per_s=1 / cost.t_target_s[0],
+        recommended={
+            "max_rejection_prob": threshold,
+            "is_calibrated": False,
+            **{name: getattr(rule, name) for name in _RULE},
+            "costs": cost.origin,
+            "num_prompts": len(traces.dev.rows),
+        },
     )
 
 
@@ -131,11 +126,3 @@ def table_of(tuned: list[Tuned], cost: CostModel) -> Table:
             f"{each.online_tokens_per_s / best - 1:+.2%}",
         )
     return table
-
-
-def head_paths(config: Config) -> dict[str, str]:
-    """Directory of each head by the name that `load_heads` gives it."""
-    exported = Path(config.heads.dir) / "exported"
-    if config.decode.heads:
-        return {Path(path).name: path for path in config.decode.heads}
-    return {str(path.parent.relative_to(exported)): str(path.parent) for path in exported.glob("**/config.json")}

@@ -1,13 +1,12 @@
-"""The rule of law 4.11 for given times, with what it needs to know read off a trace; its lambda by fixed point, which needs no grid.
+"""The rule of law 4.11 for given times. What else it needs is read off a trace; its lambda is a fixed point, so no grid is needed.
 
-lambda <- N / T of the rule run with lambda          (Dinkelbach): settles where lambda is the throughput that it leads to
+lambda <- N / T of the rule run with lambda          (Dinkelbach): converges to the lambda that is the throughput it leads to
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from decode.costs.model import CostModel
-from decode.evaluation.results import throughput
 from decode.policies.auto import Auto
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
@@ -31,7 +30,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
     index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
     rule = Auto(
         head,
-        **times_of(cost)._asdict(),
+        **cost.line()._asdict(),
         is_online=is_online,
         next_mean=index.next_mean,
         index_offset=index.offset,
@@ -45,9 +44,9 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
 def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     """The rule with lambda equal to the throughput that it reaches on the trace, and with the profit of a drafting round there."""
     rate = 1.0 / cost.t_target_s[0]
-    always = replace(rule, probe_every=1)
+    always = replace(rule, probe_every=1)  # it drafts in every round: what idle rounds do is no part of lambda
     for _ in range(_STEPS):
-        reached = float(throughput(replay_settings(trace, replace(always, throughput=rate)), cost)[0])
+        reached = float(cost.tokens_per_s(replay_settings(trace, replace(always, throughput=rate)))[0])
         is_settled = abs(reached - rate) <= _TOLERANCE * rate
         rate = reached
         if is_settled:
@@ -57,19 +56,3 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
     profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
     return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
-
-
-class Times(NamedTuple):
-    """A cost model as the rule sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
-
-    t_draft_s: float
-    t_target_s: float
-    t_verify_s: float
-    t_start_s: float
-
-
-def times_of(cost: CostModel) -> Times:
-    """The line through t_target(1) and t_target at its last k, neither part of it below 0."""
-    alone, *longer = cost.t_target_s
-    slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
-    return Times(cost.t_draft_s, alone, slope, max(0.0, longer[0] - slope - alone) if longer else 0.0)

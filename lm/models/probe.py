@@ -28,7 +28,10 @@ class _Cached(Protocol):
     model: PreTrainedModel
     vocab_size: int | None
     is_stepwise: bool
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
+
     _cache: Any
 
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor: ...

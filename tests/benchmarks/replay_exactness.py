@@ -21,7 +21,7 @@ from data_gen.prompts.templates import encode
 from data_gen.responses.exchange import Exchange, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from decode import ModelDrafter, Recorder, SpeculativeDecoder, Trace, record_trace
-from decode.evaluation.grids import load_heads
+from decode.experiment import Experiment
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
 from decode.traces.replay import replay_settings
 from lm import Pair, Sampling, load_pair
@@ -31,7 +31,7 @@ LIMIT = 4.0
 
 def policies_of(config: Config) -> dict[str, Policy]:
     """Bounded, stateful and head policies."""
-    heads = {head.timing: head for head in load_heads(config).values()}
+    heads = {head.timing: head for head in Experiment(config).heads.values()}
     named: dict[str, Policy] = {
         "fixed_length": FixedLength(4),
         "heuristic": Heuristic(5),

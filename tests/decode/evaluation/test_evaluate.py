@@ -5,11 +5,14 @@ import pytest
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.grids import bounds, check_sampling, default_values, make_grid
-from decode.evaluation.results import gain_interval, replay_arms, results_of, throughput
+from decode.evaluation.arms import picks_of, replay_arms
+from decode.evaluation.grids import bounds, default_values, make_grid
+from decode.evaluation.results import results_of
+from decode.intervals import Spent, gain_over
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
 from decode.policies.registry import POLICIES, make_policy
+from decode.traces.recording import Traces
 from decode.traces.replay import replay_settings
 from decode.tuning.rule import auto_for
 from heads import AcceptanceHead
@@ -21,13 +24,13 @@ COST = CostModel.constant(0.2, 1.0)
 
 @pytest.fixture(scope="module")
 def splits():
-    return tuple(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2))
+    return Traces(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
 
 
 @pytest.fixture(scope="module")
 def arms(splits):
     grids = [make_grid(name, name, values) for name, values in default_values(5).items() if name != "head"]
-    return replay_arms([*grids, *bounds()], *splits, lambda count: None)
+    return list(replay_arms([*grids, *bounds()], splits))
 
 
 def test_every_policy_has_a_built_in_grid():
@@ -35,14 +38,14 @@ def test_every_policy_has_a_built_in_grid():
 
 
 def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
-    for result, arm in zip(results_of(arms, COST), arms, strict=True):
-        on_dev = throughput(arm.dev, COST)
+    for result, arm in zip(results_of(picks_of(arms, COST), COST), arms, strict=True):
+        on_dev = COST.tokens_per_s(arm.dev)
         assert on_dev[list(arm.grid.settings).index(result.setting)] == on_dev.max()
-        assert result.tokens_per_s == pytest.approx(throughput(arm.test, COST)[int(on_dev.argmax())])
+        assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(arm.test)[int(on_dev.argmax())])
 
 
 def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
-    results = {result.family: result for result in results_of(arms, COST)}
+    results = {result.family: result for result in results_of(picks_of(arms, COST), COST)}
     assert results["oracle"].percent_of_oracle == pytest.approx(100)
     assert max(result.percent_of_oracle for result in results.values()) == pytest.approx(100)
     assert results["fixed_length"].gain == 0
@@ -58,9 +61,11 @@ def test_the_interval_is_paired_and_covers():
     for seed in range(60):
         base = generator.gamma(9.0, size=60)
         own = base / 1.1 * generator.normal(1.0, 0.05, size=60)
-        low, high = gain_interval(base, own, seed=seed)
-        hits += low <= 0.1 <= high
-        assert high - low < 0.1
+        tokens = np.full(60, 10)
+        gain = gain_over(Spent(tokens, base), Spent(tokens, own), seed=seed)
+        hits += gain.low <= 0.1 <= gain.high
+        assert gain.high - gain.low < 0.1
+        assert gain.standard_error == pytest.approx((gain.high - gain.low) / 3.92, rel=0.15)
     assert hits >= 48
 
 
@@ -70,16 +75,16 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
     dev, test = splits
     cost = CostModel.constant(1 / ratio, 1.0)
     rule = auto_for(PerfectHead(timing), dev, cost)
-    reached = throughput(replay_settings(test, rule), cost)[0]
+    reached = cost.tokens_per_s(replay_settings(test, rule))[0]
     grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
     assert reached > 0.97
-    assert reached > 0.98 * throughput(grid.test, cost).max()
+    assert reached > 0.98 * cost.tokens_per_s(grid.test).max()
 
 
 def test_auto_learns_online_what_it_is_told_offline(splits):
     dev, test = splits
     offline, online = (auto_for(PerfectHead("drawn"), dev, COST, is_online=is_online) for is_online in (False, True))
-    speeds = [throughput(replay_settings(test, rule), COST)[0] for rule in (offline, online)]
+    speeds = [COST.tokens_per_s(replay_settings(test, rule))[0] for rule in (offline, online)]
     assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
 
 
@@ -99,10 +104,3 @@ def test_auto_is_the_rule_that_tune_recommended():
     assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
     with pytest.raises(ValueError, match="decode tune"):
         make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
-
-
-def test_a_head_of_another_sampling_is_refused_with_both_named():
-    head = AcceptanceHead(4, 0, provenance=Provenance(sampling={"temperature": 1.0, "top_k": None, "top_p": None}))
-    check_sampling(head, "h", {"temperature": 1.0, "top_k": None, "top_p": None})
-    with pytest.raises(ValueError, match=r"'temperature': 1\.0.*'temperature': 0\.5"):
-        check_sampling(head, "h", {"temperature": 0.5, "top_k": None, "top_p": None})

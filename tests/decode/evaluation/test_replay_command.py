@@ -10,9 +10,10 @@ from decode.__main__ import COMMANDS
 from decode.console import wide_console
 from decode.costs.model import CostModel
 from decode.evaluation.one_policy import at_costs, histogram
+from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
-from decode.traces.command import load_trace
+from decode.traces.recording import recording_of
 from heads import AcceptanceHead
 
 SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "6")
@@ -40,9 +41,9 @@ def printed(capsys, *argv):
 def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     lines, document = printed(capsys, "replay", *flags, "--policy", "entropy:max_sqrt_entropy=0.4")
     parser = parser_for(COMMANDS["trace"])
-    config = config_of(parser, parser.parse_args(flags))
+    traces = recording_of(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
     for played in document["played"]:
-        counts = replay(load_trace(config, "stories", played["split"]), Entropy(0.4))
+        counts = replay(getattr(traces, played["split"]), Entropy(0.4))
         assert played["num_drafted"] == counts.num_drafted
         assert played["num_target"] == counts.num_target
         assert played["discard_rate"] == counts.discard_rate

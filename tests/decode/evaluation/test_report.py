@@ -9,10 +9,12 @@ import pytest
 from small_pair import trace
 
 from decode.costs.model import CostModel
+from decode.evaluation.arms import picks_of, replay_arms
 from decode.evaluation.grids import bounds, default_values, make_grid
-from decode.evaluation.page import ReportArm, write_report
+from decode.evaluation.page import Page, ReportArm, write_report
 from decode.evaluation.plots import entropies, pareto
-from decode.evaluation.results import replay_arms, results_of
+from decode.evaluation.results import results_of
+from decode.traces.recording import Traces
 from lm import Sampling
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -20,18 +22,18 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 @pytest.fixture(scope="module")
 def arms():
-    splits = [trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)]
+    splits = Traces(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     grids = [
         make_grid(name, name, values) for name, values in default_values(5).items() if name in {"fixed_length", "entropy", "token_prob"}
     ]
-    return replay_arms([*grids, *bounds()], *splits, lambda count: None), splits[1]
+    return list(replay_arms([*grids, *bounds()], splits)), splits.test
 
 
 @pytest.fixture(scope="module")
 def page(arms, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     plots = [pareto(arms[0], {}), entropies(arms[1])]
-    write_report(path, {"made": [ReportArm(arm) for arm in arms[0]]}, names={}, about="a < b", ratio=5.0, plots=plots)
+    write_report(path, Page(about="a < b", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots), names={})
     return path
 
 
@@ -62,7 +64,8 @@ def test_the_page_ranks_as_python_does(page, arms, ratio):
     ]
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
     assert shown == pytest.approx(ratio, rel=0.01)
-    expected = sorted(results_of(arms[0], CostModel.constant(1 / shown, 1.0)), key=lambda result: -result.speed_up)
+    cost = CostModel.constant(1 / shown, 1.0)
+    expected = sorted(results_of(picks_of(arms[0], cost), cost), key=lambda result: -result.speed_up)
     assert [row[0] for row in rows] == [result.family for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert float(row[2]) == pytest.approx(result.speed_up, rel=5e-3)

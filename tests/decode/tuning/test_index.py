@@ -7,14 +7,13 @@ import pytest
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.results import throughput
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
 from decode.policies.bounds import PerfectHead
 from decode.policies.scores import sigmoid
 from decode.traces.replay import replay_settings
 from decode.tuning.index import Pairs, index_of, pairs_of, scores_of, solve
-from decode.tuning.rule import auto_for, times_of
+from decode.tuning.rule import auto_for
 from lm import Sampling
 
 GOOD, BAD = 0.95, 0.2
@@ -114,10 +113,10 @@ def test_sigmoid_of_a_float_is_that_of_an_array(logit):
 
 
 def test_times_of_the_rule_are_those_of_the_cost_model():
-    assert times_of(CostModel.constant(0.1, 1.0)) == (0.1, 1.0, 0.0, 0.0)
-    assert times_of(CostModel(0.1, (1.0, 1.5))) == (0.1, 1.0, 0.0, 0.5)
+    assert CostModel.constant(0.1, 1.0).line() == (0.1, 1.0, 0.0, 0.0)
+    assert CostModel(0.1, (1.0, 1.5)).line() == (0.1, 1.0, 0.0, 0.5)
     cost = CostModel(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
-    times = times_of(cost)
+    times = cost.line()
     assert times == pytest.approx((0.1, 1.0, 0.05, 0.4))
     rule = Auto(PerfectHead("drawn"), **times._asdict())  # type: ignore[arg-type]
     state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
@@ -130,4 +129,4 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     cost = CostModel(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):
         replayed = replay_settings(traced, auto_for(PerfectHead("drawn"), traced, cost, is_online=is_online))
-        assert throughput(replayed, cost)[0] > 0.9
+        assert cost.tokens_per_s(replayed)[0] > 0.9

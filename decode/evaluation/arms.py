@@ -1,0 +1,139 @@
+"""Arms: what competes in an evaluation, replayed on both splits of one dataset (law 4.10).
+
+Arms of one family compete on dev, and the winner stands for the family on test. Which of them wins depends on the costs, what they did
+does not: replay once, choose at every cost. Only the rule of law 4.11 is another policy at every cost.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from decode.costs.model import CostModel
+from decode.evaluation.grids import Grid, both_grid, bounds
+from decode.intervals import Spent
+from decode.loop.counts import Counts
+from decode.traces.recording import Traces
+from decode.traces.replay import Replayed, replay_settings
+from decode.tuning.rule import auto_for
+from heads.model.head import AcceptanceHead, Timing
+
+BASELINE = "fixed_length"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One grid, replayed on both splits of one dataset."""
+
+    grid: Grid
+    dev: Replayed
+    test: Replayed
+
+
+class Pick(NamedTuple):
+    """An arm at one setting."""
+
+    arm: Arm
+    setting: int
+
+    @property
+    def counts(self) -> Counts:
+        """Totals over the test prompts."""
+        return total(self.arm.test.counts, self.setting)
+
+    def spent(self, cost: CostModel) -> Spent:
+        """Tokens and seconds of each test prompt."""
+        return Spent(self.arm.test.counts.num_emitted[self.setting], cost.time_s(self.arm.test)[self.setting])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replays:
+    """One dataset: its traces, and all arms that do not depend on costs."""
+
+    traces: Traces
+    arms: list[Arm]
+    best: dict[Timing, AcceptanceHead]
+    """The head of each timing that is fastest on dev at this machine's costs."""
+
+    @property
+    def num_prompts(self) -> int:
+        """On test."""
+        return len(self.traces.test.rows)
+
+    def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
+        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, and learned online."""
+        rules = {
+            f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
+            for timing, head in self.best.items()
+            for learns in is_online
+        }
+        return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
+
+
+def replay_dataset(
+    traces: Traces, grids: Sequence[Grid], heads: Mapping[str, AcceptanceHead], cost: CostModel, *, perfect_head: bool, name: str
+) -> Replays:
+    """Every arm of one dataset, the bounds last.
+
+    Args:
+        traces: of the dataset.
+        grids: all but the bounds.
+        heads: those of the grids, by name.
+        cost: decides which head of each timing is best; the two form a grid of their own.
+        perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
+        name: of the dataset, for the progress bar.
+    """
+    ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
+    with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="setting") as bar:
+        arms = list(replay_arms(grids, traces, bar.update))
+        best = best_heads(arms, cost)
+        if len(best) == 2:
+            both = both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])
+            arms += replay_arms([both], traces)
+        arms += replay_arms(ends, traces, bar.update)
+    return Replays(traces=traces, arms=arms, best={timing: heads[head] for timing, head in best.items()})
+
+
+def replay_arms(grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None) -> Iterator[Arm]:
+    """Every grid on both splits; `progress` is told the number of settings after each."""
+    for grid in grids:
+        yield Arm(grid, replay_settings(traces.dev, grid.policy), replay_settings(traces.test, grid.policy))
+        progress(len(grid.settings))
+
+
+def best_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
+    """Timing -> name of the head that is fastest on dev."""
+    families = by_family(arms)
+    timings: tuple[Timing, ...] = ("fed", "drawn")
+    return {
+        timing: fastest_on_dev(families[f"head_{timing}"], cost).arm.grid.name.removeprefix("head:")
+        for timing in timings
+        if f"head_{timing}" in families
+    }
+
+
+def by_family(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
+    """Family -> its arms, in order of first appearance."""
+    families: dict[str, list[Arm]] = {}
+    for arm in arms:
+        families.setdefault(arm.grid.family, []).append(arm)
+    return families
+
+
+def picks_of(arms: Iterable[Arm], cost: CostModel) -> dict[str, Pick]:
+    """Family -> its arm and setting of the highest throughput on dev."""
+    return {family: fastest_on_dev(members, cost) for family, members in by_family(arms).items()}
+
+
+def fastest_on_dev(arms: Sequence[Arm], cost: CostModel) -> Pick:
+    """The arm and setting of the highest throughput on dev, the first of equals."""
+    best = [(float(values.max()), arm, int(values.argmax())) for arm in arms for values in [cost.tokens_per_s(arm.dev)]]
+    _, arm, setting = max(best, key=lambda entry: entry[0])
+    return Pick(arm, setting)
+
+
+def total(counts: Counts, setting: int) -> Counts:
+    """One setting's totals over prompts."""
+    return Counts(**{name: int(values[setting].sum()) for name, values in vars(counts).items() if isinstance(values, np.ndarray)})

@@ -1,0 +1,161 @@
+"""What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
+
+Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
+trace (`decode.traces.recording.recording_of`), costs (`decode.costs.kept.costs_for`), the loop that keeps what it writes
+(`decode.hierarchies.runs.kept_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, Literal, get_args
+
+from configs.schema import Config, PairConfig
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.splits import Split
+from data_gen.prompts.templates import encode
+from data_gen.store.manifest import describe_model
+from decode.policies.base import Policy
+from decode.policies.registry import parse_policy
+from heads.model.fits import check_fits
+from heads.model.head import AcceptanceHead
+from lm import Pair, Sampling, load_pair
+
+Level = Literal["target", "draft", "micro"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "target"))
+"""The two places of a head in a hierarchy: (model that drafts, model that verifies)."""
+
+
+class Experiment:
+    """One config, settled."""
+
+    def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
+        """Args:
+            config: of the command.
+            needs_micro: hierarchies are asked for.
+
+        Raises:
+            ValueError: there is no micro model and it is needed.
+        """
+        if needs_micro:
+            check_micro(config.pair)
+        self.models, self.data, self.decode = config.pair, config.data, config.decode
+        self.directory = Path(config.decode.dir)
+        self.exported = Path(config.heads.dir) / "exported"
+        self.sampling = Sampling(**vars(config.pair.sampling))
+        self._described: dict[Level, dict[str, Any]] = {}
+
+    @cached_property
+    def pair(self) -> Pair:
+        """The models, loaded."""
+        return load_pair(self.models)
+
+    def described(self, level: Level) -> dict[str, Any]:
+        """Name, revision and fingerprint of one model; no weights are loaded."""
+        if level not in self._described:
+            self._described[level] = describe_model(getattr(self.models, level), trust_remote_code=self.models.trust_remote_code)
+        return self._described[level]
+
+    @cached_property
+    def datasets(self) -> dict[str, str]:
+        """Name of each dataset -> where its prompts come from.
+
+        Raises:
+            ValueError: two datasets of one name.
+        """
+        sources = self.decode.datasets or (self.data.prompts,)
+        names = [Path(source).stem for source in sources]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; rename a file"
+            )
+        return dict(zip(names, sources, strict=True))
+
+    def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
+        """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says."""
+        nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
+        return load_prompts(replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"]), split)
+
+    def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
+        """Token ids of the same prompts, empty and over-long ones left out; none where none are asked for.
+
+        Raises:
+            ValueError: all of them are empty or over-long.
+        """
+        prompts = self.prompts(dataset, split, num=num)
+        encoded = (encode(prompt, self.pair.tokenizer, self.data.template) for prompt in prompts)
+        fitting = [ids for ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
+        if prompts and not fitting:
+            raise ValueError(
+                f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset]}; raise data.max_prompt_tokens "
+                f"or decode.num_{split}"
+            )
+        return fitting
+
+    @cached_property
+    def head_paths(self) -> dict[str, str]:
+        """Name of each head -> its directory or hub id: those of decode.heads, or all under heads.dir/exported."""
+        if self.decode.heads:
+            return dict(zip(names_apart(self.decode.heads), dict.fromkeys(self.decode.heads), strict=True))
+        found = sorted(path.parent for path in self.exported.glob("**/config.json"))
+        return {str(path.relative_to(self.exported)): str(path) for path in found}
+
+    @cached_property
+    def heads(self) -> dict[str, AcceptanceHead]:
+        """The same, loaded and checked.
+
+        Raises:
+            FileNotFoundError: a head that is not there.
+            ValueError: a head that does not fit this run.
+        """
+        return {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
+
+    def load_head(self, path: str, *, name: str | None = None, drafting: Level = "draft", verifying: Level = "target") -> AcceptanceHead:
+        """A head, checked against the two models that it is to stand between; `name` is what messages call it."""
+        head = AcceptanceHead.from_pretrained(path)
+        if not self.decode.allow_foreign_heads:
+            # A head that names no model costs no look at the models, which may lie on the hub.
+            draft = self._compared(drafting) if head.provenance.draft else None
+            target = self._compared(verifying) if head.provenance.target else None
+            check_fits(head, name or path, draft=draft, target=target, sampling=self.sampling.as_dict())
+        return head
+
+    def policy(self, spec: str) -> Policy:
+        """The policy that `spec` writes down (`decode.policies.registry`); `head` without a path takes the first of decode.heads.
+
+        Raises:
+            ValueError: a spec that does not parse, a head that does not fit this run.
+            FileNotFoundError: no exported head at that path.
+        """
+        if spec == "head" and self.decode.heads:
+            spec = f"head:{self.decode.heads[0]}"
+        return parse_policy(spec, load_head=self.load_head)
+
+    def _compared(self, level: Level) -> Mapping[str, Any]:
+        return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}
+
+
+def check_micro(pair: PairConfig | Pair) -> None:
+    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    if pair.micro is None:
+        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
+
+
+def names_apart(paths: Sequence[str]) -> list[str]:
+    """A name for each path, repeated paths left out: its last part, and as many before it as tell it from the others.
+
+    a/best and b/best -> a/best and b/best;  runs/a/best and runs/b/worst -> best and worst
+    """
+    every = [PurePath(path).parts for path in dict.fromkeys(paths)]
+    lengths = [1] * len(every)
+    while True:
+        names = ["/".join(parts[-length:]) for parts, length in zip(every, lengths, strict=True)]
+        shared = Counter(names)
+        longer = [min(length + (shared[name] > 1), len(parts)) for name, parts, length in zip(names, every, lengths, strict=True)]
+        if longer == lengths:
+            return names
+        lengths = longer

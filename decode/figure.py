@@ -1,0 +1,48 @@
+"""One style for every figure under decode/."""
+
+import io
+import re
+from typing import NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+GREY, BLUE, RED, DARK = "#98a2b3", "#3b6fb6", "#c4532d", "#1d2430"
+PALE = "#b9c2d0"
+"""Of bounds, which nothing can reach."""
+
+
+class Plot(NamedTuple):
+    """One figure, drawn."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+def figure_of(height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    figure, (axes,) = panels_of(1, width=5.6, height=height)
+    return figure, axes
+
+
+def panels_of(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` pairs of axes side by side; sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    return figure, panels
+
+
+def plot_of(name: str, caption: str, figure: Figure) -> Plot:
+    """The figure as SVG text, the same bytes for the same figure."""
+    buffer = io.StringIO()
+    # Ids inside an SVG are random unless they are salted, and the date would differ from run to run.
+    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # The page embeds the drawing, so the XML prologue before <svg goes.
+    text = re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), count=1, flags=re.DOTALL)
+    return Plot(name, caption, text)

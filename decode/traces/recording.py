@@ -1,0 +1,251 @@
+"""Recording a trace: once, so that everything else can replay it (law 4.10).
+
+Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All chance comes from
+seeds of (run seed, dataset, split, shard index), so an interrupted run resumes to the same trace.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from configs.schema import DataConfig, DecodeConfig
+from data_gen.pipeline.command import cut
+from data_gen.prompts.splits import Split
+from data_gen.responses.conversation import ShardSpec, ask
+from data_gen.responses.exchange import Exchange
+from data_gen.responses.in_process import TargetInProcess
+from data_gen.store.manifest import read_manifest, settle
+from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
+from decode.experiment import Experiment
+from decode.traces import disk
+from decode.traces.coupling import Recorder, RowRecording
+from decode.traces.trace import TokenInputs, Trace, TraceRow, join
+from heads.model.head import AcceptanceHead
+from lm import Pair, Sampling
+from lm.uniforms import seed_of, uniforms
+
+SPLITS: tuple[Split, ...] = ("dev", "test")
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} prompts [{elapsed}<{remaining}]"
+_DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
+"""Settings of `decode` that decide the trace, beside models, sampling and prompts."""
+
+
+class Traces(NamedTuple):
+    """One dataset, recorded."""
+
+    dev: Trace
+    test: Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A trace on disk, and what it is recorded from."""
+
+    directory: Path
+    shards: Mapping[str, Sequence[ShardSpec]]
+    """Dataset -> its shards, dev first."""
+    models: Mapping[str, Any]
+    """target and draft, as `describe_model` describes them."""
+    pair: Callable[[], Pair]
+    """Called only where something is missing."""
+    sampling: Sampling
+    heads: Sequence[AcceptanceHead]
+    """Scored while recording, where hidden states are not stored."""
+    data: DataConfig
+    decode: DecodeConfig
+
+    def complete(self) -> None:
+        """Record the shards that are missing; no model is loaded when none is.
+
+        Raises:
+            ValueError: a trace of other settings lies there.
+        """
+        missing = [(dataset, spec) for dataset, spec in self._every() if not disk.is_done(self.directory, dataset, spec.split, spec.index)]
+        if not missing:
+            settle(self.directory, self._manifest(read_manifest(self.directory, command="decode trace")["eos_ids"]), setting="decode.dir")
+            return
+        num_requests = sum(spec.num_requests for _, spec in missing)
+        with tqdm(total=num_requests, desc="trace: loading models", bar_format=_BAR, mininterval=0.2) as bar:
+            bar.refresh()
+            pair = self.pair()
+            settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
+            clean_partial(self.directory)
+            for dataset, spec in missing:
+                bar.set_description(f"trace: {dataset} {spec.split}-{spec.index:05d}")
+                self._record(dataset, spec, pair, bar.update)
+        self._write_errors()
+
+    def load(self, dataset: str) -> Traces:
+        """Both splits of one dataset.
+
+        Raises:
+            FileNotFoundError: something was not recorded yet.
+            ValueError: a shard is corrupted, or no prompt could be answered.
+        """
+        counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
+        return Traces(*(disk.read_trace(self.directory, dataset, split, num_shards) for split, num_shards in counts.items()))
+
+    def _every(self) -> Iterator[tuple[str, ShardSpec]]:
+        return ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs)
+
+    def _record(self, dataset: str, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
+        """Record one shard and write it."""
+        decode = self.decode
+        seed = seed_of(decode.seed, "trace", dataset, spec.split, spec.index)
+        data = replace(self.data, seed=seed, max_new_tokens=decode.max_new_tokens)
+        source = TargetInProcess(
+            pair.target,
+            self.sampling,
+            vocab_size=pair.vocab_size,
+            eos_ids=pair.eos_ids,
+            max_new_tokens=decode.max_new_tokens,
+            batch_size=decode.prompts_per_shard,
+        )
+        exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
+        progress(spec.num_requests - len(exchanges))
+        categories = {prompt.id: prompt.category for prompt in spec.prompts}
+        trace = None
+        if exchanges:
+            trace = record_trace(
+                self._recorder(pair),
+                exchanges,
+                max_new_tokens=decode.max_new_tokens,
+                seed=seed_of(seed, "outcomes"),
+                categories=[categories[exchange.id.split("#")[0]] for exchange in exchanges],  # id#turn, of a conversation
+                progress=progress,
+            )
+        if trace is not None and not decode.trace_hidden:
+            for head in self.heads:
+                trace.logit(head)  # leaves its scores in the trace, which outlive the hidden states
+            trace = replace(trace, inputs=None)
+        listed = [problem._asdict() for problem in problems]
+        disk.write_trace(self.directory, dataset, spec.split, spec.index, trace=trace, problems=listed)
+
+    def _recorder(self, pair: Pair) -> Recorder:
+        decode = self.decode
+        models = (pair.draft, pair.target, self.sampling, pair.vocab_size, pair.eos_ids)
+        return Recorder(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb)
+
+    def _write_errors(self) -> None:
+        """errors.jsonl: the prompts that have no row, with the reason."""
+        lines = []
+        for dataset, spec in self._every():
+            rows_path, _ = disk.shard_paths(self.directory, dataset, spec.split, spec.index)
+            lines += read_sidecar(rows_path)["problems"]
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        write_atomic(self.directory / "errors.jsonl", text.encode())
+
+    def _manifest(self, eos_ids: Sequence[int]) -> dict[str, object]:
+        """What decides the trace; a run that resumes it must agree."""
+        prompts: dict[str, str] = {}
+        for dataset, spec in self._every():
+            key = f"{dataset}.{spec.split}"
+            prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()  # a chain over the shards
+        return {
+            "format": 1,
+            **self.models,
+            "sampling": self.sampling.as_dict(),
+            "eos_ids": list(eos_ids),
+            "prompts": prompts,
+            "template": self.data.template,
+            "max_prompt_tokens": self.data.max_prompt_tokens,
+            **{name: getattr(self.decode, name) for name in _DECIDING},
+            "heads": [] if self.decode.trace_hidden else list(self.decode.heads),
+        }
+
+
+def recording_of(experiment: Experiment) -> Recording:
+    """The trace of an experiment.
+
+    Raises:
+        ValueError: a setting that is out of range.
+    """
+    data, decode = experiment.data, experiment.decode
+    for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard"):
+        if getattr(decode, name) < 1:
+            raise ValueError(f"decode.{name} is {getattr(decode, name)}; it must be at least 1")
+
+    def shards(dataset: str) -> list[ShardSpec]:
+        return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
+
+    return Recording(
+        directory=experiment.directory / "trace",
+        shards={dataset: shards(dataset) for dataset in experiment.datasets},
+        models={"target": experiment.described("target"), "draft": experiment.described("draft")},
+        pair=lambda: experiment.pair,
+        sampling=experiment.sampling,
+        heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
+        data=data,
+        decode=decode,
+    )
+
+
+def record_trace(
+    recorder: Recorder,
+    exchanges: Sequence[Exchange],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    categories: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda count: None,
+) -> Trace:
+    """The trace of some responses of the target.
+
+    Args:
+        recorder: the models, the sampling and the longest draft.
+        exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
+        max_new_tokens: the length limit that they were generated with.
+        seed: of the outcomes and branches.
+        categories: of the prompts; empty: none.
+        progress: told after each response.
+
+    Raises:
+        ValueError: no exchanges.
+    """
+    traces = []
+    width = max((len(exchange.response_ids) for exchange in exchanges), default=0)
+    chance = uniforms(seed, len(exchanges), width, recorder.num_uniforms)
+    for index, exchange in enumerate(exchanges):
+        # A response that EOS did not end was cut at a limit, its own length.
+        limit = max_new_tokens if exchange.finish_reason == "stop" else len(exchange.response_ids)
+        category = categories[index] if categories else ""
+        row = TraceRow(exchange.id, category, tuple(exchange.prompt_ids), tuple(exchange.response_ids), limit)
+        recorded = recorder.record(exchange.prompt_ids, exchange.response_ids, limit, chance[index])
+        traces.append(_trace_of(row, recorded, recorder))
+        progress(1)
+    return join(traces)
+
+
+def _trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace:
+    arrays = {name: value.detach().cpu() for name, value in vars(recorded).items()}
+    hidden = arrays.pop("hidden")
+    token = arrays["token"].numpy()
+    names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
+    return Trace(
+        (row,),
+        recorder.sampling,
+        recorder.max_draft_length,
+        token,
+        np.isin(token, sorted(recorder.eos_ids)),
+        {name: arrays[name].float().numpy() for name in names},
+        arrays["is_rejected"].numpy(),
+        arrays["acceptance_rate"].float().numpy(),
+        arrays["branch_lengths"].numpy(),
+        _inputs_of(recorder.draft, hidden, arrays["token"]),
+    )
+
+
+@torch.inference_mode()
+def _inputs_of(draft: PreTrainedModel, hidden: torch.Tensor, token: torch.Tensor) -> TokenInputs:
+    """Hidden states, and the embeddings of the tokens that occur: far fewer than the vocabulary has."""
+    ids = token.unique()
+    layer = draft.get_input_embeddings()
+    return TokenInputs(hidden, ids, layer(ids.to(next(layer.parameters()).device)).cpu())

@@ -1,0 +1,91 @@
+"""Whether a head fits the models and the sampling that it is about to be used with (laws 4.1 and 7).
+
+A head predicts one target's verdict on one draft's tokens under one `Sampling`. With another of the three it still runs; only its
+predictions are wrong, and nothing downstream can notice. So there is this one check, at every entrance.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from configs.schema import ModelSource
+from data_gen.store.manifest import describe_model
+from heads.model.head import AcceptanceHead
+
+_REMEDY = "use a head that was trained for this run, or set decode.allow_foreign_heads to true"
+
+
+def check_fits(
+    head: AcceptanceHead,
+    name: str,
+    *,
+    draft: Mapping[str, Any] | None = None,
+    target: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    remedy: str = _REMEDY,
+) -> None:
+    """Pass a head that was trained for this use, or that does not say what it was trained for.
+
+    Args:
+        head: with its provenance.
+        name: what messages call it.
+        draft: the model whose hidden states it is to read, as `describe_model` or `description_of` describes it, and optionally its
+            `role`, what messages call it (such as pair.draft); None: not compared.
+        target: the model whose verdict it is to predict, likewise.
+        sampling: temperature, top_k, top_p; None: not compared.
+        remedy: how messages end.
+
+    Raises:
+        ValueError: the head's provenance names another draft, another target or another sampling.
+    """
+    trained = head.provenance
+    for role, there, here in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
+        if here is not None and _differ(there, here):
+            old, new = _named_apart(there, here)
+            raise ValueError(f"the head {name} was trained with {old} where {here.get('role', role)} is {new}; {remedy}")
+    if sampling is not None and trained.sampling and any(trained.sampling.get(key) != value for key, value in sampling.items()):
+        raise ValueError(f"the head {name} was trained for sampling {trained.sampling} and this run's is {dict(sampling)}; {remedy}")
+
+
+def description_of(model: PreTrainedModel) -> dict[str, Any]:
+    """A model in memory, as far as it knows where it came from; one that was built from a config says nothing but its width."""
+    path = model.name_or_path
+    if path and Path(path).is_dir():
+        return {"path": path, **describe_model(ModelSource(path=path))}
+    known = {"path": path, "name": path, "commit": getattr(model.config, "_commit_hash", None)} if path else {}
+    return {**known, "hidden_size": model.config.get_text_config().hidden_size}
+
+
+def _differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether two descriptions are of different models; what one of them does not say is not held against it.
+
+    The fingerprint of the weights decides, or the commit on the hub: either recognises a copy under another path. Descriptions that share
+    neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by their revisions.
+    """
+    if _both_say("hidden_size", there, here) and there["hidden_size"] != here["hidden_size"]:
+        return True
+    for key in ("fingerprint", "commit"):
+        if _both_say(key, there, here):
+            return bool(there[key] != here[key])
+    if _both_say("name", there, here) and Path(there["name"]).name != Path(here["name"]).name:
+        return True
+    return _both_say("revision", there, here) and there["revision"] != here["revision"]
+
+
+def _both_say(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    return bool(there.get(key)) and bool(here.get(key))
+
+
+def _named_apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+    """Their paths; where both have one path (a model that was trained on), what identifies the weights as well."""
+    old, new = (str(one.get("path") or one.get("name") or "another model") for one in (there, here))
+    if old != new:
+        return old, new
+    return f"{old} ({_exactly(there)})", f"{new} ({_exactly(here)})"
+
+
+def _exactly(description: Mapping[str, Any]) -> str:
+    keys = ("fingerprint", "commit", "revision", "hidden_size")
+    return next((f"{key} {description[key]}" for key in keys if description.get(key)), "unknown")

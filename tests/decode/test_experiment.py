@@ -1,0 +1,97 @@
+"""What a config names is settled in one place: heads apart by name, each checked at every entrance, one way to override."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.command import config_of, parser_for, run
+from decode.__main__ import COMMANDS
+from decode.experiment import Experiment, names_apart
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+
+ROOT = Path(__file__, "../../..").resolve()
+FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
+SMALL = ["--decode.num_dev", "1", "--decode.num_test", "1", "--decode.max_new_tokens", "8", "--decode.max_draft_length", "4"]
+TIMES = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where the config's paths start."""
+    monkeypatch.chdir(ROOT)
+
+
+def saved(path: Path, *, depth: int = 0, **provenance) -> str:
+    AcceptanceHead(96, depth, "drawn", provenance=Provenance(**provenance)).save_pretrained(path)
+    return str(path)
+
+
+def flags(directory: Path, *heads: str) -> list[str]:
+    where = ["--decode.dir", str(directory / "decode"), "--heads.dir", str(directory / "heads")]
+    return ["--config", "configs/tiny.yaml", *where, "--decode.heads", json.dumps(heads), *SMALL, *TIMES]
+
+
+def experiment(directory: Path, *heads: str) -> Experiment:
+    parser = parser_for(COMMANDS["evaluate"])
+    return Experiment(config_of(parser, parser.parse_args(flags(directory, *heads))))
+
+
+ENTRANCES = {
+    "generate": ["--prompt", "Hello", "--policy", "head"],
+    "evaluate": [],
+    "tune": [],
+    "replay": ["--policy", "head"],
+    "bench": [],
+    "costs": [],
+    "tables": ["--paper", "specdec++"],
+    "trace": ["--decode.trace_hidden", "false"],
+}
+
+
+@pytest.mark.parametrize("name", [*ENTRANCES, "hierarchy"])
+@pytest.mark.parametrize("what", ["draft", "target", "sampling"])
+def test_a_foreign_head_is_refused_at_every_entrance_before_anything_is_written(name, what, tmp_path, capsys):
+    other = {"sampling": {"temperature": 0.25, "top_k": None, "top_p": None}}.get(what, FOREIGN)
+    path = saved(tmp_path / "head", **{what: other})
+    own = ENTRANCES[name] if name in ENTRANCES else ["--level_heads", json.dumps([path, path])]
+    with pytest.raises(SystemExit) as stopped:
+        run(COMMANDS, argv=[name, *flags(tmp_path, path), *own])
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert problem.startswith("error: the head ")
+    assert "allow_foreign_heads" in problem
+    assert (
+        ("0.25" in problem and "1.0" in problem) if what == "sampling" else ("somewhere/else" in problem and "checkpoints/tiny" in problem)
+    )
+    assert not (tmp_path / "decode").exists()
+
+
+def test_one_setting_lets_foreign_heads_in(tmp_path, capsys):
+    path = saved(tmp_path / "head", draft=FOREIGN, target=FOREIGN, sampling={"temperature": 0.25, "top_k": None, "top_p": None})
+    argv = ["generate", *flags(tmp_path, path), *ENTRANCES["generate"], "--decode.allow_foreign_heads", "true", "--json", "true"]
+    run(COMMANDS, argv=argv)
+    assert json.loads(capsys.readouterr().out)["policy"] == "head"
+
+
+def test_two_heads_of_one_name_are_told_apart(tmp_path):
+    first, second = saved(tmp_path / "a" / "best"), saved(tmp_path / "b" / "best", depth=2)
+    settled = experiment(tmp_path, first, second)
+    assert {name: head.depth for name, head in settled.heads.items()} == {"a/best": 0, "b/best": 2}
+    assert settled.head_paths == {"a/best": first, "b/best": second}
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        ((), []),
+        (("runs/a/best", "runs/b/worst"), ["best", "worst"]),
+        (("a/best", "b/best", "b/other"), ["a/best", "b/best", "other"]),
+        (("a/x/best", "b/x/best"), ["a/x/best", "b/x/best"]),
+        (("x/best", "a/x/best", "best"), ["x/best", "a/x/best", "best"]),
+        (("a/best", "a/best"), ["best"]),
+    ],
+)
+def test_names_are_as_short_as_they_can_be_and_different(paths, names):
+    assert names_apart(paths) == names
