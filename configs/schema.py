@@ -141,8 +141,8 @@ class HeadsConfig:
     accept_weight: float = 1.0
     timings: tuple[Literal["fed", "drawn"], ...] = ("fed",)
     """fed: scored after a draft forward (the paper's); drawn: scored the moment the token is drawn."""
-    scalars: tuple[bool, ...] = (False,)
-    """With or without log q(y) and H(q) as inputs beside the hidden state."""
+    scalars: tuple[bool | tuple[str, ...], ...] = (False,)
+    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true), or scalars by name: [log_token_prob, entropy]."""
     embeddings: tuple[bool, ...] = (False,)
     """With or without the draft's embedding of the token as input."""
     features: Literal["cached", "online"] = "cached"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,13 @@ def export(
     sweep = load_sweep(Path(checkpoint) if checkpoint else run.checkpoint)
     results = _results(run.path)
     heads = sweep.heads()
-    names = _chosen(head, sweep, results=results, metric=metric)
     root = Path(out) if out else run.path / "exported"
     written = []
-    for name in names:
-        measured = results.get("dev", {}).get("heads", {}).get(name, {})
-        chosen = heads[name]
-        facts = {key: measured[key] for key in _CARD_METRICS if measured.get(key) is not None}
-        chosen.provenance = chosen.provenance.with_(metrics=facts)
-        written.append(save_whole(chosen, root / name))
+    for name in _names(head, sweep, results=results, metric=metric):
+        on_dev = results.get("dev", {}).get("heads", {}).get(name, {})
+        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev.get(key) is not None}
+        heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
+        written.append(save_whole(heads[name], root / name))
     print("\n".join(map(str, written)))
     return written
 
@@ -61,15 +60,14 @@ def import_(
         mixing_ratio: likewise.
     """
     models: dict[str, Any] = {
-        name: {"path": source_.path, "name": source_.path, "revision": source_.revision}
-        for name, source_ in (("draft", config.pair.draft), ("target", config.pair.target))
+        name: {"path": model.path, "name": model.path, "revision": model.revision}
+        for name, model in (("draft", config.pair.draft), ("target", config.pair.target))
     }
-    sampling = {"temperature": config.pair.sampling.temperature, "top_k": config.pair.sampling.top_k, "top_p": config.pair.sampling.top_p}
     provenance = Provenance(
         accept_weight=accept_weight,
         reject_weight=reject_weight,
         mixing_ratio=mixing_ratio,
-        sampling=sampling,
+        sampling=asdict(config.pair.sampling),
         training={"imported_from": source},
         **models,
     )
@@ -118,7 +116,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     return path
 
 
-def _chosen(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
+def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
     names = [str(spec) for spec in sweep.specs]
     if head == "all":
         return names

@@ -46,11 +46,11 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
         ValueError: an empty axis, an impossible depth, timing, scalar or weight, or the same value twice.
     """
     for name in ("timings", "scalars", "embeddings", "depths", "reject_weights"):
-        values = getattr(config, name)
+        values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
             raise ValueError(f"heads.{name} is empty, so the sweep has no head; name at least one value")
         if len(set(values)) != len(values):
-            raise ValueError(f"heads.{name} is {list(values)}; name every value once")
+            raise ValueError(f"heads.{name} is {values}; name every value once")
     for weight in (*config.reject_weights, config.accept_weight):
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
@@ -63,7 +63,7 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     return {shape: tuple(config.reject_weights) for shape in shapes}
 
 
-def scalars_of(shapes: Iterable[Shape]) -> tuple[str, ...]:
+def scalar_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
     """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head takes besides."""
     return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 

@@ -9,7 +9,6 @@ path order). With start s of a round and j tokens drafted before,
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,7 +117,7 @@ class Trace:
         """
         if isinstance(head, PerfectHead):
             return self._perfect_logit(head.timing)
-        key = fingerprint(head)
+        key = head.fingerprint()
         if key not in self.scores:
             self.scores[key] = self._score(head)
         return self.scores[key]
@@ -168,9 +167,10 @@ class Trace:
             )
         if head.hidden_size != inputs.hidden.shape[-1]:
             raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
-        unknown = [name for name in head.inputs.scalars if name not in self.signals]
-        if unknown:
-            raise ValueError(f"the head reads the scalar {unknown[0]}, and traces have {', '.join(self.signals)}")
+        if not set(head.inputs.scalars) <= self.signals.keys():
+            raise ValueError(
+                f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(self.signals)}; record it again"
+            )
         of = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
         columns = [self.signals[name] for name in head.inputs.scalars]
         scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
@@ -195,16 +195,6 @@ class PerfectHead:
     def calibrated_logit(self, logit: Any) -> Any:
         """It is calibrated."""
         return logit
-
-
-def fingerprint(head: AcceptanceHead) -> str:
-    """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
-    inputs = head.inputs.config
-    digest = hashlib.sha256(f"{head.timing} {inputs['scalars']} {inputs['embedding']} {head.depth}".encode())
-    for name, tensor in sorted(head.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def join(traces: Sequence[Trace]) -> Trace:

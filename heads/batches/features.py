@@ -36,7 +36,7 @@ class Features(NamedTuple):
     token: Int[Tensor, " tokens"]
     row_lengths: Int[Tensor, " rows"]
 
-    def scalars_of(self, names: Sequence[str]) -> Float[Tensor, "tokens scalar"]:
+    def columns(self, names: Sequence[str]) -> Float[Tensor, "tokens scalar"]:
         """Some scalars side by side."""
         return torch.stack([self.scalars[name] for name in names], -1)
 

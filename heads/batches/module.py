@@ -13,7 +13,7 @@ from data_gen.store.shards import list_shards
 from heads.batches.features import Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item
-from heads.grid import grid, scalars_of
+from heads.grid import grid, scalar_names
 
 
 class FeatureData(pl.LightningDataModule):
@@ -37,7 +37,7 @@ class FeatureData(pl.LightningDataModule):
         """
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
-        self.timings, self.scalars = tuple(dict.fromkeys(shape.timing for shape in shapes)), scalars_of(shapes)
+        self.timings, self.scalars = tuple(dict.fromkeys(shape.timing for shape in shapes)), scalar_names(shapes)
         self.manifest = read_manifest(data.dir)
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}

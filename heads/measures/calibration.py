@@ -16,34 +16,34 @@ _RIDGE = 1e-9
 """Keeps the curvature positive where all logits are equal."""
 
 
-def fit_temperature(seen: Histogram, shift: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
+def fit_temperature(histogram: Histogram, shift: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
     """T of each head, in [0.05, 20]."""
-    z = seen.mean_logit + shift.to(seen.weight)[:, None]
+    z = histogram.mean_logit + shift.to(histogram.weight)[:, None]
     slope = torch.ones_like(z[:, 0])
-    total = seen.total.clamp_min(1e-300)
-    label = seen.product + shift.to(seen.weight) * seen.accepted.sum(-1)
+    total = histogram.total.clamp_min(1e-300)
+    label = histogram.product + shift.to(histogram.weight) * histogram.accepted.sum(-1)
     for _ in range(_STEPS):
         prob = (z * slope[:, None]).sigmoid()
-        gradient = ((seen.weight * prob * z).sum(-1) - label) / total
-        curvature = (seen.weight * prob * (1 - prob) * z * z).sum(-1) / total + _RIDGE
+        gradient = ((histogram.weight * prob * z).sum(-1) - label) / total
+        curvature = (histogram.weight * prob * (1 - prob) * z * z).sum(-1) / total + _RIDGE
         slope = (slope - (gradient / curvature).clamp(-0.5, 0.5)).clamp(0.05, 20.0)
     return 1 / slope
 
 
-def fit_logistic(seen: Histogram) -> tuple[Float[Tensor, " signals"], Float[Tensor, " signals"]]:
+def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float[Tensor, " signals"]]:
     """(a, b) of the logistic regression of P on each signal z; z is standardised inside, for Newton's sake."""
-    total = seen.total.clamp_min(1e-300)
-    mean = (seen.weight * seen.mean_logit).sum(-1) / total
-    scale = ((seen.weight * (seen.mean_logit - mean[:, None]) ** 2).sum(-1) / total).sqrt().clamp_min(1e-9)
-    x = (seen.mean_logit - mean[:, None]) / scale[:, None]
+    total = histogram.total.clamp_min(1e-300)
+    mean = (histogram.weight * histogram.mean_logit).sum(-1) / total
+    scale = ((histogram.weight * (histogram.mean_logit - mean[:, None]) ** 2).sum(-1) / total).sqrt().clamp_min(1e-9)
+    x = (histogram.mean_logit - mean[:, None]) / scale[:, None]
     design = torch.stack([x, torch.ones_like(x)], -1)
-    accepted = seen.accepted.sum(-1)
-    label = torch.stack([(seen.product - mean * accepted) / scale, accepted], -1)
+    accepted = histogram.accepted.sum(-1)
+    label = torch.stack([(histogram.product - mean * accepted) / scale, accepted], -1)
     beta = torch.zeros(len(x), 2, dtype=x.dtype, device=x.device)
     for _ in range(_STEPS):
         prob = (design @ beta[..., None]).squeeze(-1).sigmoid()
-        gradient = ((design * (seen.weight * prob)[..., None]).sum(1) - label) / total[:, None]
-        curvature = torch.einsum("sbi,sb,sbj->sij", design, seen.weight * prob * (1 - prob), design) / total[:, None, None]
+        gradient = ((design * (histogram.weight * prob)[..., None]).sum(1) - label) / total[:, None]
+        curvature = torch.einsum("sbi,sb,sbj->sij", design, histogram.weight * prob * (1 - prob), design) / total[:, None, None]
         curvature = curvature + _RIDGE * torch.eye(2, dtype=x.dtype, device=x.device)
         beta = beta - torch.linalg.solve(curvature, gradient).clamp(-2, 2)
     slope = beta[:, 0] / scale

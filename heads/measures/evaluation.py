@@ -72,24 +72,24 @@ class Evaluation(nn.Module):
         signals, labels = {}, {}
         for timing, rows in self._rows.items():
             heads |= dict(zip([self._names[row] for row in rows], self._head_results(timing), strict=True))
-            seen = self.signals[timing].compute()  # type: ignore[operator]
-            signals[timing], labels[timing] = _signal_results(seen), _label_results(seen)
+            histogram = self.signals[timing].compute()  # type: ignore[operator]
+            signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
     def _head_results(self, timing: str) -> list[dict[str, Any]]:
-        seen = self.tokens[timing].compute()  # type: ignore[operator]
-        shift, temperature = self._shift[timing].to(seen.weight), self._temperature[timing].to(seen.weight)
+        histogram = self.tokens[timing].compute()  # type: ignore[operator]
+        shift, temperature = self._shift[timing].to(histogram.weight), self._temperature[timing].to(histogram.weight)
         ways = {
             "raw": _Reading(1.0, 0.0, self.raw[timing]),  # type: ignore[arg-type]
             "calibrated": _Reading(1 / temperature, shift / temperature, self.calibrated[timing]),  # type: ignore[arg-type]
         }
         results: list[dict[str, Any]] = [
             {"auroc": value, "temperature": t, "shift": s}
-            for value, t, s in zip(auroc(seen).tolist(), temperature.tolist(), shift.tolist(), strict=True)
+            for value, t, s in zip(auroc(histogram).tolist(), temperature.tolist(), shift.tolist(), strict=True)
         ]
         for way, reading in ways.items():
-            of_tokens = _unstack(measures(seen, reading.slope, reading.offset))
-            bins = reliability(seen, reading.slope, reading.offset)
+            of_tokens = _unstack(measures(histogram, reading.slope, reading.offset))
+            bins = reliability(histogram, reading.slope, reading.offset)
             drafts = _draft_results(reading.along_draft, len(results))
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
@@ -102,7 +102,7 @@ class Evaluation(nn.Module):
 def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
     """Per head: metrics by draft position, of the survival product, and expected rates."""
     token, survival, counts = metric.compute()
-    by_position, of_survival = (_unstack(measures(seen)) for seen in (token, survival))
+    by_position, of_survival = (_unstack(measures(histogram)) for histogram in (token, survival))
     scores = auroc(token).tolist()
     results = []
     for head in range(num_heads):
@@ -122,20 +122,20 @@ def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
     return results
 
 
-def _signal_results(seen: Histogram) -> dict[str, Any]:
-    slope, offset = fit_logistic(seen)
-    fitted = _unstack(measures(seen, slope, offset))
-    scores = auroc(seen).tolist()
+def _signal_results(histogram: Histogram) -> dict[str, Any]:
+    slope, offset = fit_logistic(histogram)
+    fitted = _unstack(measures(histogram, slope, offset))
+    scores = auroc(histogram).tolist()
     return {
         name: {"auroc": scores[index], **{f"calibrated_{key}": value for key, value in fitted[index].items()}}
         for index, name in enumerate(SIGNALS)
     }
 
 
-def _label_results(seen: Histogram) -> dict[str, float]:
+def _label_results(histogram: Histogram) -> dict[str, float]:
     """What is true of the split, whatever is predicted."""
-    total, mean = float(seen.total[0]), float(seen.accepted[0].sum() / seen.total[0])
-    own = float(seen.entropy[0]) / total
+    total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
+    own = float(histogram.entropy[0]) / total
     of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)
     return {"num_tokens": total, "mean_acceptance_prob": mean, "mean_entropy": own, "constant_kl": of_mean - own}
 

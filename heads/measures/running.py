@@ -26,9 +26,9 @@ class LogitHistogram(Metric):
         for name, zeros in empty(num_rows)._asdict().items():
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
 
-    def update(self, seen: Histogram) -> None:
-        """Add what was seen of some tokens."""
-        for name, value in seen._asdict().items():
+    def update(self, histogram: Histogram) -> None:
+        """Add the observations of some tokens."""
+        for name, value in histogram._asdict().items():
             getattr(self, name).add_(value)
 
     def compute(self) -> Histogram:
@@ -60,9 +60,9 @@ class DraftMetric(Metric):
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """[heads, tokens] logits of whole responses."""
-        seen = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
-        self.token.update(seen.token)
-        self.survival.update(seen.survival)
+        histogram = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
+        self.token.update(histogram.token)
+        self.survival.update(histogram.survival)
         counts = expected_counts(
             logit,
             acceptance_prob,

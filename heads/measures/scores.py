@@ -38,36 +38,38 @@ class Reliability(NamedTuple):
     true: Float[Tensor, "*lead ece"]
 
 
-def measures(seen: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
+def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
     """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
-    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=seen.weight.device) for x in (slope, offset))
-    z = _affine(seen, slope, offset)
-    total, accepted = seen.total, seen.accepted.sum(-1)
+    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=histogram.weight.device) for x in (slope, offset))
+    z = _affine(histogram, slope, offset)
+    total, accepted = histogram.total, histogram.accepted.sum(-1)
     prob = z.sigmoid()
-    bce = ((seen.weight * F.softplus(z)).sum(-1) - slope * seen.product - offset * accepted) / total
-    brier = ((seen.weight * prob**2).sum(-1) - 2 * (seen.accepted * prob).sum(-1) + seen.squares) / total
-    bins = reliability(seen, slope, offset)
+    bce = ((histogram.weight * F.softplus(z)).sum(-1) - slope * histogram.product - offset * accepted) / total
+    brier = ((histogram.weight * prob**2).sum(-1) - 2 * (histogram.accepted * prob).sum(-1) + histogram.squares) / total
+    bins = reliability(histogram, slope, offset)
     ece = (bins.share * (bins.predicted - bins.true).abs()).sum(-1)
-    return Measures(kl=bce - seen.entropy / total, bce=bce, brier=brier, ece=torch.where(accepted.isnan() | (total == 0), torch.nan, ece))
+    return Measures(
+        kl=bce - histogram.entropy / total, bce=bce, brier=brier, ece=torch.where(accepted.isnan() | (total == 0), torch.nan, ece)
+    )
 
 
-def reliability(seen: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Reliability:
+def reliability(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Reliability:
     """Mean prediction and mean label in each of 15 equal bins of the prediction."""
-    prob = _affine(seen, slope, offset).sigmoid()
+    prob = _affine(histogram, slope, offset).sigmoid()
     index = (prob * NUM_ECE_BINS).long().clamp(max=NUM_ECE_BINS - 1)
     zeros = torch.zeros(*prob.shape[:-1], NUM_ECE_BINS, dtype=prob.dtype, device=prob.device)
-    weight, predicted, true = (zeros.scatter_add(-1, index, x) for x in (seen.weight, seen.weight * prob, seen.accepted))
+    weight, predicted, true = (zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted))
     some = weight.clamp_min(1e-300)
-    return Reliability(share=weight / seen.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some)
+    return Reliability(share=weight / histogram.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some)
 
 
-def auroc(seen: Histogram) -> Float[Tensor, "*lead"]:
+def auroc(histogram: Histogram) -> Float[Tensor, "*lead"]:
     """Soft-label AUROC; tokens in one bin of the logit (1/64 wide) count as ties."""
-    positive, negative = seen.accepted, seen.weight - seen.accepted
+    positive, negative = histogram.accepted, histogram.weight - histogram.accepted
     below = negative.cumsum(-1) - negative
     return (positive * (below + negative / 2)).sum(-1) / (positive.sum(-1) * negative.sum(-1))
 
 
-def _affine(seen: Histogram, slope: Tensor | float, offset: Tensor | float) -> Tensor:
-    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=seen.weight.device) for x in (slope, offset))
-    return seen.mean_logit * slope[..., None] + offset[..., None]
+def _affine(histogram: Histogram, slope: Tensor | float, offset: Tensor | float) -> Tensor:
+    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=histogram.weight.device) for x in (slope, offset))
+    return histogram.mean_logit * slope[..., None] + offset[..., None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-UNPICKLED = (
+IS_PICKLED = (
     "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
     "`safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')`"
 )
@@ -50,7 +50,7 @@ def read_head_files(
                 f"config.json of {source!r} has no {key!r}, so it describes no acceptance head; export one with `python -m heads export`"
             )
     tensors = read_safetensors(weights_path(source, where))
-    check_tensors(tensors, expected(config), source)
+    check_tensors(tensors, expected(config), source=source)
     return tensors
 
 
@@ -61,7 +61,7 @@ def weights_path(source: str, where: dict[str, Any]) -> Path:
         if not path.is_file():
             pickled = sorted(p.name for p in Path(source).iterdir() if p.suffix in PICKLES)
             if pickled:
-                raise ValueError(f"{source!r} has no {WEIGHTS} but {pickled[0]}, which {UNPICKLED}")
+                raise ValueError(f"{source!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
             raise FileNotFoundError(f"no {WEIGHTS} in {source!r}")
         return path
     keys = ("revision", "cache_dir", "force_download", "token", "local_files_only")
@@ -78,14 +78,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         ValueError: not safetensors (truncated, or a pickle by that name).
     """
     if path.suffix in PICKLES:
-        raise ValueError(f"{path} {UNPICKLED}")
+        raise ValueError(f"{path} {IS_PICKLED}")
     try:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or export it again") from error
 
 
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: object) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, source: object) -> None:
     """Raise ValueError naming what is missing, left over, misshapen or not finite."""
     problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"{name} is not part of the architecture" for name in sorted(tensors.keys() - expected.keys())]

@@ -10,6 +10,7 @@ not one shared object. `timing` says which hidden state the head reads: fed (aft
 produced the distribution the token was drawn from; law 4.8b).
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,15 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             **self.inputs.config,
             **self.provenance.as_dict(),
         }
+
+    def fingerprint(self) -> str:
+        """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
+        inputs = self.inputs.config
+        digest = hashlib.sha256(f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}".encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
         """The README.md beside the weights."""

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.model.files import PICKLES, UNPICKLED, check_tensors, read_safetensors
+from heads.model.files import IS_PICKLED, PICKLES, check_tensors, read_safetensors
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
 
@@ -35,10 +35,10 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
     source = Path(source)
     path = source / "model.safetensors" if source.is_dir() else source
     if path.suffix in PICKLES:
-        raise ValueError(f"{path} {UNPICKLED}")
+        raise ValueError(f"{path} {IS_PICKLED}")
     pickled = sorted(p.name for p in path.parent.glob("*") if p.suffix in PICKLES)
     if not path.is_file() and pickled:
-        raise ValueError(f"{path.parent / pickled[0]} {UNPICKLED}")
+        raise ValueError(f"{path.parent / pickled[0]} {IS_PICKLED}")
     config_path = path.parent / "config.json"
     for needed in (path, config_path):
         if not needed.is_file():
@@ -47,7 +47,7 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             )
     hidden_size, depth = _shape(json.loads(config_path.read_text()), config_path)
     tensors = _with_aliases(path, depth)
-    check_tensors(tensors, _official_shapes(hidden_size, depth), path)
+    check_tensors(tensors, _official_shapes(hidden_size, depth), source=path)
     head = AcceptanceHead(hidden_size, depth, provenance=provenance)
     head.load_state_dict(_converted(tensors, depth), strict=True)
     return head.eval()
@@ -60,7 +60,7 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
 
 
 def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
-    """All tensors, those under their dropped names too: metadata maps a dropped name to the kept one.
+    """All tensors, also under the names that the file leaves out: its metadata maps each such name to the one that is stored.
 
     A file without such metadata that holds one block of several can only mean the shared block, as the official module has no other.
     """
@@ -70,7 +70,7 @@ def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
             aliases = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({error})") from error
-    tensors |= {name: tensors[kept] for name, kept in aliases.items() if kept in tensors}
+    tensors |= {name: tensors[stored] for name, stored in aliases.items() if stored in tensors}
     blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
     if len(blocks) == 1:
         for part in ("weight", "bias") if f"model.{blocks[0]}.linear.bias" in tensors else ():

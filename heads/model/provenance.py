@@ -3,7 +3,7 @@
 `accept_weight` and `reject_weight` are the loss weights of law 4.7; they shift what the head says, so calibration needs them.
 """
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -44,7 +44,3 @@ class Provenance:
     def as_dict(self) -> dict[str, Any]:
         """All fields, as they stand in config.json."""
         return asdict(self)
-
-    def with_(self, **changes: Any) -> "Provenance":
-        """A copy with some fields changed."""
-        return replace(self, **changes)

@@ -36,12 +36,12 @@ from heads.training.sweep import Sweep
 from lm import load_model, load_pair
 
 _PAPER_EPOCHS = 3
-_UNCOMPARED = {
+_FREE_TO_CHANGE = {
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {"logger", "callbacks", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
     | {"log_every_n_steps", "profiler", "barebones"},
 }
-"""Keys that do not change the weights that come out."""
+"""Keys in which a resumed run may differ: they do not change its weights."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,22 @@ class RunDirectory:
 
     def trainer_arguments(self, config: Config) -> dict[str, Any]:
         """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), loggers, checkpoints."""
-        given = {name: value for name, value in config.trainer.items() if value is not None}
-        if "max_epochs" not in given and given.get("max_steps", -1) == -1:
-            given["max_epochs"] = _PAPER_EPOCHS
-        if given.get("logger", True) is True and not given.get("barebones"):
-            given["logger"] = [
+        arguments = {name: value for name, value in config.trainer.items() if value is not None}
+        if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
+            arguments["max_epochs"] = _PAPER_EPOCHS
+        if arguments.get("logger", True) is True and not arguments.get("barebones"):
+            arguments["logger"] = [
                 CSVLogger(self.path / "logs", "csv"),
                 TensorBoardLogger(self.path / "logs", name="tb", version=""),
             ]
         place: dict[str, Any] = {"dirpath": self.path, "filename": "last", "enable_version_counter": False}
         every = ModelCheckpoint(**place, every_n_train_steps=config.heads.checkpoint_every_n_steps, save_on_exception=True)
-        is_kept = given.get("enable_checkpointing", True) and not given.get("barebones")
-        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if is_kept else []
-        given["callbacks"] = [*_listed(given.get("callbacks")), *checkpoints]
-        plugins = _listed(given.get("plugins"))
-        given["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
-        return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(self.path)} | given
+        has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
+        checkpoints = [every, ModelCheckpoint(**place, every_n_epochs=1)] if has_checkpoints else []
+        arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *checkpoints]
+        plugins = _listed(arguments.get("plugins"))
+        arguments["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
+        return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(self.path)} | arguments
 
 
 def build(config: Config) -> tuple[Sweep, FeatureData]:
@@ -170,7 +170,7 @@ def quiet() -> None:
 def _refuse_difference(there: dict[str, Any], here: dict[str, Any], *, path: Path) -> None:
     for section in ("pair", "data", "heads", "trainer"):
         old, new = there["config"][section], here["config"][section]
-        for key in sorted((old.keys() | new.keys()) - _UNCOMPARED.get(section, set())):
+        for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE.get(section, set())):
             if old.get(key) != new.get(key):
                 raise ValueError(
                     f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says {new.get(key)!r}; choose another "
@@ -182,7 +182,7 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
     """Mean and deviation of each scalar that the sweep reads, over the first training shard, by timing."""
     stats: dict[str, list[list[float]]] = {}
     for timing in data.timings:
-        scalars = data.first_rows(timing).scalars_of(data.scalars).double()
+        scalars = data.first_rows(timing).columns(data.scalars).double()
         stats[timing] = [scalars.mean(0).tolist(), scalars.std(0, correction=0).clamp_min(1e-6).tolist()]
     return stats
 

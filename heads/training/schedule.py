@@ -12,7 +12,7 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
     data module.
 
     Raises:
-        ValueError: there is no end.
+        ValueError: neither epochs nor steps are limited.
     """
     if trainer.max_epochs in (-1, None):
         if trainer.max_steps == -1:

@@ -16,7 +16,7 @@ from transformers import get_cosine_schedule_with_warmup
 from configs.schema import HeadsConfig
 from heads.batches.features import Batch
 from heads.batches.online import DraftFeatures
-from heads.grid import Shape, grid, module_key, scalars_of, specs
+from heads.grid import Shape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import observe
@@ -59,11 +59,11 @@ class Sweep(pl.LightningModule):
         tuples: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()}
         self.config = HeadsConfig(**tuples)
         self.facts, shapes = facts, grid(self.config)
-        self.scalars = scalars_of(shapes)
+        self.scalars = scalar_names(shapes)
         self.specs = specs(shapes)
         self.stacks = nn.ModuleDict({module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()})
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
-        self.seen = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
+        self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
         self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
@@ -99,21 +99,21 @@ class Sweep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items():
-            seen = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
-            self.seen[key].update(seen)  # type: ignore[operator]
+            histogram = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
+            self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
         kl, temperature = [], []
         entry: dict[str, list[float]] = {"raw_kl": [], "calibrated_kl": [], "auroc": []}
         for weights, (key, _) in zip(self._weights(), self.items(), strict=True):
-            seen = self.seen[key].compute()  # type: ignore[operator]
-            self.seen[key].reset()  # type: ignore[operator]
+            histogram = self.histograms[key].compute()  # type: ignore[operator]
+            self.histograms[key].reset()  # type: ignore[operator]
             shift = self._shift(weights)
-            fitted = fit_temperature(seen, shift)
-            calibrated = measures(seen, 1 / fitted, shift / fitted).kl
+            fitted = fit_temperature(histogram, shift)
+            calibrated = measures(histogram, 1 / fitted, shift / fitted).kl
             kl.append(calibrated)
             temperature.append(fitted)
-            for name, values in (("raw_kl", measures(seen).kl), ("calibrated_kl", calibrated), ("auroc", auroc(seen))):
+            for name, values in (("raw_kl", measures(histogram).kl), ("calibrated_kl", calibrated), ("auroc", auroc(histogram))):
                 entry[name] += values.tolist()
         if not self.trainer.sanity_checking:
             self._keep_best(torch.cat(kl), torch.cat(temperature))
@@ -180,10 +180,10 @@ class Sweep(pl.LightningModule):
         """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
         if self.config.select == "last":
             return
-        is_known = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
-        for known, (key, stack) in zip(is_known, self.items(), strict=True):
+        has_best = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
+        for has, (key, stack) in zip(has_best, self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                now.copy_(torch.where(known.view(-1, *[1] * (now.dim() - 1)), best, now))
+                now.copy_(torch.where(has.view(-1, *[1] * (now.dim() - 1)), best, now))
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
@@ -204,7 +204,7 @@ class Sweep(pl.LightningModule):
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden, scalars and embedding of the tokens that a stack is to score: what it takes of them."""
         features, taken = batch[stack.shape.timing], stack.shape.inputs
-        scalars = features.scalars_of(taken.scalars) if taken.scalars else None
+        scalars = features.columns(taken.scalars) if taken.scalars else None
         embedding = self.embedding[features.token] if taken.embedding and self.embedding is not None else None
         return features.hidden.to(stack.scalar_mean.dtype), scalars, embedding
 

@@ -7,8 +7,9 @@ import torch
 from enumeration import ToyModel
 from toy_loop import PROMPT, decoder_of, toy_head
 
+from data_gen.labels.scalars import Scalars
 from decode import ModelDrafter, Session
-from decode.loop.signals import DeviceSignals, HostSignals
+from decode.loop.signals import DeviceSignals, HostSignals, OfToken
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model.stepwise import StepwiseHead
@@ -115,6 +116,10 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
 def test_a_head_of_another_width_is_refused():
     with pytest.raises(ValueError, match="width 6"):
         ModelDrafter(ToyModel(2), HeadPolicy(AcceptanceHead(6, 1)))
+
+
+def test_the_loop_reads_every_scalar_that_heads_may_take():
+    assert set(Scalars._fields) <= set(OfToken._fields)
 
 
 def test_an_unknown_signal_is_refused():

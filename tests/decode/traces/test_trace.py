@@ -9,7 +9,7 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, SelfVerify, TokenProb
 from decode.traces.disk import read_trace, settle, write_trace
 from decode.traces.replay import replay_settings
-from decode.traces.trace import PerfectHead, Trace, fingerprint, join
+from decode.traces.trace import PerfectHead, Trace, join
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 
@@ -182,7 +182,7 @@ def test_a_trace_is_the_same_after_writing_and_reading(tmp_path, warm):
         write_trace(tmp_path, "made", "dev", index, trace=part, problems=[])
     back, expected = read_trace(tmp_path, "made", "dev", 2), join(parts)
     assert back.rows == warm.rows
-    assert fingerprint(head("fed")) in back.scores
+    assert head("fed").fingerprint() in back.scores
     for name in POLICIES:
         ours, theirs = (replay_settings(each, POLICIES[name]).counts for each in (back, expected))
         assert np.array_equal(ours.num_drafted, theirs.num_drafted)

@@ -28,7 +28,7 @@ def test_exported_heads_score_as_the_sweep_does(config, tmp_path: Path):
             features = batch[stack.shape.timing]
             for spec, logit in zip(stack.specs, sweep.logits(stack, batch), strict=True):
                 head = AcceptanceHead.from_pretrained(paths[str(spec)])
-                ours = head(features.hidden, features.scalars_of(head.inputs.scalars) if head.inputs.scalars else None)
+                ours = head(features.hidden, features.columns(head.inputs.scalars) if head.inputs.scalars else None)
                 torch.testing.assert_close(ours, logit, atol=1e-4, rtol=1e-4)
                 assert (head.timing, head.provenance.reject_weight) == (spec.shape.timing, spec.reject_weight)
                 assert head.provenance.metrics["auroc"] > 0

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from heads import AcceptanceHead, Provenance
 from heads.model.head import check_shape, update_config
+from heads.model.inputs import Inputs
+from heads.model.stepwise import StepwiseHead
 
 
-def filled(depth: int = 3, timing: str = "fed", scalars: bool = False, embedding: bool = False, **provenance: float) -> AcceptanceHead:
+def filled(
+    depth: int = 3, timing: str = "fed", scalars: bool | tuple[str, ...] = False, embedding: bool = False, **provenance: float
+) -> AcceptanceHead:
     """A head of width 6 with no weight at zero."""
     head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=Provenance(**provenance))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
@@ -57,6 +61,27 @@ def test_inputs_are_given_exactly_if_the_head_takes_them():
         filled(scalars=True)(torch.randn(6))
     with pytest.raises(ValueError, match="takes no embedding"):
         filled()(torch.randn(6), None, torch.randn(6))
+
+
+def test_scalars_have_names_and_an_order_of_their_own(tmp_path: Path):
+    head = filled(2, "drawn", ("entropy",))
+    head.save_pretrained(tmp_path)
+    again, hidden, entropy = AcceptanceHead.from_pretrained(tmp_path), torch.randn(4, 6), torch.rand(4, 1)
+    assert again.inputs == Inputs(("entropy",), embedding=False)
+    assert torch.equal(again(hidden, entropy), head(hidden, entropy))
+    numbers = [0.0, float(entropy[0, 0])]
+    assert StepwiseHead(head, names=("log_token_prob", "entropy")).score(hidden[0], numbers) == pytest.approx(
+        head(hidden, entropy)[0].item()
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["scalars"] == ["entropy"]
+    for wrong in (("mood",), ("entropy", "entropy")):
+        with pytest.raises(ValueError, match="each once"):
+            filled(2, "drawn", wrong)
+
+
+def test_standard_scalars_are_written_as_true():
+    assert filled(scalars=True).config["scalars"] is filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"] is True
+    assert filled().config["scalars"] is False
 
 
 @pytest.mark.parametrize(("width", "depth", "timing"), [(0, 1, "fed"), (4, -1, "fed"), (4, 1, "later")])
