@@ -158,7 +158,7 @@ class Sweep(pl.LightningModule):
             grads = [p.grad for p in stack.parameters() if p.grad is not None]
             norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
             for grad in grads:
-                grad.mul_((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1).view(-1, *[1] * (grad.dim() - 1)))
+                grad.mul_(_per_head((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1), grad))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
@@ -183,12 +183,11 @@ class Sweep(pl.LightningModule):
         has_best = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
         for has, (key, stack) in zip(has_best, self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                now.copy_(torch.where(has.view(-1, *[1] * (now.dim() - 1)), best, now))
+                now.copy_(torch.where(_per_head(has, now), best, now))
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
-        exported = {}
-        shared = self.facts["provenance"]
+        exported, shared = {}, self.facts["provenance"]
         temperatures = iter(self.temperature.tolist())
         for _, stack in self.items():
             for index, spec in enumerate(stack.specs):
@@ -223,7 +222,7 @@ class Sweep(pl.LightningModule):
         self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
         for better, (key, stack) in zip(is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                best.copy_(torch.where(better.view(-1, *[1] * (now.dim() - 1)), now, best))
+                best.copy_(torch.where(_per_head(better, now), now, best))
 
     def _mean_over_processes(self, mass: Tensor) -> Tensor:
         """The loss's denominator, averaged over processes: their averaged gradient is then that of the whole batch."""
@@ -244,3 +243,8 @@ class Sweep(pl.LightningModule):
     def _weights(self) -> tuple[Tensor, ...]:
         """Reject weights, stack by stack."""
         return self.reject_weights.split([len(stack.specs) for _, stack in self.items()])
+
+
+def _per_head(values: Tensor, like: Tensor) -> Tensor:
+    """[heads] with as many axes as `like`, whose first are the heads."""
+    return values.view(-1, *[1] * (like.dim() - 1))
