@@ -204,11 +204,8 @@ def _of_row(logits: np.ndarray, token_id: int) -> OfToken:
     weights = np.exp(shifted)
     total = weights.sum()
     log_total = math.log(total)
-    return OfToken(
-        entropy=log_total - float(weights @ np.maximum(shifted, -1e4)) / float(total),
-        max_prob=1.0 / float(total),
-        log_token_prob=float(shifted[token_id]) - log_total,
-    )
+    entropy = log_total - float(weights @ np.maximum(shifted, -1e4)) / float(total)
+    return OfToken(entropy, 1.0 / float(total), float(shifted[token_id]) - log_total)
 
 
 def _nothing_of(position: int) -> AfterDraw:

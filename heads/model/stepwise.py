@@ -33,6 +33,7 @@ class StepwiseHead:
         columns = [] if self._mix is None else [column.contiguous() for column in self._mix[0].T[: len(scalars)]]
         slopes = [] if self._skip is None else self._skip[0, : len(scalars)].tolist()
         self._columns, self._slopes = list(zip(columns, self._places, strict=False)), list(zip(slopes, self._places, strict=True))
+        self._other_columns = self._columns[1:]
 
     def __call__(self, hidden: Float[Tensor, " hidden"], inputs: Float[Tensor, " input"] | None = None) -> Float[Tensor, " 1"]:
         """The logit f; `inputs` are those of the head, concatenated."""
@@ -54,9 +55,10 @@ class StepwiseHead:
         # on the CPU a tensor made of the numbers would cost as much as a block, so the columns of U are scaled by them one by one
         stream = hidden if hidden.dtype == self._dtype else hidden.to(self._dtype)
         if self._mix is not None:
-            mixed = self._mix[1]
-            for column, place in self._columns:
-                mixed = torch.add(mixed, column, alpha=numbers[place])
+            column, place = self._columns[0]
+            mixed = torch.add(self._mix[1], column, alpha=numbers[place])
+            for column, place in self._other_columns:
+                mixed.add_(column, alpha=numbers[place])
             stream = mixed.add_(stream)
         logit = self._of_stream(stream).item()
         for slope, place in self._slopes:
