@@ -24,5 +24,6 @@ class Scalars(NamedTuple):
 
 def scalars_of(logits: Float[Tensor, "position vocab"], token: Int[Tensor, " position"]) -> Scalars:
     """The scalars of tokens, from float32 logits of the distributions that they were drawn from."""
+    # from the logits, not from the q that y was drawn from, which is truncated or at another temperature
     of_token = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     return Scalars(log_token_prob=of_token - logits.logsumexp(-1), entropy=entropy(logits))

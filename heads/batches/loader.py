@@ -102,7 +102,7 @@ class BatchLoader:
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
         order = batches(self._items(), self.batch_size, rank=self.rank, world_size=self.world_size, first=self._taken)
         for batch in read_ahead(map(self.read, order), READ_AHEAD):
-            self._taken += 1
+            self._taken += 1  # before the consumer has it, since a checkpoint is written while it works on it
             yield batch
 
     def _items(self) -> Iterator[Item]:

@@ -26,6 +26,7 @@ def fit_temperature(histogram: Histogram, shift: Float[Tensor, " heads"]) -> Flo
         prob = (z * slope[:, None]).sigmoid()
         gradient = ((histogram.weight * prob * z).sum(-1) - label) / total
         curvature = (histogram.weight * prob * (1 - prob) * z * z).sum(-1) / total + _RIDGE
+        # short steps: far from the optimum the curvature is near zero and a whole Newton step overshoots
         slope = (slope - (gradient / curvature).clamp(-0.5, 0.5)).clamp(0.05, 20.0)
     return 1 / slope
 

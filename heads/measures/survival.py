@@ -96,12 +96,15 @@ def expected_counts(
     prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
     survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
     rejected = survival[..., :-1] * (1 - prob)
+    # room beyond the end for rounds that start there: they are cut away below
     visits = lengths.new_zeros(*lengths.shape[:2], num_rows, width + max_draft_length + 2, dtype=torch.float64)
     visits[..., 0] = 1.0
     places = torch.arange(max_draft_length, device=mask.device)
     for start in range(width):
         visit, length = visits[..., start, None], lengths[..., start, None]
+        # rejected at place k: the next round starts after its replacement, at start + k + 1
         visits[..., start + 1 : start + 1 + max_draft_length] += visit * (places < length) * rejected[:, start]
+        # all accepted: it starts after the bonus token
         accepted = survival[:, start].expand(*length.shape[:3], -1).gather(-1, length)
         visits.scatter_add_(-1, start + 1 + length, visit * accepted)
     visits = visits[..., :width] * mask
@@ -120,6 +123,7 @@ def _draft_lengths(
     """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the tokens that go on."""
     log_hat = torch.nn.functional.logsigmoid(logit) * mask
     cumulative = torch.nn.functional.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
+    # beyond the end the product stays as it is
     total = cumulative[..., mask.shape[1], None]
     cumulative[..., mask.shape[1] + 1 :] = total
     limit = torch.log1p(-thresholds.double()).to(log_hat)[:, None, None]

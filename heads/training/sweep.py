@@ -172,7 +172,7 @@ class Sweep(pl.LightningModule):
     def on_train_start(self) -> None:
         for name, parameter in self.named_parameters():
             if name in self._partial_grads:
-                parameter.grad = self._partial_grads[name].to(parameter)
+                parameter.grad = self._partial_grads[name].to(parameter)  # Lightning resumes in the middle of an accumulated step
         self._partial_grads = {}
 
     @torch.no_grad()
