@@ -48,7 +48,7 @@ class Places(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is torch.Tensor.to:
             return self._moved(args, kwargs)
-        if func is torch.Tensor.data.__set__:  # how a module moves its parameters
+        if func == torch.Tensor.data.__set__:  # how a module moves its parameters
             _at(args[0], place_of(args[1]))
         if func is torch.Tensor.cpu:
             return _at(args[0].view_as(args[0]), CPU)
