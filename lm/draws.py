@@ -49,7 +49,7 @@ class RandomDraws(Draws):
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        seeds = torch.randint(2**62, (2,), generator=generator)
+        seeds = torch.randint(2**62, (2,), generator=generator, device="cpu" if generator is None else generator.device)
         self._tokens, self._accepts = (_Uniforms(int(seed)) for seed in seeds)
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
@@ -70,6 +70,8 @@ class RandomDraws(Draws):
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
         """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        if law.device.type == "mps":  # which has no float64
+            return self.draw(law.cpu()).to(law.device)
         cumulative = law.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * BELOW_ONE), right=True)
 

@@ -76,7 +76,7 @@ class TargetInProcess:
                     going[place] = token not in self.eos_ids
             if not going.any():
                 break
-            ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
+            ids, positions = tokens.unsqueeze(-1).to(device), positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             if going.sum() <= _MAX_SHARE_GOING * len(going):
                 stay = going.nonzero().squeeze(-1)

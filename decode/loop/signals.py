@@ -214,10 +214,10 @@ def _nothing_of(position: int) -> AfterDraw:
 
 
 def _placed(head: AcceptanceHead, model: CachedModel) -> AcceptanceHead:
-    """The head on the draft's device, if it fits."""
+    """The head where the draft's hidden states are, if it fits."""
     if head.hidden_size != model.hidden_size:
         raise ValueError(
             f"the head reads hidden states of width {head.hidden_size} and this draft's are {model.hidden_size} wide; "
             "a head serves only the draft that it was trained on"
         )
-    return head.eval().to(model.device)
+    return head.eval().to(model.output_device)

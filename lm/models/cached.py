@@ -68,6 +68,11 @@ class CachedModel:
         return self._device
 
     @property
+    def output_device(self) -> torch.device:
+        """Where logits and hidden states come out: elsewhere, if the model is spread over several devices."""
+        return next(head_of(self.model).parameters()).device
+
+    @property
     def hidden_size(self) -> int:
         """Width of the final hidden state."""
         return self.model.config.get_text_config().hidden_size
@@ -83,8 +88,8 @@ class CachedModel:
         return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
-        """Rows of the input embeddings."""
-        return self.model.get_input_embeddings()(tokens)
+        """Rows of the input embeddings, on the device of `tokens`."""
+        return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
 
     def reset(self) -> None:
         """Empty the cache, for a new sequence; what has been done to the model since the last one is seen."""
@@ -101,6 +106,7 @@ class CachedModel:
             return
         self._cache = make_cache(self.model, _CAPACITY)
         self._buffers = [layer for layer in self._cache.layers if isinstance(layer, BufferLayer)]
+        self._counted = [(place, layer) for place, layer in enumerate(self._cache.layers) if isinstance(layer, CacheLayerMixin)]
         self._is_plain = len(self._buffers) == len(self._cache.layers)
         self._snapshots = None if self._is_plain else Snapshots(self._cache)
         self._length = 0
@@ -138,7 +144,7 @@ class CachedModel:
     @torch.inference_mode()
     def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Logits that follow a token which was drawn from the last row of the forward before: it never visits the host."""
-        return self._logits(token.view(1, 1), 1)
+        return self._logits(token.view(1, 1).to(self._device), 1)
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]
@@ -181,8 +187,8 @@ class CachedModel:
 
     def _check_lengths(self) -> None:
         """Law 4.5 on every layer that counts its tokens; one that was never written to shares the keys of another."""
-        for place, layer in enumerate(self._cache.layers):
-            if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.get_seq_length() != self._length:
+        for place, layer in self._counted:
+            if layer.get_seq_length() != self._length and layer.is_initialized:
                 held = f"layer {place} ({type(layer).__name__}) of the cache holds {layer.get_seq_length()} tokens"
                 raise AssertionError(f"{held} and the model has {self._length}")
 

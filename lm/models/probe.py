@@ -66,8 +66,10 @@ def check_cache(cached: _Cached) -> None:
 def _tried(cached: _Cached) -> float:
     try:
         return _largest_error(cached)
-    except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        raise _refusal(cached.model, f"its forward fails with transformers' cache ({type(error).__name__}: {error})") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(cached.model, f"its forward fails with this cache ({type(error).__name__}: {error})") from error
 
 
 @torch.inference_mode()

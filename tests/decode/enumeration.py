@@ -98,6 +98,10 @@ class ToyModel(CachedModel):
         return torch.device("cpu")
 
     @property
+    def output_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def hidden_size(self) -> int:
         return 4
 

@@ -1,0 +1,119 @@
+"""Models on devices that are not here (`places`): a draft and a target apart, a target over two, and what is left of a batch."""
+
+import pytest
+import torch
+from places import Places, place_of, put
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from data_gen.responses.exchange import Request
+from data_gen.responses.in_process import TargetInProcess
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies.head import HeadPolicy
+from decode.policies.length import FixedLength
+from heads.model.head import AcceptanceHead
+from lm import Sampling
+from lm.kv_buffer import keep, make_cache
+
+CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+FIRST, SECOND = "cuda:0", "cuda:1"
+PROMPT = [1, 2, 3]
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").double().eval()
+
+
+def spread(model):
+    """Over two devices, as accelerate does it: every part takes its inputs to where it is."""
+    put(model, FIRST)
+    for module in (model.model.layers[1], model.model.norm, model.lm_head):
+        put(module, SECOND)
+        module.register_forward_pre_hook(_taken_along(torch.device(SECOND)), with_kwargs=True)
+    model._hf_hook = None
+
+
+def _taken_along(device):
+    def moved(value):
+        return torch.utils._pytree.tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value)
+
+    return lambda _module, args, kwargs: (moved(args), {name: moved(each) for name, each in kwargs.items()})
+
+
+def generated(target, draft, sampling):
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3)), sampling=sampling, eos_ids=frozenset())
+    return decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).token_ids
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_output_is_the_same_wherever_target_and_draft_are(sampling, is_spread):
+    expected = generated(model_of(0), model_of(1), sampling)
+    target, draft = model_of(0), model_of(1)
+    put(draft, SECOND)
+    spread(target) if is_spread else put(target, FIRST)
+    with Places():
+        assert generated(target, draft, sampling) == expected
+
+
+def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
+    model = model_of(0)
+    spread(model)
+    with Places():
+        cache = make_cache(model, 4)
+        model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
+        keep(cache, torch.tensor([0, 2], device=FIRST))
+        assert [(len(layer.keys), str(place_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    """The account that these tests rest on."""
+    with Places():
+        one, other = torch.ones(2, device=FIRST), torch.ones(2, device=SECOND)
+        with pytest.raises(RuntimeError, match="same device"):
+            one + other
+        with pytest.raises(TypeError, match="host"):
+            one.numpy()
+        assert str((one + other.to(FIRST)).device) == FIRST
+
+
+def test_responses_of_a_spread_target_are_those_of_a_whole_one():
+    """With sequences that end early, so that the others are left."""
+    requests = [Request(str(place), "", [1 + place, 2]) for place in range(6)]
+
+    def answered(model):
+        source = TargetInProcess(
+            model=model,
+            sampling=Sampling(),
+            vocab_size=20,
+            eos_ids=frozenset([3, 4, 5]),
+            max_new_tokens=12,
+            batch_size=6,
+            keeps_states=True,
+        )
+        return [response.response_ids for response in source.respond(requests, 0, lambda _: None)]
+
+    expected = answered(model_of(0))
+    assert len(set(map(len, expected))) > 1
+    target = model_of(0)
+    spread(target)
+    with Places():
+        assert answered(target) == expected
+
+
+@pytest.mark.parametrize("timing", ["fed", "drawn"])
+def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
+    torch.manual_seed(0)
+    head = AcceptanceHead(16, 1, timing=timing, scalars=True, embedding=True)
+
+    def generated(draft):
+        policy = HeadPolicy(head, 0.6)
+        decoder = SpeculativeDecoder(model_of(0), ModelDrafter(draft, policy), sampling=Sampling(), eos_ids=frozenset())
+        return decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).token_ids
+
+    expected = generated(model_of(1))
+    draft = model_of(1)
+    spread(draft)
+    with Places():
+        assert generated(draft) == expected
