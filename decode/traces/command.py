@@ -6,7 +6,7 @@ from decode.traces.recording import recording_of
 
 
 def trace(config: Config) -> None:
-    """Record, or go on recording, the trace that evaluate, tune, replay and tables read."""
+    """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
     recording = recording_of(Experiment(config))
     recording.complete()
     for dataset in recording.shards:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import costs_for
+from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
@@ -71,7 +71,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     recording, cost = recording_of(experiment), costs_for(experiment, ratio)
     recording.complete()
     dev, test = (join(traces) for traces in zip(*map(recording.load, experiment.datasets), strict=True))
-    tuned = [tune_head(name, head, Traces(dev, test), cost) for name, head in experiment.heads.items()]
+    tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
     wide_console().print(table_of(tuned, cost))
     for each in tuned if write else []:
         path = experiment.head_paths[each.head]
@@ -80,7 +80,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))
 
 
-def tune_head(name: str, head: AcceptanceHead, traces: Traces, cost: CostModel) -> Tuned:
+def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
     on_dev, on_test = (cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
