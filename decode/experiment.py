@@ -1,7 +1,7 @@
 """What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
 
 Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
-trace (`decode.traces.recording.recording_of`), the costs (`decode.costs.machine.costs_for`), the loop of the hierarchies
+trace (`decode.traces.recording.trace_folder`), the costs (`decode.costs.machine.costs_for`), the loop of the hierarchies
 (`decode.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
 """
 

@@ -23,20 +23,20 @@ from decode.experiment import Experiment
 from decode.figure import Plot
 from decode.hierarchies.runs import resumable_loop
 from decode.hierarchies.trio import Trio
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 
 
 def evaluate(config: Config) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    heads, recording, trio = experiment.heads, recording_of(experiment), Trio(lambda: experiment.pair)
+    heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
-    recording.complete()  # what is wrong with heads and grids was said before any model runs
+    folder.complete()  # may take hours, so heads and grids were made, and checked, before it
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio))
     for dataset in experiment.datasets:
-        traces = recording.load(dataset)
+        traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         decoded = None
         if experiment.decode.hierarchies:

@@ -21,7 +21,7 @@ from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 
@@ -63,9 +63,9 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
     """
     experiment = Experiment(config)
     rule = experiment.policy(policy)
-    recording = recording_of(experiment)
-    traces = {dataset: recording.load(dataset) for dataset in experiment.datasets}
-    recording.complete()  # nothing is missing, so this only compares the trace's manifest with the config
+    folder = trace_folder(experiment)
+    traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
+    folder.complete()  # nothing is missing, so this only compares the trace's manifest with the config
     cost = costs_for(experiment, ratio)
     rule = at_costs(rule, cost)
     rows = [

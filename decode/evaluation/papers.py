@@ -26,7 +26,7 @@ from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.experiment import Experiment
 from decode.hierarchies.command import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -57,9 +57,9 @@ def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> N
     if paper == "specdec++":
         made = specdec_tables(experiment)
     else:
-        recording = recording_of(experiment)
-        recording.complete()
-        tests = {dataset: recording.load(dataset).test for dataset in experiment.datasets}
+        folder = trace_folder(experiment)
+        folder.complete()
+        tests = {dataset: folder.load(dataset).test for dataset in experiment.datasets}
         made = [svip_table(tests, costs_for(experiment))]
     for each in made:
         wide_console().print(each.table)
@@ -70,12 +70,12 @@ def specdec_tables(experiment: Experiment) -> list[Paper]:
     """Tables 1 to 3 of SpecDec++."""
     decode, heads = experiment.decode, experiment.heads
     grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length)
-    recording = recording_of(experiment)
-    recording.complete()
+    folder = trace_folder(experiment)
+    folder.complete()
     cost = costs_for(experiment)
     results = {}
     for dataset in experiment.datasets:
-        replays = replay_dataset(recording.load(dataset), grids, heads=heads, cost=cost, perfect_head=decode.perfect_head, name=dataset)
+        replays = replay_dataset(folder.load(dataset), grids, heads=heads, cost=cost, perfect_head=decode.perfect_head, name=dataset)
         picks = picks_of(replays.arms, cost)
         results[dataset] = {result.family: result for result in results_of(picks, yardstick_of(picks, cost))}
     measured = read_costs(experiment.directory) if cost.origin == "measured" else None

@@ -45,7 +45,7 @@ class Traces(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class TraceFolder:
     """A trace on disk, and what it is recorded from."""
 
     directory: Path
@@ -154,7 +154,7 @@ class Recording:
         }
 
 
-def recording_of(experiment: Experiment) -> Recording:
+def trace_folder(experiment: Experiment) -> TraceFolder:
     """The trace of an experiment.
 
     Raises:
@@ -168,7 +168,7 @@ def recording_of(experiment: Experiment) -> Recording:
     def shards(dataset: str) -> list[ShardSpec]:
         return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
 
-    return Recording(
+    return TraceFolder(
         directory=experiment.directory / "trace",
         shards={dataset: shards(dataset) for dataset in experiment.datasets},
         models={"target": experiment.described("target"), "draft": experiment.described("draft")},
