@@ -1,8 +1,8 @@
 """What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
 
 Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
-trace (`decode.traces.recording.recording_of`), costs (`decode.costs.kept.costs_for`), the loop that keeps what it writes
-(`decode.hierarchies.runs.kept_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
+trace (`decode.traces.recording.trace_folder`), the costs (`decode.costs.machine.costs_for`), the loop of the hierarchies
+(`decode.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
 """
 
 from collections import Counter
@@ -101,8 +101,8 @@ class Experiment:
         """Name of each head -> its directory or hub id: those of decode.heads, or all under heads.dir/exported."""
         if self.decode.heads:
             return dict(zip(names_apart(self.decode.heads), dict.fromkeys(self.decode.heads), strict=True))
-        found = sorted(path.parent for path in self.exported.glob("**/config.json"))
-        return {str(path.relative_to(self.exported)): str(path) for path in found}
+        directories = sorted(path.parent for path in self.exported.glob("**/config.json"))
+        return {str(directory.relative_to(self.exported)): str(directory) for directory in directories}
 
     @cached_property
     def heads(self) -> dict[str, AcceptanceHead]:

@@ -9,7 +9,7 @@ draw of prompts for both, and the ratio is that of the totals.
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.stats import bootstrap
 
 Array = np.ndarray
@@ -19,7 +19,7 @@ _RESAMPLES = 2000
 class Spent(NamedTuple):
     """What each prompt came to."""
 
-    tokens: Float[Array, " prompt"]
+    tokens: Int[Array, " prompt"]
     """Emitted."""
     seconds: Float[Array, " prompt"]
 
@@ -47,7 +47,7 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
         return Gain(value, value, value, float("nan"))
     if all(np.allclose(*pair) for pair in zip(base, own, strict=True)):  # no resample differs; the baseline itself is exactly 0
         return Gain(value, value, value, 0.0)
-    drawn = bootstrap(
+    resampled = bootstrap(
         (*base, *own),
         _gain,
         paired=True,
@@ -56,8 +56,8 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    interval = drawn.confidence_interval
-    return Gain(value, float(interval.low), float(interval.high), float(drawn.standard_error))
+    interval = resampled.confidence_interval
+    return Gain(value, float(interval.low), float(interval.high), float(resampled.standard_error))
 
 
 def _gain(base_tokens: Array, base_s: Array, own_tokens: Array, own_s: Array, *, axis: int) -> Any:

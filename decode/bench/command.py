@@ -52,7 +52,7 @@ def bench(
     """Wall clock, side by side with transformers' assisted generation.
 
     Args:
-        config: names the pair; its own sampling is left aside.
+        config: names the pair; its sampling is not used, bench has two of its own.
         lengths: fixed draft lengths.
         threads: CPU threads to measure with.
         num_prompts: generations per arm; medians over them.
@@ -69,7 +69,7 @@ def bench(
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         arms = Arms(pair, num_tokens, _compiled(pair, max(map(len, prompts)) + num_tokens, max(lengths)) if compile else None)
-        for kind, row in _measured(arms, head, prompts, lengths, hierarchies=experiment.decode.hierarchies):
+        for kind, row in _measured(arms, head, prompts=prompts, lengths=lengths, hierarchies=experiment.decode.hierarchies):
             rows[kind].append({"threads": num_threads, **row})
             console.print(_line(rows[kind][-1]), soft_wrap=True)
     console.print(_table(rows["grid"]))
@@ -82,12 +82,12 @@ def bench(
 
 
 def _measured(
-    arms: Arms, head: AcceptanceHead, prompts: list[list[int]], lengths: tuple[int, ...], *, hierarchies: bool
+    arms: Arms, head: AcceptanceHead, *, prompts: list[list[int]], lengths: tuple[int, ...], hierarchies: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind, row), each as soon as it is there."""
+    """(kind, row), each as soon as it is measured."""
     for row in _grid(arms, prompts, lengths):
         yield "grid", row
-    yield "overheads", _extras(arms.pair, head, prompts, arms.num_tokens)
+    yield "overheads", _extras(arms, head, prompts)
     if hierarchies:
         for row in hierarchy_rows(arms.pair, prompts, SAMPLINGS, lengths=lengths, num_tokens=arms.num_tokens):
             yield "hierarchies", row
@@ -122,15 +122,15 @@ def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Ite
             yield row
 
 
-def _extras(pair: Pair, head: AcceptanceHead, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+def _extras(arms: Arms, head: AcceptanceHead, prompts: list[list[int]]) -> dict[str, Any]:
     """Time outside forwards at K = 5, and what a head adds."""
-    taken: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     for name, sampling in SAMPLINGS.items():
-        outside = outside_share(pair, prompts, 5, sampling, num_tokens)
-        taken |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
-    taken["draft_step_s"], taken["head_s"] = head_cost(pair, head, prompts[0])
-    taken["head_share"], taken["head_depth"] = taken["head_s"] / taken["draft_step_s"], head.depth
-    return taken
+        outside = outside_share(arms.pair, prompts, 5, sampling, arms.num_tokens)
+        row |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
+    row["draft_step_s"], row["head_s"] = head_cost(arms.pair, head, prompts[0])
+    row["head_share"], row["head_depth"] = row["head_s"] / row["draft_step_s"], head.depth
+    return row
 
 
 def _where() -> dict[str, Any]:

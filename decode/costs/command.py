@@ -1,8 +1,8 @@
 """python -m decode costs: the times of this machine, three ways side by side.
 
 *In the loop* are medians over rounds of real generations, with everything that a draft step and a verification do: what evaluations use.
-*By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare forwards. What a head
-adds to a draft step stands below; evaluations leave it out.
+*By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare forwards. Below,
+what a head adds to a draft step; evaluations do not count it.
 """
 
 import json
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import Workload, keep, measure, read_kept, workload_of
+from decode.costs.machine import Workload, keep_costs, measure, read_costs, workload_of
 from decode.costs.measure import head_cost, time_forwards
 from decode.experiment import Experiment
 from heads.model.head import AcceptanceHead
@@ -27,17 +27,17 @@ def costs(config: Config, *, again: bool = False) -> None:
     """Forward times of this machine: in the loop, by regression with R², standalone; and what a head adds.
 
     Args:
-        config: the experiment; decode.t_draft_s and decode.t_target_s are left aside.
-        again: measure anew, in place of the times that DIR/costs.json keeps for evaluations.
+        config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.
+        again: measure once more, and replace the times in DIR/costs.json that evaluations use.
     """
     experiment = Experiment(config)
-    times = None if again else read_kept(experiment.directory)
+    times = None if again else read_costs(experiment.directory)
     heads = deepest(experiment.heads)
     if times is None or not {"standalone", "heads"} <= set(times) or not set(heads) <= set(times["heads"]):
         print("costs: timing forwards and generations on this machine", flush=True)
         workload = workload_of(experiment)
         times = (measure(workload) if times is None else times) | standalone(workload, heads)
-        keep(experiment.directory, times)
+        keep_costs(experiment.directory, times)
     wide_console().print(table_of(times))
     for name, (step_s, head_s) in times["heads"].items():
         print(f"head {name}: {1e6 * head_s:+.0f} us on a draft step of {1e6 * step_s:.0f} us ({head_s / step_s:+.1%})")

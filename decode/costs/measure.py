@@ -87,6 +87,7 @@ def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[flo
     slope, offset = np.polyfit(lengths, medians, 1, w=weights) if len(lengths) > 1 else (0.0, medians[0])
     if slope < 0:  # noise: no verification gets cheaper with what it verifies
         slope, offset = 0.0, float(np.average(medians, weights=weights**2))
+    # Verifying drafted tokens never costs less than verifying none.
     return (base, *(max(base, float(offset + slope * length)) for length in range(1, max_draft_length + 1)))
 
 
@@ -146,10 +147,10 @@ def head_cost(
         drafter.conclude(list(prompt_ids), num_steps)
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
-        for drafter, taken in zip(drafters, times, strict=True):
+        for drafter, seconds in zip(drafters, times, strict=True):
             started_s = perf_counter()
             drafter.propose(list(prompt_ids), num_steps)
-            taken.append((perf_counter() - started_s) / num_steps)
+            seconds.append((perf_counter() - started_s) / num_steps)
             drafter.conclude(list(prompt_ids), num_steps)
-    plain_s, with_head_s = (median(taken) for taken in times)
+    plain_s, with_head_s = map(median, times)
     return plain_s, with_head_s - plain_s

@@ -73,7 +73,7 @@ class Replays:
 
 
 def replay_dataset(
-    traces: Traces, grids: Sequence[Grid], heads: Mapping[str, AcceptanceHead], cost: CostModel, *, perfect_head: bool, name: str
+    traces: Traces, grids: Sequence[Grid], *, heads: Mapping[str, AcceptanceHead], cost: CostModel, perfect_head: bool, name: str
 ) -> Replays:
     """Every arm of one dataset, the bounds last.
 

@@ -10,61 +10,59 @@ import pandas as pd
 from configs.schema import Config
 from data_gen.store.shards import write_atomic
 from decode.console import announce, wide_console
-from decode.costs.kept import costs_for
+from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, picks_of, replay_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
 from decode.evaluation.grids import grids_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
-from decode.evaluation.results import results_of
+from decode.evaluation.results import results_of, yardstick_of
 from decode.evaluation.tables import NAMES, frame_of, ordered, table_of, write_counts
 from decode.experiment import Experiment
 from decode.figure import Plot
-from decode.hierarchies.runs import kept_loop
+from decode.hierarchies.runs import resumable_loop
 from decode.hierarchies.trio import Trio
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 
 
 def evaluate(config: Config) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    heads, recording, trio = experiment.heads, recording_of(experiment), Trio(lambda: experiment.pair)
+    heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
-    recording.complete()  # what is wrong with heads and grids was said before any model runs
+    folder.complete()  # may take hours, so heads and grids were made, and checked, before it
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio))
     for dataset in experiment.datasets:
-        traces = recording.load(dataset)
-        replays = replay_dataset(traces, grids, heads, cost, perfect_head=experiment.decode.perfect_head, name=dataset)
+        traces = folder.load(dataset)
+        replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         decoded = None
         if experiment.decode.hierarchies:
-            loop = kept_loop(experiment, dataset, trio)
-            decoded = decode_hierarchies(loop, traces, costs, t_micro_s=experiment.decode.t_micro_s)
+            loop = resumable_loop(experiment, dataset, trio)
+            decoded = decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
         for each in costs:
-            frame, bars = compare(replays, decoded, each, dataset=dataset)
+            frame, bars = compare(replays, decoded, cost=each, dataset=dataset)
             frames.append(frame)
             page.plots.append(bars)
-        page.plots.extend(all_plots(replays, cost, NAMES))
+        page.plots.extend(all_plots(replays, cost, names=NAMES))
         page.datasets[dataset] = [*report_arms(replays, cost), *(report_hierarchies(decoded) if decoded else [])]
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
-    write(experiment.directory, pd.concat(frames), page, cost)
+    write(experiment.directory, pd.concat(frames), page=page, cost=cost)
 
 
-def compare(replays: Replays, decoded: DecodedHierarchies | None, cost: CostModel, *, dataset: str) -> tuple[pd.DataFrame, Plot]:
+def compare(replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot."""
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
-    results = results_of(picks, cost)
-    if decoded:
-        results += decoded.results(cost, {family: pick.spent(cost) for family, pick in picks.items()})
-    results = ordered(results)
-    frame = frame_of(results, cost, dataset)
+    yardstick = yardstick_of(picks, cost)
+    results = ordered([*results_of(picks, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
+    frame = frame_of(results, cost, dataset=dataset)
     wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
     if decoded:
         wide_console().print(decoded.table(cost))
         frame = decoded.annotated(frame, cost)
-    return frame, speed_up_bars(results, cost, NAMES)
+    return frame, speed_up_bars(results, cost, names=NAMES)
 
 
 def about(experiment: Experiment, cost: CostModel) -> str:
@@ -76,7 +74,7 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     return f"{names}; {sampling}; {limits}; {measured}"
 
 
-def write(directory: Path, results: pd.DataFrame, page: Page, cost: CostModel) -> None:
+def write(directory: Path, results: pd.DataFrame, *, page: Page, cost: CostModel) -> None:
     """Everything but the counts; the last line that is printed is one JSON document."""
     results.to_csv(directory / "results.csv", index=False)
     write_plots(directory / "plots", page.plots)

@@ -1,4 +1,4 @@
-"""Hierarchies in `decode evaluate`: decoded on the trace's prompts, not replayed, and set beside the replayed policies.
+"""Hierarchies in `decode evaluate`: decoded on the trace's prompts, not replayed, beside the replayed policies.
 
     T = t_micro F_micro + t_draft F_draft + sum over rounds of t_target(k)             (law 4.9 with a third time)
 
@@ -7,7 +7,7 @@ arm writes other tokens than the trace holds (the same law, other draws), so its
 those of replayed arms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from rich.table import Table
 
 from decode.console import right
 from decode.costs.model import CostModel
-from decode.evaluation.results import Result, result_of
+from decode.evaluation.results import Result, Yardstick, result_of
 from decode.hierarchies.contenders import contenders_of
-from decode.hierarchies.runs import MICRO_ALONE, KeptLoop, Run, best_on_dev, times_of
+from decode.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, times_of
 from decode.hierarchies.times import redundancy, target_utilisation
 from decode.intervals import Spent
 from decode.traces.recording import Traces
@@ -71,22 +71,16 @@ class DecodedHierarchies:
             ]
         )
 
-    def results(self, cost: CostModel, rivals: Mapping[str, Spent]) -> list[Result]:
-        """One row per contender, in the form of the replayed ones.
-
-        Args:
-            cost: of this evaluation.
-            rivals: what its best fixed length and its bounds spent on the same prompts.
-        """
+    def results(self, cost: CostModel, yardstick: Yardstick) -> list[Result]:
+        """One row per contender, in the form of the replayed ones, against the same yardstick."""
         return [
             result_of(
-                family,
-                run.contender.name,
-                dict(part.split("=", 1) for part in run.label.split()),
+                family=family,
+                name=run.contender.name,
+                setting=dict(part.split("=", 1) for part in run.label.split()),
                 counts=run.counts,
                 spent=self.spent(run, cost),
-                rivals=rivals,
-                t_target_s=cost.t_target_s[0],
+                yardstick=yardstick,
             )
             for family, run in self.picks(cost).items()
         ]
@@ -114,11 +108,10 @@ class DecodedHierarchies:
             columns[family] = {"source": "decoded", "num_prompts": len(run.decoded), "micro_ratio": self.micro_ratio}
             columns[family] |= {name: int(getattr(counts, name)) for name in ("num_emitted", *_COUNTS)}
             columns[family] |= {"redundancy": redundancy(counts), "target_utilisation": target_utilisation(counts)}
-        added = pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index)
-        return frame.join(added)
+        return frame.join(pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index))
 
 
-def decode_hierarchies(loop: KeptLoop, traces: Traces, costs: Sequence[CostModel], *, t_micro_s: float | None) -> DecodedHierarchies:
+def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[CostModel], t_micro_s: float | None) -> DecodedHierarchies:
     """Decode what is not there yet: every setting on dev, on test those that win at one of the costs.
 
     Args:
@@ -134,7 +127,7 @@ def decode_hierarchies(loop: KeptLoop, traces: Traces, costs: Sequence[CostModel
     ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
     decoded = DecodedHierarchies(dev, [], ratio)
     for cost in costs:
-        known = {(run.contender.name, run.setting.key) for run in decoded.test}
-        picked = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]
-        decoded.test.extend(loop.play([one for one in picked if (one.name, one.settings[0].key) not in known], on_test))
+        done = {(run.contender.name, run.setting.key) for run in decoded.test}
+        best = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]
+        decoded.test.extend(loop.play([one for one in best if (one.name, one.settings[0].key) not in done], on_test))
     return decoded

@@ -63,6 +63,7 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
         fixed: further arguments of the policy, such as a head.
     """
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
+    # A policy whose parameters are arrays is all settings side by side (`decode.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
     return Grid(family, name, make_policy(name.split(":")[0], **(arrays | fixed)), settings)
 

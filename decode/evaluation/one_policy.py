@@ -14,14 +14,14 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import costs_for
+from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
 from decode.evaluation.arms import total
 from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 
@@ -63,24 +63,24 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
     """
     experiment = Experiment(config)
     rule = experiment.policy(policy)
-    recording = recording_of(experiment)
-    traces = {dataset: recording.load(dataset) for dataset in experiment.datasets}
-    recording.complete()  # nothing is missing, so this only compares the trace's manifest with the config
+    folder = trace_folder(experiment)
+    traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
+    folder.complete()  # nothing is missing, so this only compares the trace's manifest with the config
     cost = costs_for(experiment, ratio)
     rule = at_costs(rule, cost)
     rows = [
-        row_of(rule, part, cost, dataset=dataset, split=split)
+        row_of(rule, part, cost=cost, dataset=dataset, split=split)
         for dataset, splits in traces.items()
         for split, part in splits._asdict().items()
     ]
-    wide_console().print(table_of(rows, policy, cost))
+    wide_console().print(table_of(rows, policy=policy, cost=cost))
     for row in rows:
         print(f"draft lengths, {row.dataset} {row.split}: {histogram(row.rounds_by_length)}")
     print(json.dumps({"policy": policy, "costs": asdict(cost), "played": [row.as_dict() for row in rows]}))
 
 
 def at_costs(policy: Policy, cost: CostModel) -> Policy:
-    """`auto` at these times; where they are not those it was tuned for, its lambda is estimated anew. Other policies know no times."""
+    """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not depend on times."""
     if not isinstance(policy, Auto):
         return policy
     line = cost.line()
@@ -89,7 +89,7 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     return replace(policy, **line._asdict(), throughput=None, prior_profit=None)
 
 
-def row_of(policy: Policy, trace: Trace, cost: CostModel, *, dataset: str, split: str) -> Row:
+def row_of(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split: str) -> Row:
     """Totals of the policy over the prompts of one split."""
     replayed = replay_settings(trace, policy)
     speed = float(cost.tokens_per_s(replayed)[0])
@@ -104,7 +104,7 @@ def row_of(policy: Policy, trace: Trace, cost: CostModel, *, dataset: str, split
     )
 
 
-def table_of(rows: Sequence[Row], policy: str, cost: CostModel) -> Table:
+def table_of(rows: Sequence[Row], *, policy: str, cost: CostModel) -> Table:
     """One row per dataset and split."""
     table = Table(title=f"{policy}; t_target/t_draft = {cost.ratio:.2f} ({cost.origin})")
     for name in ("dataset", "split", *_COLUMNS):
@@ -120,6 +120,7 @@ def table_of(rows: Sequence[Row], policy: str, cost: CostModel) -> Table:
 def histogram(rounds_by_length: Sequence[int]) -> str:
     """Share of rounds by draft length: a bar for each length from 0, and the median."""
     rounds = np.asarray(rounds_by_length)
+    # Bars are rounded up, so that a length that occurs at all can be seen.
     heights = np.ceil(rounds / max(1, rounds.max()) * (len(_BARS) - 1)).astype(int)
     median = int(np.searchsorted(rounds.cumsum(), rounds.sum() / 2))
     mean = float(rounds @ np.arange(len(rounds)) / max(1, rounds.sum()))

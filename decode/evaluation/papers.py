@@ -18,15 +18,15 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import costs_for, read_kept
+from decode.costs.machine import costs_for, read_costs
 from decode.costs.model import CostModel
 from decode.evaluation.arms import picks_of, replay_dataset
 from decode.evaluation.grids import grids_of
-from decode.evaluation.results import Result, results_of
+from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.experiment import Experiment
 from decode.hierarchies.command import hierarchy
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -57,9 +57,9 @@ def tables(config: Config, *, paper: Literal["specdec++", "svip", "hsddw"]) -> N
     if paper == "specdec++":
         made = specdec_tables(experiment)
     else:
-        recording = recording_of(experiment)
-        recording.complete()
-        tests = {dataset: recording.load(dataset).test for dataset in experiment.datasets}
+        folder = trace_folder(experiment)
+        folder.complete()
+        tests = {dataset: folder.load(dataset).test for dataset in experiment.datasets}
         made = [svip_table(tests, costs_for(experiment))]
     for each in made:
         wide_console().print(each.table)
@@ -70,15 +70,16 @@ def specdec_tables(experiment: Experiment) -> list[Paper]:
     """Tables 1 to 3 of SpecDec++."""
     decode, heads = experiment.decode, experiment.heads
     grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length)
-    recording = recording_of(experiment)
-    recording.complete()
+    folder = trace_folder(experiment)
+    folder.complete()
     cost = costs_for(experiment)
     results = {}
     for dataset in experiment.datasets:
-        replays = replay_dataset(recording.load(dataset), grids, heads, cost, perfect_head=decode.perfect_head, name=dataset)
-        results[dataset] = {result.family: result for result in results_of(picks_of(replays.arms, cost), cost)}
-    kept = read_kept(experiment.directory) if cost.origin == "measured" else None
-    return [throughput_table(results, cost), times_table(cost, kept), kl_table(heads)]
+        replays = replay_dataset(folder.load(dataset), grids, heads=heads, cost=cost, perfect_head=decode.perfect_head, name=dataset)
+        picks = picks_of(replays.arms, cost)
+        results[dataset] = {result.family: result for result in results_of(picks, yardstick_of(picks, cost))}
+    measured = read_costs(experiment.directory) if cost.origin == "measured" else None
+    return [throughput_table(results, cost), times_table(cost, measured), kl_table(heads)]
 
 
 def throughput_table(results: Mapping[str, Mapping[str, Result]], cost: CostModel) -> Paper:
@@ -94,14 +95,14 @@ def throughput_table(results: Mapping[str, Mapping[str, Result]], cost: CostMode
     return Paper(_table("SpecDec++ Table 1: tokens/s (speed-up), replayed", rows), rows)
 
 
-def times_table(cost: CostModel, kept: Mapping[str, Any] | None) -> Paper:
-    """Table 2: seconds per forward, by regression over generations where they were measured."""
+def times_table(cost: CostModel, measured: Mapping[str, Any] | None) -> Paper:
+    """Table 2: seconds per forward; by regression over generations and as bare forwards too, where `measured` knows them."""
     rows = [_times(cost.origin, cost.t_draft_s, cost.t_target_s[0])]
-    if kept is not None:
-        fit = kept["fit"]
+    if measured is not None:
+        fit = measured["fit"]
         rows.append(_times("regression", fit["t_draft_s"], fit["t_target_s"]) | {"R2": f"{fit['r2']:.4f}"})
-    if kept is not None and "standalone" in kept:
-        bare = kept["standalone"]
+    if measured is not None and "standalone" in measured:
+        bare = measured["standalone"]
         rows.append(_times(bare["origin"], bare["t_draft_s"], bare["t_target_s"][0]))
     return Paper(_table("SpecDec++ Table 2: forward times", rows), rows)
 

@@ -19,16 +19,16 @@ _LEFT_OUT = ("perfect_fed", "heuristic", "max_prob", "self_verify", "ada_edl")
 """Families without a line of draft lengths, where there are too many to tell apart."""
 
 
-def all_plots(replays: Replays, cost: CostModel, names: Mapping[str, str]) -> list[Plot]:
+def all_plots(replays: Replays, cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
     """All plots of one dataset but the bars, which every cost has of its own."""
     arms, test = replays.arms, replays.traces.test
-    plots = [pareto(arms, names), thresholds(arms, cost, names), draft_lengths(arms, cost, names)]
+    plots = [pareto(arms, names), thresholds(arms, cost, names=names), draft_lengths(arms, cost, names=names)]
     if replays.best:
         plots.append(reliability(test, {f"best {timing}-time head": head for timing, head in replays.best.items()}))
     return [*plots, entropies(test)]
 
 
-def speed_up_bars(results: Sequence[Result], cost: CostModel, names: Mapping[str, str]) -> Plot:
+def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
     """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length."""
     figure, axes = figure_of(0.34 * len(results) + 1.0)
     base = next(result.speed_up for result in results if result.family == "fixed_length")
@@ -59,7 +59,7 @@ def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
     return plot_of("pareto", "Discard rate against verification rate, one point per setting.", figure)
 
 
-def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
+def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
     """Throughput over the threshold of each family with one parameter, at its best arm."""
     figure, axes = figure_of(3.6)
     for family, members in by_family(arms).items():
@@ -73,7 +73,7 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -
     return plot_of("thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure)
 
 
-def draft_lengths(arms: Sequence[Arm], cost: CostModel, names: Mapping[str, str]) -> Plot:
+def draft_lengths(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
     """How long drafts are at the dev-chosen settings."""
     figure, axes = figure_of(3.6)
     for family, members in by_family(arms).items():

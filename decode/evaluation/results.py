@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode.costs.model import CostModel
 from decode.evaluation.arms import BASELINE, Pick
@@ -39,37 +39,38 @@ class Result:
         return f"{self.name.removeprefix('head:')}: {values}" if self.name.startswith("head") else values or "-"
 
 
-def results_of(picks: Mapping[str, Pick], cost: CostModel) -> list[Result]:
-    """One result per family; the best fixed length and the oracle are among them."""
-    spent = {family: pick.spent(cost) for family, pick in picks.items()}
+class Yardstick(NamedTuple):
+    """What results are measured by."""
+
+    spent: Mapping[str, Spent]
+    """Of every replayed family, the best fixed length and the oracle among them."""
+    t_target_s: float
+    """Seconds of one token by the target alone."""
+
+
+def yardstick_of(picks: Mapping[str, Pick], cost: CostModel) -> Yardstick:
+    """The yardstick of one dataset at one cost."""
+    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0])
+
+
+def results_of(picks: Mapping[str, Pick], yardstick: Yardstick) -> list[Result]:
+    """One result per family."""
     return [
         result_of(
-            family,
-            pick.arm.grid.name,
-            pick.arm.grid.settings[pick.setting],
+            family=family,
+            name=pick.arm.grid.name,
+            setting=pick.arm.grid.settings[pick.setting],
             counts=pick.counts,
-            spent=spent[family],
-            rivals=spent,
-            t_target_s=cost.t_target_s[0],
+            spent=yardstick.spent[family],
+            yardstick=yardstick,
         )
         for family, pick in picks.items()
     ]
 
 
-def result_of(
-    family: str, name: str, setting: Mapping[str, Any], *, counts: Counts, spent: Spent, rivals: Mapping[str, Spent], t_target_s: float
-) -> Result:
-    """The figures of one family.
-
-    Args:
-        family: of the row.
-        name: of the arm that stands for it.
-        setting: that dev chose.
-        counts: totals on test.
-        spent: tokens and seconds of each test prompt.
-        rivals: the same of the best fixed length, the oracle and, if known, the perfect head.
-        t_target_s: of one token by the target alone.
-    """
+def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
+    """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
+    rivals = yardstick.spent
     gain = gain_over(rivals[BASELINE], spent)
     return Result(
         family=family,
@@ -80,7 +81,7 @@ def result_of(
         acceptance_length=counts.acceptance_length,
         mean_draft_length=counts.num_drafted / counts.num_target,
         tokens_per_s=spent.tokens_per_s,
-        speed_up=spent.tokens_per_s * t_target_s,
+        speed_up=spent.tokens_per_s * yardstick.t_target_s,
         gain=gain.value,
         gain_low=gain.low,
         gain_high=gain.high,

@@ -65,7 +65,7 @@ def table_of(results: Sequence[Result], cost: CostModel, *, dataset: str, num_pr
     return table
 
 
-def frame_of(results: Sequence[Result], cost: CostModel, dataset: str) -> pd.DataFrame:
+def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str) -> pd.DataFrame:
     """The same as rows of numbers."""
     rows = [{"dataset": dataset, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
     for row in rows:

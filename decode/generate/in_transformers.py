@@ -88,7 +88,7 @@ def speculative_generate(
     """The prompt and what the target says after it, as `generate` returns them.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config: what `generate` passes: the target, one prompt, …
+        model … generation_config: what `generate` passes: the target, one prompt, …
         draft_model: drafts; its logits may be narrower or wider than the target's, ids must mean the same tokens.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.
@@ -101,21 +101,24 @@ def speculative_generate(
     """
     if generation_config is None or draft_model is None:
         raise ValueError("it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)")
-    policy = policy or Heuristic()
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
-    if not allow_foreign_heads:
+    if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     ends = _ends_of(stopping_criteria or [], generation_config)
     decoder = SpeculativeDecoder(
         CachedModel(model),
-        _drafter(draft_model, policy, width=model.get_output_embeddings().weight.shape[0]),
+        _drafter(draft_model, policy or Heuristic(), width=model.get_output_embeddings().weight.shape[0]),
         sampling=ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None),
         max_draft_length=max_draft_length,
         eos_ids=ends.eos_ids,
     )
-    generation = _generated(decoder, input_ids, ends, generator)
+    generation = _generation(decoder, input_ids, ends, generator)
+    return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
+
+
+def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:
     sequences = torch.cat([input_ids, input_ids.new_tensor([generation.token_ids]).view(1, -1)], dim=-1)
-    return SpeculativeOutput(sequences=sequences, generation=generation) if generation_config.return_dict_in_generate else sequences  # type: ignore[arg-type]
+    return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
 
 
 def _drafter(model: PreTrainedModel, policy: Policy, *, width: int) -> ModelDrafter:
@@ -145,7 +148,7 @@ def _ends_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> 
     )
 
 
-def _generated(decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, generator: torch.Generator | Draws | None) -> Generation:
+def _generation(decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, generator: torch.Generator | Draws | None) -> Generation:
     """The generation, cut after the token at which a criterion says stop; its last round keeps what it really drafted."""
     # a token is emitted before anybody is asked whether to stop, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, ends.max_length - input_ids.shape[1]), generator=generator)

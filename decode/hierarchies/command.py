@@ -2,9 +2,9 @@
 
 Every contender runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on dev, by the modelled
 throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give at other times, and, from dev, at which
-ratios of times the best hierarchy beats the best plain speculation. Generations are kept (`decode.hierarchies.generations`): a killed run
-goes on, and times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `decode evaluate` shows them beside the
-replayed policies.
+ratios of times the best hierarchy beats the best plain speculation. Generations are stored (`decode.hierarchies.generations`), so a killed
+run resumes; times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `decode evaluate` shows hierarchies
+beside the replayed policies.
 
 Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s on that of
 tests/benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
@@ -28,7 +28,7 @@ from decode.console import announce, wide_console
 from decode.experiment import BETWEEN, Experiment
 from decode.hierarchies.contenders import Contender, LevelPolicies, contenders_of
 from decode.hierarchies.gain import gain_frame, gain_plot
-from decode.hierarchies.runs import KeptLoop, Run, best_on_dev, kept_loop, times_of
+from decode.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
 from decode.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
 from decode.hierarchies.times import Times
 from decode.hierarchies.trio import Trio
@@ -60,44 +60,44 @@ def hierarchy(
     if level_heads is not None:
         heads = [experiment.load_head(path, drafting=low, verifying=high) for path, (low, high) in zip(level_heads, BETWEEN, strict=True)]
         policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
-    loops = {dataset: kept_loop(experiment, dataset, trio) for dataset in experiment.datasets}
+    loops = {dataset: resumable_loop(experiment, dataset, trio) for dataset in experiment.datasets}
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
         dev, runs = play(loop, contenders_of(trio, policies), prompts)
-        documents[dataset] = report(runs, dev, given, directory=loop.directory)
+        documents[dataset] = report(runs, dev, given=given, directory=loop.directory)
     written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
     print(json.dumps({"datasets": documents, "written": written}))
 
 
-def play(loop: KeptLoop, contenders: Sequence[Contender], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
+def play(loop: ResumableLoop, contenders: Sequence[Contender], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
     """(every setting of every contender on dev, each contender at its setting on test)."""
     if not prompts["test"]:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
     dev = loop.play(contenders, prompts["dev"]) if prompts["dev"] else []
     times = times_of(dev) if dev else None
-    picked = best_on_dev(contenders, dev, lambda run: times.speedup(run.counts) if times else 0.0)
-    return dev, loop.play(picked, prompts["test"])
+    best = best_on_dev(contenders, dev, lambda run: times.speedup(run.counts) if times else 0.0)
+    return dev, loop.play(best, prompts["test"])
 
 
-def report(runs: Sequence[Run], dev: Sequence[Run], given: Times, *, directory: Path) -> dict[str, Any]:
+def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: Path) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
     times = times_of([*dev, *runs])
-    frame, gain = arms_frame(runs, times, given), gain_frame(dev or runs, times)
+    frame, gain = arms_frame(runs, times, given=given), gain_frame(dev or runs, times)
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
     title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
-    for table in (ablation_table(frame), arms_table(frame, times, given, title=title), gain_table(gain)):
+    for table in (ablation_table(frame), arms_table(frame, times, given=given, title=title), gain_table(gain)):
         wide_console().print(table)
-    print(conclusion := verdict(runs, gain, times))
+    print(conclusion := verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 
 
 def level_policies(heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float) -> LevelPolicies:
     """One head policy for each level."""
     first, second = (f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
-    # Kept generations are filed under this too: a path may hold other weights tomorrow.
+    # Stored generations are filed under this too: the path may hold other weights tomorrow.
     weights = sha256(b"".join(save(dict(head.state_dict())) for head in heads)).hexdigest()[:8]
     micro, draft = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
     return LevelPolicies(micro=micro, draft=draft, labels=(first, second), version=weights)

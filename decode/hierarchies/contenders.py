@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What the kept generations are filed under."""
+        """What stored generations are filed under."""
         return f"{self.label} {self.version}".strip()
 
 

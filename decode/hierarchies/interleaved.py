@@ -66,6 +66,7 @@ class InterleavedDrafter:
         proposal = Proposal(num_allowed=max_tokens)
         ids = list(committed)
         context = min(self.small.max_length, self.medium.max_length)
+        # The last token is drawn and never fed, so it may lie one beyond the context; unless lossless, a last forward feeds it.
         num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + self.lossless)
         num_unread = 0
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":

@@ -97,6 +97,7 @@ class PreVerifiedDrafter:
             room = limit - len(proposal.tokens)
             if room < 1 or proposal.stop_reason != "limit":
                 break
+            # A bonus token may follow the inner draft, and needs room too; the model's forward over both must fit its context.
             self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
         return proposal
 
@@ -118,12 +119,12 @@ class PreVerifiedDrafter:
         for row, token_id in enumerate(inner.tokens[:count]):
             if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
                 break
-        else:
+        else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
                 law = next_law(count, inner.laws, q, self._session.draws)
                 token_id, drawn = self._signals.draw(len(self._proposal.tokens), logits[count], law, self._session.draws, row=count)
                 self._emit(ids, token_id, drawn, q[count])
-        self.model.roll_back(len(ids) - 1)
+        self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)
         if window > 0:
             self.inner.conclude(ids, count)
         self._count(inner)

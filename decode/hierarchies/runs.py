@@ -74,8 +74,8 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptLoop:
-    """The real loop on one trio, with the folder that keeps what it wrote of one dataset."""
+class ResumableLoop:
+    """The real loop on one trio, with the folder that stores what it wrote for one dataset."""
 
     directory: Path
     trio: Trio
@@ -85,14 +85,14 @@ class KeptLoop:
     seed: int
 
     def play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]]) -> list[Run]:
-        """Every setting of every contender over the prompts, decoded where the folder lacks some, and kept prompt by prompt.
+        """Every setting of every contender over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
 
-        A prompt that lacks one of them is decoded anew by all (same seed, same tokens), so that their times are of one moment.
+        A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
         """
         pairs = [(contender, setting) for contender in contenders for setting in contender.settings]
         keys = [[Key(prompt_key(ids), contender.name, setting.key) for contender, setting in pairs] for ids in prompts]
-        known = read_decoded(self.directory)
-        missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if any(key not in known for key in row)]
+        stored = read_decoded(self.directory)
+        missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if any(key not in stored for key in row)]
         if missing:
             decoders = {(contender.name, setting.key): self._decoder(setting) for contender, setting in pairs}
             for decoder in decoders.values():
@@ -100,8 +100,8 @@ class KeptLoop:
             for ids, row in tqdm(missing, desc=f"hierarchies: {len(pairs)} drafters", unit="prompt"):
                 decoded = self._decode(decoders, ids, row)
                 append_decoded(self.directory, decoded)
-                known |= decoded
-        columns = zip(*([known[key] for key in row] for row in keys), strict=True)
+                stored |= decoded
+        columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
         return [Run(contender, setting, tuple(column)) for (contender, setting), column in zip(pairs, columns, strict=True)]
 
     def _decode(
@@ -126,7 +126,7 @@ class KeptLoop:
         )
 
 
-def kept_loop(experiment: Experiment, dataset: str, trio: Trio) -> KeptLoop:
+def resumable_loop(experiment: Experiment, dataset: str, trio: Trio) -> ResumableLoop:
     """The loop of one dataset.
 
     Raises:
@@ -137,7 +137,7 @@ def kept_loop(experiment: Experiment, dataset: str, trio: Trio) -> KeptLoop:
     directory.mkdir(parents=True, exist_ok=True)
     models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS}
     settle(directory, {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings}, setting="decode.dir")
-    return KeptLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
+    return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 
 def times_of(runs: Sequence[Run]) -> Times:

@@ -32,10 +32,10 @@ _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 
 
-def arms_frame(runs: Sequence[Run], times: Times, given: Times) -> pd.DataFrame:
+def arms_frame(runs: Sequence[Run], times: Times, *, given: Times) -> pd.DataFrame:
     """One row per contender: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
     plain = max((run for run in runs if run.contender.name == "sd"), key=lambda run: times.speedup(run.counts))
-    return pd.DataFrame([_row(run, (runs[0], plain), times, given) for run in runs])
+    return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
 
 def ablation_table(frame: pd.DataFrame) -> Table:
@@ -50,7 +50,7 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     return table
 
 
-def arms_table(frame: pd.DataFrame, times: Times, given: Times, *, title: str) -> Table:
+def arms_table(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -> Table:
     """HSDDW's Table 4, for every contender."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
@@ -82,7 +82,7 @@ def gain_table(gain: pd.DataFrame) -> Table:
     return table
 
 
-def verdict(runs: Sequence[Run], gain: pd.DataFrame, times: Times) -> str:
+def verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
     """What the figures say, in words."""
     plain, hierarchical = (
         max((run for run in runs if run.contender.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
@@ -108,8 +108,8 @@ def verdict(runs: Sequence[Run], gain: pd.DataFrame, times: Times) -> str:
     return "\n".join(lines)
 
 
-def _row(run: Run, bases: tuple[Run, Run], times: Times, given: Times) -> dict[str, object]:
-    counts, (alone, plain) = run.counts, bases
+def _row(run: Run, times: Times, *, alone: Run, plain: Run, given: Times) -> dict[str, object]:
+    counts = run.counts
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
         "arm": run.contender.name,

@@ -122,6 +122,7 @@ def _least_absolute(
     weights = np.ones_like(seconds)
     for _ in range(_REWEIGHTINGS):
         times, _ = nnls(forwards * weights[:, None], seconds * weights)
+        # Squares weighted by 1 / |residual| are absolute values; the floor keeps an exact fit from an infinite weight.
         weights = 1 / np.sqrt(np.maximum(np.abs(seconds - forwards @ times), 1e-4 * np.median(seconds) + 1e-12))
     return np.asarray(times)
 

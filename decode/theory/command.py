@@ -61,7 +61,7 @@ def theory(
     small, medium, inner = rates
     checks = [
         *_two_level_checks({small: costs[0], medium: costs[1]}, num_rounds),
-        *_schedule_checks((small, medium), (inner, medium), costs, num_rounds),
+        *_schedule_checks(interleaved=(small, medium), pre_verified=(inner, medium), costs=costs, num_rounds=num_rounds),
     ]
     bounds = list(_bound_checks(num_rounds))
     directory = Path(config.decode.dir) / "theory"
@@ -112,21 +112,23 @@ def _two_level_checks(costs: dict[float, float], num_rounds: int) -> Iterator[Ch
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
             name = f"a={rate} K={length}" + (" (best)" if length == best else "")
             estimate = two_level_rounds(rate, length, num_rounds=num_rounds, seed=length)
-            yield _check("Leviathan", name, forms.expected_tokens(rate, length), estimate, forms.speedup(rate, length, cost))
+            expected, speed = forms.expected_tokens(rate, length), forms.speedup(rate, length, cost)
+            yield _check("Leviathan", name, expected=expected, estimate=estimate, speedup=speed)
 
 
 def _schedule_checks(
-    interleaved: tuple[float, float], pre_verified: tuple[float, float], costs: tuple[float, float], num_rounds: int
+    *, interleaved: tuple[float, float], pre_verified: tuple[float, float], costs: tuple[float, float], num_rounds: int
 ) -> Iterator[Check]:
     """Chen's m and n, and the same schedule with pre-verification."""
     for m, n in _SCHEDULES:
         name = f"m={m} n={n}"
         estimate = interleaved_rounds(interleaved, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
         speed = forms.interleaved_speedup(interleaved, costs, m=m, n=n)
-        yield _check("Chen", name, forms.interleaved_tokens(*interleaved, m=m, n=n), estimate, speed)
+        yield _check("Chen", name, expected=forms.interleaved_tokens(*interleaved, m=m, n=n), estimate=estimate, speedup=speed)
         estimate = pre_verified_rounds(pre_verified, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
         speed = forms.pre_verified_speedup(pre_verified, costs, m=m, n=n)
-        yield _check("pre-verified", name, forms.pre_verified_tokens(*pre_verified, m=m, n=n), estimate, speed)
+        expected = forms.pre_verified_tokens(*pre_verified, m=m, n=n)
+        yield _check("pre-verified", name, expected=expected, estimate=estimate, speedup=speed)
 
 
 def _bound_checks(num_rounds: int) -> Iterator[Check]:
@@ -135,10 +137,10 @@ def _bound_checks(num_rounds: int) -> Iterator[Check]:
         divergence = sum(mass * log(mass / other) for mass, other in zip(q, p, strict=True))
         estimate = acceptance_rounds(q, p, num_rounds=num_rounds)
         for form, bound in (("Pinsker", forms.pinsker), ("Bretagnolle-Huber", forms.bretagnolle_huber)):
-            yield _check(form, f"{name}, KL={divergence:.3f}", bound(divergence), estimate, None)
+            yield _check(form, f"{name}, KL={divergence:.3f}", expected=bound(divergence), estimate=estimate)
 
 
-def _check(form: str, setting: str, expected: float, estimate: Estimate, speedup: float | None) -> Check:
+def _check(form: str, setting: str, *, expected: float, estimate: Estimate, speedup: float | None = None) -> Check:
     return Check(
         form=form,
         setting=setting,

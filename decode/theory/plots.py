@@ -21,9 +21,9 @@ def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[flo
 
     The printed figure was not at hand; this one shows the quantities of the paper's closed forms.
     """
-    figure, (tokens, speed, best) = panels_of(3, width=15, height=4.6)
+    figure, (tokens, speed, best) = panels_of(3, width=15.0, height=4.6)
     for m, colour in _BLOCKS.items():
-        _lines_of(m, colour, (tokens, speed), rates, costs)
+        _lines_of(m, (tokens, speed), colour=colour, rates=rates, costs=costs)
         for n in _MEASURED_AT:
             estimate = interleaved_rounds(rates, m=m, n=n, num_rounds=num_rounds, seed=100 * m + n)
             per_token = 1 / (1 + m * (n * costs[0] + costs[1]))
@@ -39,7 +39,7 @@ def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[flo
     figure.savefig(path, dpi=120)
 
 
-def _lines_of(m: int, colour: str, both: tuple[Axes, Axes], rates: tuple[float, float], costs: tuple[float, float]) -> None:
+def _lines_of(m: int, both: tuple[Axes, Axes], *, colour: str, rates: tuple[float, float], costs: tuple[float, float]) -> None:
     lengths = range(_LONGEST + 1)
     both[0].plot(lengths, [forms.interleaved_tokens(*rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
     both[1].plot(lengths, [forms.interleaved_speedup(rates, costs, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")

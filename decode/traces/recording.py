@@ -46,7 +46,7 @@ class Traces(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class TraceFolder:
     """A trace on disk, and what it is recorded from."""
 
     directory: Path
@@ -162,7 +162,7 @@ class Recording:
         }
 
 
-def recording_of(experiment: Experiment) -> Recording:
+def trace_folder(experiment: Experiment) -> TraceFolder:
     """The trace of an experiment.
 
     Raises:
@@ -176,7 +176,7 @@ def recording_of(experiment: Experiment) -> Recording:
     def shards(dataset: str) -> list[ShardSpec]:
         return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
 
-    return Recording(
+    return TraceFolder(
         directory=experiment.directory / "trace",
         shards={dataset: shards(dataset) for dataset in experiment.datasets},
         models={"target": experiment.described("target"), "draft": experiment.described("draft")},

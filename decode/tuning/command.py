@@ -10,11 +10,11 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.kept import costs_for
+from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from decode.traces.recording import Traces, recording_of
+from decode.traces.recording import Traces, trace_folder
 from decode.traces.replay import replay_settings
 from decode.traces.trace import join
 from decode.tuning.rule import auto_for
@@ -68,10 +68,10 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     experiment = Experiment(config)
     if not experiment.heads:
         raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
-    recording, cost = recording_of(experiment), costs_for(experiment, ratio)
-    recording.complete()
-    dev, test = (join(traces) for traces in zip(*map(recording.load, experiment.datasets), strict=True))
-    tuned = [tune_head(name, head, Traces(dev, test), cost) for name, head in experiment.heads.items()]
+    folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
+    folder.complete()
+    dev, test = (join(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
+    tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
     wide_console().print(table_of(tuned, cost))
     for each in tuned if write else []:
         path = experiment.head_paths[each.head]
@@ -80,7 +80,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))
 
 
-def tune_head(name: str, head: AcceptanceHead, traces: Traces, cost: CostModel) -> Tuned:
+def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
     on_dev, on_test = (cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)

@@ -24,6 +24,7 @@ _PRICES = np.geomspace(0.002, 1.5, 240)
 _PRIOR_PAIRS = 8.0
 """Weight, in pairs, of the scores' marginal in each row of P, and of the mean score in each A: bins may hold few pairs."""
 _LEAST = 0.01
+"""No acceptance and no g is taken to be smaller: prices are divided by them."""
 
 
 class Index(NamedTuple):
@@ -60,6 +61,7 @@ def index_of(trace: Trace, head: Any) -> Index:
         mean = float(pairs.is_accepted.mean()) if len(pairs.score) else 0.5
         return Index(mean, 0.0, mean, mean)
     centers, values, first, weights = solve(pairs, is_lagging=head.timing == "fed")
+    # Least squares, weighted: covariance over variance, with a floor for scores that are all alike.
     slope = float(np.cov(centers, values, aweights=weights, ddof=0)[0, 1] / max(np.cov(centers, aweights=weights, ddof=0), 1e-9))
     offset = float(np.average(values - slope * centers, weights=weights))
     low, high = (min(max(end, _LEAST), 1.0) for end in (offset, offset + slope))
@@ -85,20 +87,39 @@ def scores_of(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     if head.timing == "drawn":
         return scored
     score = np.full(len(scored), np.nan)
+    # A fed-time score stands at the token after the one it is about; a row's first token follows none.
     followers = (trace.before != np.arange(len(scored))).nonzero()[0]
     score[trace.before[followers]] = scored[followers]
     return score
 
 
-def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array]:
-    """(mean score of each bin, g there, g with no score, share of pairs in each bin)."""
+class Solution(NamedTuple):
+    """g in the bins that hold pairs."""
+
+    centers: Array
+    """Mean score of each."""
+    values: Array
+    """g there."""
+    first: float
+    """g with no score yet."""
+    shares: Array
+    """Of all pairs, in each."""
+
+
+def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
+    """g at the mean score of each bin.
+
+    Args:
+        pairs: of a trace.
+        is_lagging: scores are of a fed-time head, which has not scored the newest token.
+    """
     edges = np.unique(np.quantile(np.concatenate([pairs.score, pairs.next_score]), np.linspace(0, 1, _BINS + 1)[1:-1]))
     here, there = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
     num = len(edges) + 1
     marginal = np.bincount(there, minlength=num) / len(there)
-    moves = np.zeros((num + 1, num))
+    moves = np.zeros((num + 1, num))  # the last row, which no pair fills, stands for "no score yet"
     np.add.at(moves, (here, there), 1.0)
-    moves = (moves + _PRIOR_PAIRS * marginal) / (moves.sum(1, keepdims=True) + _PRIOR_PAIRS)  # the last row: no score
+    moves = (moves + _PRIOR_PAIRS * marginal) / (moves.sum(1, keepdims=True) + _PRIOR_PAIRS)
     scores, accepted = (np.bincount(there, values, minlength=num) for values in (pairs.next_score, pairs.is_accepted))
     size = np.bincount(there, minlength=num)
     mean = (scores + pairs.next_score.mean()) / (size + 1)
@@ -107,14 +128,15 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array
     values = roots(moves, acceptance, reward)
     occupied = (count := np.bincount(here, minlength=num)) > 0
     centers = np.bincount(here, pairs.score, minlength=num)[occupied] / count[occupied]
-    return centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum()
+    return Solution(centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum())
 
 
 def roots(moves: Float[Array, "from to"], acceptance: Float[Array, " to"], reward: Float[Array, " to"]) -> Float[Array, " from"]:
     """g of every row of `moves`: Q = 0, by value iteration on a grid of prices."""
     worth = np.zeros((len(acceptance), len(_PRICES)))
     for _ in range(_SWEEPS):
+        # W of each next bin at price x / A: surviving there makes a unit of survival that much dearer. Beyond the grid W is 0.
         later = np.stack([np.interp(_PRICES / prob, _PRICES, row, right=0.0) for prob, row in zip(acceptance, worth, strict=True)])
         gain = moves @ (acceptance[:, None] * (reward[:, None] + later)) - _PRICES
         worth = np.maximum(gain[: len(acceptance)], 0.0)
-    return np.array([np.interp(0.0, -row, _PRICES) for row in gain])
+    return np.array([np.interp(0.0, -row, _PRICES) for row in gain])  # Q falls in x, and interp wants rising values: hence -Q

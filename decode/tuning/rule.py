@@ -52,6 +52,7 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
         if is_settled:
             break
     replayed = replay_settings(trace, replace(always, throughput=rate))
+    # What a drafting round gains over the target alone, in tokens: those accepted, less what its extra seconds would have written.
     num_rounds = max(1, int(replayed.lengths[0, :, 1:].sum()))
     extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
     profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds

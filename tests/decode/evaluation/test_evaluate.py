@@ -7,7 +7,7 @@ from small_pair import trace
 from decode.costs.model import CostModel
 from decode.evaluation.arms import picks_of, replay_arms
 from decode.evaluation.grids import bounds, default_values, make_grid
-from decode.evaluation.results import results_of
+from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.intervals import Spent, gain_over
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
@@ -33,19 +33,24 @@ def arms(splits):
     return list(replay_arms([*grids, *bounds()], splits))
 
 
+def results_at(cost: CostModel, arms) -> list[Result]:
+    picks = picks_of(arms, cost)
+    return results_of(picks, yardstick_of(picks, cost))
+
+
 def test_every_policy_has_a_built_in_grid():
     assert set(default_values(20)) == set(POLICIES)
 
 
 def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
-    for result, arm in zip(results_of(picks_of(arms, COST), COST), arms, strict=True):
+    for result, arm in zip(results_at(COST, arms), arms, strict=True):
         on_dev = COST.tokens_per_s(arm.dev)
         assert on_dev[list(arm.grid.settings).index(result.setting)] == on_dev.max()
         assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(arm.test)[int(on_dev.argmax())])
 
 
 def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
-    results = {result.family: result for result in results_of(picks_of(arms, COST), COST)}
+    results = {result.family: result for result in results_at(COST, arms)}
     assert results["oracle"].percent_of_oracle == pytest.approx(100)
     assert max(result.percent_of_oracle for result in results.values()) == pytest.approx(100)
     assert results["fixed_length"].gain == 0

@@ -14,7 +14,7 @@ from decode.evaluation.arms import picks_of, replay_arms
 from decode.evaluation.decoded import DecodedHierarchies
 from decode.evaluation.grids import bounds, make_grid
 from decode.evaluation.page import Page, ReportArm, report_hierarchies, write_report
-from decode.evaluation.results import results_of
+from decode.evaluation.results import results_of, yardstick_of
 from decode.hierarchies.contenders import Contender, Setting
 from decode.hierarchies.gain import gain_frame, paying
 from decode.hierarchies.generations import Decoded
@@ -73,9 +73,9 @@ def test_the_time_of_a_round_grows_with_what_it_verifies():
 def test_a_decoded_row_compares_throughputs(arms):
     cost = CostModel.constant(0.1, 1.0)
     picks = picks_of(arms, cost)
-    replayed = results_of(picks, cost)
-    rivals = {family: pick.spent(cost) for family, pick in picks.items()}
-    rows = {row.family: row for row in hierarchies().results(cost, rivals)}
+    yardstick = yardstick_of(picks, cost)
+    replayed = results_of(picks, yardstick)
+    rows = {row.family: row for row in hierarchies().results(cost, yardstick)}
     fixed = next(row for row in replayed if row.family == "fixed_length")
     row = rows["decoded_hsddw"]
     assert row.tokens_per_s == pytest.approx(10 / (0.1 * (0.25 * 20 + 4) + 2))

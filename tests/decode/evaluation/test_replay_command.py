@@ -13,7 +13,7 @@ from decode.evaluation.one_policy import at_costs, histogram
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
-from decode.traces.recording import recording_of
+from decode.traces.recording import trace_folder
 from heads import AcceptanceHead
 
 SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "6")
@@ -41,7 +41,7 @@ def printed(capsys, *argv):
 def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     lines, document = printed(capsys, "replay", *flags, "--policy", "entropy:max_sqrt_entropy=0.4")
     parser = parser_for(COMMANDS["trace"])
-    traces = recording_of(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
+    traces = trace_folder(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
     for played in document["played"]:
         counts = replay(getattr(traces, played["split"]), Entropy(0.4))
         assert played["num_drafted"] == counts.num_drafted

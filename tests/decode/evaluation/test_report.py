@@ -13,7 +13,7 @@ from decode.evaluation.arms import picks_of, replay_arms
 from decode.evaluation.grids import bounds, default_values, make_grid
 from decode.evaluation.page import Page, ReportArm, write_report
 from decode.evaluation.plots import entropies, pareto
-from decode.evaluation.results import results_of
+from decode.evaluation.results import results_of, yardstick_of
 from decode.traces.recording import Traces
 from lm import Sampling
 
@@ -65,7 +65,8 @@ def test_the_page_ranks_as_python_does(page, arms, ratio):
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
     assert shown == pytest.approx(ratio, rel=0.01)
     cost = CostModel.constant(1 / shown, 1.0)
-    expected = sorted(results_of(picks_of(arms[0], cost), cost), key=lambda result: -result.speed_up)
+    picks = picks_of(arms[0], cost)
+    expected = sorted(results_of(picks, yardstick_of(picks, cost)), key=lambda result: -result.speed_up)
     assert [row[0] for row in rows] == [result.family for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert float(row[2]) == pytest.approx(result.speed_up, rel=5e-3)

@@ -45,11 +45,11 @@ def costs_for(experiment: Experiment, ratio: float | None = None) -> CostModel:
         return CostModel.constant(draft_s, target_s)
     if (draft_s, target_s) != (None, None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
-    times = read_kept(experiment.directory)
+    times = read_costs(experiment.directory)
     if times is None:
         print("costs: timing generations on this machine", flush=True)
         times = measure(workload_of(experiment))
-        keep(experiment.directory, times)
+        keep_costs(experiment.directory, times)
     return CostModel(times["t_draft_s"], tuple(times["t_target_s"]), times["origin"])
 
 
@@ -77,12 +77,12 @@ def measure(workload: Workload) -> dict[str, Any]:
     return {**asdict(costs_of(generations, workload.max_draft_length)), "fit": fit_costs(generations)._asdict()}
 
 
-def read_kept(directory: Path) -> dict[str, Any] | None:
+def read_costs(directory: Path) -> dict[str, Any] | None:
     """DIR/costs.json, if it was written."""
     path = directory / "costs.json"
     return dict(json.loads(path.read_text())) if path.is_file() else None
 
 
-def keep(directory: Path, times: dict[str, Any]) -> None:
+def keep_costs(directory: Path, times: dict[str, Any]) -> None:
     """Write DIR/costs.json."""
     write_atomic(directory / "costs.json", json.dumps(times, indent=1).encode())
