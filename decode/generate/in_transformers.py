@@ -85,7 +85,7 @@ def speculative_generate(
     generator: torch.Generator | Draws | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
-    """The prompt and what the target says after it, as `generate` returns them.
+    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what the list above refuses.
 
     Args:
         model … generation_config: what `generate` passes: the target, one prompt, …
@@ -95,9 +95,6 @@ def speculative_generate(
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
         generator: source of chance; None: torch's global one, as `generate` uses.
         model_kwargs: what else `generate` prepared or was given.
-
-    Raises:
-        ValueError: something of this module's list of what is refused.
     """
     if generation_config is None or draft_model is None:
         raise ValueError("it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)")
