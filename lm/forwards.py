@@ -6,6 +6,7 @@ the right, where a causal model cannot see the padding, so no mask is needed.
 """
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 
 import torch
 from jaxtyping import Float
@@ -56,7 +57,13 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the output layer)."""
+    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the output layer), and
+    the body takes the cache that responses are made with.
+    """
+    if "past_key_values" not in signature(model.base_model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose a model with attention"
+        )
     probe = [[0, min(1, vocab_size - 1), 0]]
     hidden = hidden_states(model, probe, [0])
     with torch.inference_mode():
