@@ -5,6 +5,7 @@ layer to so few positions at a time that float32 logits fit a given number of me
 """
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 
 import torch
 from jaxtyping import Float
@@ -59,7 +60,13 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the output layer)."""
+    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the output layer), and
+    the body takes the cache that responses are made with.
+    """
+    if "past_key_values" not in signature(model.base_model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose a model with attention"
+        )
     probe = [[0, min(1, vocab_size - 1), 0]]
     hidden = hidden_states(model, probe, [0])
     with torch.inference_mode():

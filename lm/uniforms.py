@@ -31,6 +31,8 @@ def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " positi
 
     Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """
+    if probs.device.type == "mps":  # which has no float64
+        return draw(probs.cpu(), uniform).to(probs.device)
     # Scaled by the last entry, which rounding keeps from being exactly 1; right=True steps over ids of probability 0.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * BELOW_ONE)

@@ -34,6 +34,9 @@ class CachedModel:
             `forward` returned; may be None unless `with_hidden`.
     """
 
+    remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
+    """What to do about a model that is refused."""
+
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
         model: any transformers causal language model whose cache can be rolled back.

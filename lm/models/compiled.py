@@ -36,6 +36,8 @@ _OWNERS = count()
 class CompiledModel(CachedModel):
     """One sequence through one causal model; each width compiles on first use (seconds to a minute)."""
 
+    remedy = "set decode.compile: false"
+
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False, capacity: int = 512) -> None:
         """Args:
         model: any transformers causal language model whose layers hold keys and values only.
@@ -134,7 +136,7 @@ class CompiledModel(CachedModel):
             logits, hidden = self._compiled(*arguments)
         except TorchDynamoException as error:
             why = str(error).strip().splitlines()[0]
-            raise ValueError(f"{type(self.model).__name__} cannot be compiled ({why}); set decode.compile: false") from error
+            raise ValueError(f"{type(self.model).__name__} cannot be compiled ({why}); {self.remedy}") from error
         return logits.clone(), hidden if hidden is None else hidden.clone()  # a CUDA graph writes its next output over this one
 
     def _grow(self, length: int) -> None:

@@ -28,12 +28,12 @@ class _Cached(Protocol):
     model: PreTrainedModel
     vocab_size: int | None
     is_stepwise: bool
-
-    @property
-    def device(self) -> torch.device: ...
+    remedy: str
 
     _cache: Any
 
+    @property
+    def device(self) -> torch.device: ...
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor: ...
     def roll_back(self, length: int) -> None: ...
     def reset(self) -> None: ...
@@ -47,17 +47,17 @@ def check_cache(cached: _Cached) -> None:
     model, passed = cached.model, _PASSED.setdefault(cached.model, {})
     if type(cached) not in passed:
         if model.config.is_encoder_decoder:
-            raise _refusal(model, "it is an encoder-decoder")
+            raise _refusal(cached, "it is an encoder-decoder")
         error = _tried(cached)
         if not any(map(_is_written, cached._cache.layers)):
-            raise _refusal(model, "its forward ignores the cache")
+            raise _refusal(cached, "its forward ignores the cache")
         # half precision may choose another expert of a mixture; a cache that is wrong changes logits by their whole spread
         most = 1e-2 if model.dtype in (torch.float32, torch.float64) else 0.5
         if error > most:
             cached.is_stepwise = True
             stepwise_error = _tried(cached)
             if stepwise_error > most:
-                raise _refusal(model, f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+                raise _refusal(cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread")
         cached.reset()
         passed[type(cached)] = cached.is_stepwise
     cached.is_stepwise = passed[type(cached)]
@@ -69,7 +69,7 @@ def _tried(cached: _Cached) -> float:
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(cached.model, f"its forward fails with this cache ({type(error).__name__}: {error})") from error
+        raise _refusal(cached, f"its forward fails with this cache ({type(error).__name__}: {error})") from error
 
 
 @torch.inference_mode()
@@ -96,8 +96,5 @@ def _is_written(layer: Any) -> bool:
     return any(states.values()) or (getattr(layer, "is_initialized", False) and not isinstance(layer, DummyLayer))
 
 
-def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__} cannot take part in speculative decoding: {why}; choose a model whose cache transformers can append to "
-        "several tokens at a time and that holds all of its state"
-    )
+def _refusal(cached: _Cached, why: str) -> ValueError:
+    return ValueError(f"{type(cached.model).__name__} cannot be decoded by a {type(cached).__name__}: {why}; {cached.remedy}")

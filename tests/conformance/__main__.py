@@ -72,7 +72,12 @@ def _cell(refusal: Callable[[], str | None], check: Callable[[], None]) -> str:
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             return "WRONG"
-    return "exact" if why is None else f"refused: {why.split('; ')[0]}"
+    return "exact" if why is None else f"refused: {_in_short(why)}"
+
+
+def _in_short(why: str) -> str:
+    """The reason alone: without the model's name before it, and the error in brackets and the remedy after it."""
+    return why.split("; ")[0].split(" (")[0].split(": ")[-1]
 
 
 if __name__ == "__main__":

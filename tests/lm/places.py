@@ -1,8 +1,8 @@
 """Devices that are not here: tensors that compute on the CPU, say that they are elsewhere, and refuse to meet one from another place.
 
 Under `Places` every tensor has a place, a device in name only. What a factory is asked to make on a device is there, `to` moves, results
-are where their arguments are, and arguments from two places raise, as on real devices; so does `numpy` anywhere but on the CPU. Numbers
-are real, so a run over several places can be held against one on the CPU.
+are where their arguments are, and arguments from two places raise, as on real devices; so do `numpy` anywhere but on the CPU, a generator
+of another place, and float64 on MPS. Numbers are real, so a run over several places can be held against one on the CPU.
 """
 
 import torch
@@ -56,9 +56,14 @@ class Places(TorchFunctionMode):
         place = torch.device(asked) if asked is not None else self._meeting_place(func, tensors)
         if func in _OF_THE_HOST and place != CPU:
             raise TypeError(f"the host cannot look into the memory of {place}")
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device != place:
+            raise RuntimeError(f"Expected a '{place}' generator, but found one of '{generator.device}'")
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
+                if place.type == "mps" and leaf.dtype == torch.float64:
+                    raise TypeError("MPS has no float64")
                 _at(leaf, place)
         return result
 

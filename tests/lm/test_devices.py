@@ -12,8 +12,9 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength
 from heads.model.head import AcceptanceHead
-from lm import Sampling
+from lm import RandomDraws, Sampling
 from lm.kv_buffer import keep, make_cache
+from lm.uniforms import draw
 
 CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 FIRST, SECOND = "cuda:0", "cuda:1"
@@ -65,6 +66,26 @@ def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
         model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
         keep(cache, torch.tensor([0, 2], device=FIRST))
         assert [(len(layer.keys), str(place_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
+
+
+class Elsewhere(torch.Generator):
+    device = torch.device(FIRST)
+
+
+def test_draws_take_a_generator_of_any_device():
+    with Places():
+        draws = RandomDraws(Elsewhere().manual_seed(0))
+        assert draws.token(torch.full((4,), 0.25, device=FIRST)) in range(4)
+
+
+def test_draws_are_the_same_where_there_is_no_float64():
+    probs = torch.rand(20, generator=torch.Generator().manual_seed(0))
+    expected = [RandomDraws(torch.Generator().manual_seed(seed)).token(probs) for seed in range(9)]
+    drawn = [draw(probs[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)]
+    with Places():
+        there = probs.to("mps")
+        assert [RandomDraws(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
+        assert [draw(there[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)] == drawn
 
 
 def test_tensors_of_two_devices_do_not_meet():
