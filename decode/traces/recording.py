@@ -101,7 +101,7 @@ class TraceFolder:
         decode = self.decode
         seed = seed_of(decode.seed, "trace", dataset, spec.split, spec.index)
         data = replace(self.data, seed=seed, max_new_tokens=decode.max_new_tokens)
-        limits = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
+        limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
         source = TargetInProcess(pair.target, self.sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
         exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
         progress(spec.num_requests - len(exchanges))
