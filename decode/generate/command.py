@@ -64,13 +64,13 @@ def generate(
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
-    """Print each round as soon as it is played; returns the summary, which closes."""
+    """Print each round as soon as it is decoded; the summary that ends the output."""
     transcript.console.print(legend())
-    played = []
+    rounds_so_far: list[Round] = []
     for one in rounds:
-        played.append(one)
+        rounds_so_far.append(one)
         transcript.write(one)
-    closing = summary(Generation.of(played), policy)
+    closing = summary(Generation.of(rounds_so_far), policy)
     transcript.console.print("\n" + closing, soft_wrap=True)
     return closing
 

@@ -149,13 +149,13 @@ def _generation(decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, gen
     """The generation, cut after the token at which a criterion says stop; its last round keeps what it really drafted."""
     # a token is emitted before anybody is asked whether to stop, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, ends.max_length - input_ids.shape[1]), generator=generator)
-    played: list[Round] = []
+    rounds_so_far: list[Round] = []
     for one in rounds:
-        played.append(one)
-        tokens = list(chain.from_iterable(each.emitted for each in played))
+        rounds_so_far.append(one)
+        tokens = list(chain.from_iterable(each.emitted for each in rounds_so_far))
         for length in range(len(tokens) - len(one.emitted) + 1, len(tokens) + 1) if ends.criteria else ():
             ids = torch.cat([input_ids, input_ids.new_tensor([tokens[:length]])], dim=-1)
             if bool(ends.criteria(ids, None).all()):
-                played[-1] = one.cut(len(one.emitted) - (len(tokens) - length))
-                return Generation.of(played)
-    return Generation.of(played)
+                rounds_so_far[-1] = one.cut(len(one.emitted) - (len(tokens) - length))
+                return Generation.of(rounds_so_far)
+    return Generation.of(rounds_so_far)

@@ -39,21 +39,21 @@ class Transcript:
         self.text = Text()
         """Everything written so far."""
 
-    def write(self, played: Round) -> None:
+    def write(self, one: Round) -> None:
         """Print one round, without a line break of its own."""
-        text = self.text_of(played)
+        text = self.text_of(one)
         self.text.append_text(text)
         self.console.print(text, end="", soft_wrap=True)
 
-    def text_of(self, played: Round) -> Text:
+    def text_of(self, one: Round) -> Text:
         """The round's tokens, styled."""
         text = Text()
-        for token in played.emitted[: played.num_accepted]:
+        for token in one.emitted[: one.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
-        if self._has_rejected and played.num_accepted < len(played.drafted):
-            text.append(self._detokenizer.peek(played.drafted[played.num_accepted :]).rstrip("\n"), STYLES["rejected"])
-        if played.next_kind is not None:
-            text.append(self._detokenizer.add(played.emitted[-1]), STYLES[played.next_kind])
+        if self._has_rejected and one.num_accepted < len(one.drafted):
+            text.append(self._detokenizer.peek(one.drafted[one.num_accepted :]).rstrip("\n"), STYLES["rejected"])
+        if one.next_kind is not None:
+            text.append(self._detokenizer.add(one.emitted[-1]), STYLES[one.next_kind])
         return text
 
 
@@ -67,7 +67,7 @@ def picture(text: Text, closing: str, *, title: str) -> str:
 def summary(generation: Generation, policy: Policy) -> str:
     """One line: what it took."""
     counts = generation.counts
-    draft_s, target_s = (sum(getattr(played, name) for played in generation.rounds) for name in ("draft_s", "target_s"))
+    draft_s, target_s = (sum(getattr(one, name) for one in generation.rounds) for name in ("draft_s", "target_s"))
     seconds = max(draft_s + target_s, 1e-9)
     return (
         f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), {counts.num_target} rounds: "

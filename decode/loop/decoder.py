@@ -71,12 +71,12 @@ class Generation:
     def of(cls, rounds: Iterable[Round]) -> "Generation":
         """The generation that these rounds make up."""
         rounds = tuple(rounds)
-        token_ids = tuple(token for played in rounds for token in played.emitted)
-        return cls(token_ids, rounds, reduce(add, (played.counts for played in rounds), Counts()))
+        token_ids = tuple(token for one in rounds for token in one.emitted)
+        return cls(token_ids, rounds, reduce(add, (one.counts for one in rounds), Counts()))
 
     def as_dict(self) -> dict[str, Any]:
         """Tokens, one record per round, and totals, as JSON has them."""
-        return {"token_ids": list(self.token_ids), "rounds": [played.as_dict() for played in self.rounds], "counts": asdict(self.counts)}
+        return {"token_ids": list(self.token_ids), "rounds": [one.as_dict() for one in self.rounds], "counts": asdict(self.counts)}
 
 
 class SpeculativeDecoder:
@@ -136,9 +136,9 @@ class SpeculativeDecoder:
         committed = list(prompt_ids)
         end = len(committed) + max_new_tokens
         while len(committed) < end:
-            played = self._round(committed, end - len(committed), session.draws)
-            yield played
-            if played.emitted[-1] in self.eos_ids:
+            one = self._round(committed, end - len(committed), session.draws)
+            yield one
+            if one.emitted[-1] in self.eos_ids:
                 return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:

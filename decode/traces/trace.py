@@ -133,20 +133,20 @@ class Trace:
         starts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
         lengths = self.branch_lengths[here]
         first = int(starts[here][0]) if len(lengths) else 0
-        kept = np.concatenate([path, np.arange(first, first + lengths.sum())])
-        inputs = self.inputs and TokenInputs(self.inputs.hidden[kept], self.inputs.embedding_ids, self.inputs.embedding)
+        positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
+        inputs = self.inputs and TokenInputs(self.inputs.hidden[positions], self.inputs.embedding_ids, self.inputs.embedding)
         return Trace(
             (self.rows[row],),
             self.sampling,
             self.max_draft_length,
-            self.token[kept],
-            self.is_eos[kept],
-            {name: values[kept] for name, values in self.signals.items()},
+            self.token[positions],
+            self.is_eos[positions],
+            {name: values[positions] for name, values in self.signals.items()},
             self.is_rejected[path],
             self.acceptance_rate[path],
             lengths,
             inputs,
-            {name: values[kept] for name, values in self.scores.items()},
+            {name: values[positions] for name, values in self.scores.items()},
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:

@@ -115,7 +115,7 @@ class CachedModel:
         self._length = 0
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens now; a cache that grows by itself needs no telling."""
+        """Make room for `length` tokens now; does nothing here, where the cache grows as it is fed."""
 
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens; no effect if the cache is shorter."""
