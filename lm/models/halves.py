@@ -42,7 +42,7 @@ _SEEN: WeakKeyDictionary[PreTrainedModel, _Seen] = WeakKeyDictionary()
 
 
 def halves_of(model: PreTrainedModel) -> Halves | None:
-    """The halves of `model` as it is now, or None where they do not make up the model: something follows the head, or hooks watch the model."""
+    """The halves of `model` as it is now, or None where they are not all of it: something follows the head, or hooks watch the model."""
     if _is_watched(model) or hasattr(model, "_hf_hook"):
         return None
     body, head = model.base_model, model.get_output_embeddings()
