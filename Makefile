@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python
 CONFIG ?= configs/tiny.yaml
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench conformance clean
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
@@ -35,6 +35,9 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -n 2
+
+conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (most of an hour)
+	$(RUN) -m tests.conformance
 
 clean: ## remove what was installed and made (runs, data), keep the embedded trio
 	rm -rf $(VENV) data checkpoints/runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
