@@ -7,7 +7,7 @@ CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench conformance clean
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
@@ -36,6 +36,9 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -n 2
+
+conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (most of an hour)
+	$(RUN) -m tests.conformance
 
 clean: ## remove what was installed and made (runs, data), keep the embedded trio
 	rm -rf $(VENV) data checkpoints/runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -19,15 +19,15 @@ class StaticBufferCache(StaticCache):
         Raises:
             ValueError: a layer holds more than keys and values (recurrent, convolutional, indexed, compressed).
         """
-        super().__init__(config=model.config, max_cache_len=capacity)
+        try:
+            super().__init__(config=model.config, max_cache_len=capacity)
+        except KeyError as error:
+            raise _refusal(model, f"transformers has no static cache for {error} layers") from error
         self.layers = [StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers]
         self.capacity = capacity
         others = {type(layer).__name__ for layer in self.layers if type(layer) not in (StaticLayer, DummyLayer)}
         if others:
-            raise ValueError(
-                f"{type(model).__name__} has {', '.join(sorted(others))}s in its cache, which padded feeds would spoil; "
-                "set decode.compile: false, or use a CachedModel"
-            )
+            raise _refusal(model, f"padded feeds would spoil the {', '.join(sorted(others))}s of its cache")
 
     @torch.inference_mode()
     def set_length(self, length: int) -> None:
@@ -46,3 +46,7 @@ class StaticBufferCache(StaticCache):
     @property
     def _counting(self) -> list[StaticLayer]:
         return [layer for layer in self.layers if type(layer) is StaticLayer]
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(f"{type(model).__name__} cannot be compiled: {why}; set decode.compile: false")

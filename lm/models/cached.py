@@ -8,6 +8,7 @@ asked, and the tokens in between are fed again. A model whose cache does neither
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -53,7 +54,7 @@ class CachedModel:
         if with_hidden:
             head_of(model)
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
-        self._parameters = signature(model.forward).parameters
+        self._parameters = signature(type(model).forward).parameters
         self._length = 0
         self._is_plain = False
         self.is_stepwise = False
@@ -177,14 +178,20 @@ class CachedModel:
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
 
     def _logits_of_whole(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        cache = {"past_key_values" if "past_key_values" in self._parameters else "cache_params": self._cache}
-        rows = {"logits_to_keep": num_rows} if "logits_to_keep" in self._parameters else {}
+        known: dict[str, Any] = {
+            "past_key_values": self._cache,
+            "cache_params": self._cache,
+            "logits_to_keep": num_rows,
+            # some families count from 0 in every forward unless they are told, as `generate` tells them
+            "position_ids": self._positions_of(ids.shape[1]),
+        }
+        taken = {name: value for name, value in known.items() if name in self._parameters}
         if not self.with_hidden:
-            return self.model(input_ids=ids, use_cache=True, **cache, **rows).logits[0, -num_rows:]
+            return self.model(input_ids=ids, use_cache=True, **taken).logits[0, -num_rows:]
         # only while it is needed: a hook that stayed would keep this object, and its cache, as long as the model lives
         hook = head_of(self.model).register_forward_pre_hook(self._keep_hidden)
         try:
-            return self.model(input_ids=ids, use_cache=True, **cache, **rows).logits[0, -num_rows:]
+            return self.model(input_ids=ids, use_cache=True, **taken).logits[0, -num_rows:]
         finally:
             hook.remove()
 

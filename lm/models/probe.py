@@ -6,6 +6,7 @@ logits are held against those of a forward without one. Only a difference far be
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -76,6 +77,7 @@ def _tried(cached: _Cached) -> float:
 def _largest_error(cached: _Cached) -> float:
     """The largest difference between logits with a cache and without, as a share of the standard deviation over the vocabulary."""
     num_ids = cached.model.config.get_text_config().vocab_size
+    has_positions = "position_ids" in signature(type(cached.model).forward).parameters
     error = 0.0
     cached.reset()
     tokens: list[int] = []
@@ -84,7 +86,8 @@ def _largest_error(cached: _Cached) -> float:
         cached.roll_back(start)
         ours = cached.forward(tokens, num_rows)
         ids = torch.tensor([tokens], device=cached.device)
-        expected = cached.model(input_ids=ids, use_cache=False).logits[0, -num_rows:, : cached.vocab_size].to(ours.device)
+        positions = {"position_ids": torch.arange(end, device=cached.device)[None]} if has_positions else {}
+        expected = cached.model(input_ids=ids, use_cache=False, **positions).logits[0, -num_rows:, : cached.vocab_size].to(ours.device)
         spread = max(float(expected.float().std()), torch.finfo(torch.float32).tiny)
         error = max(error, float((ours - expected).abs().max()) / spread)
     return error

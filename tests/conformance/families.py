@@ -80,6 +80,7 @@ FULL = [
     Family("gpt_bigcode", "full", _GPT2, "multi-query"),
     Family("gpt_neo", "full", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
     Family("biogpt", "full", {}),
+    Family("roberta", "full", {"is_decoder": True, "type_vocab_size": 1}, "offset positions"),
     Family("bloom", "full", {"n_layer": 2, "n_head": 4}, "ALiBi"),
     Family("falcon", "full", {"alibi": True}, "ALiBi"),
     Family("mpt", "full", {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}, "ALiBi"),
