@@ -7,7 +7,7 @@ CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install demo test check bench conformance clean
+.PHONY: help install demo test check conformance tree clean
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
@@ -39,6 +39,9 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 
 conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (most of an hour)
 	$(RUN) -m tests.conformance
+
+tree: $(INSTALLED) ## the rooms, one line per file
+	@$(RUN) -m tests.layout
 
 clean: ## remove what was installed and made (runs, data), keep the embedded trio
 	rm -rf $(VENV) data checkpoints/runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -13,7 +13,7 @@ from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Progress
 from data_gen.responses.source import make_source
-from lm import Sampling, check_width, load_model, load_pair_tokenizer
+from lm import Sampling, check_width, load_model, load_pair_tokenizer, vocab_size_of
 from lm.forwards import check_output_layer
 
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,13 +49,17 @@ class Worker:
             "target": ("target",),
         }[job.stage]
         models = {name: self._load(name) for name in names}
+        vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
+        for name, model in models.items():
+            check_width(model, vocab_size, name)
+            check_output_layer(model, vocab_size)
         has_source = job.stage in ("together", "respond")
-        self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer) if has_source else None
+        self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size) if has_source else None
         self.labeller = Labeller(
             draft=models.get("draft"),
             target=models.get("target"),
             sampling=Sampling(**vars(pair.sampling)),
-            vocab_size=len(self.tokenizer),
+            vocab_size=vocab_size,
             batch_size=data.batch_size,
             chunk_mb=data.chunk_mb,
             feature_dtype=FEATURE_DTYPES[data.feature_dtype],
@@ -91,8 +95,6 @@ class Worker:
         """One model, checked against the tokenizer and the lengths that it is to read."""
         source = getattr(self.job.pair, name)
         model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
-        check_width(model, len(self.tokenizer), name)
-        check_output_layer(model, len(self.tokenizer))
         limit = max_positions(model)
         longest = self.data.max_prompt_tokens + self.data.max_new_tokens
         if limit is not None and longest > limit:

@@ -13,7 +13,7 @@ from lm import Sampling, eos_ids_of
 
 
 def make_source(
-    pair: PairConfig, data: DataConfig, *, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+    pair: PairConfig, data: DataConfig, *, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> ResponseSource:
     """The source that `data.source` names.
 
@@ -22,6 +22,7 @@ def make_source(
         data: the section of the config.
         models: those that are loaded; with the draft among them, the target keeps its hidden states for the labels.
         tokenizer: of the pair.
+        vocab_size: ids that a response may hold, and one more than the largest.
 
     Raises:
         ValueError: a setting that the source needs or cannot honour.
@@ -38,7 +39,7 @@ def make_source(
     return TargetInProcess(
         models["target"],
         sampling,
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
         eos_ids=spelling.eos_ids,
         max_new_tokens=data.max_new_tokens,
         batch_size=data.batch_size,

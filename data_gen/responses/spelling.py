@@ -6,10 +6,12 @@ avoid that.)
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.responses.exchange import FinishReason, Problem, Request, Response
+from lm import vocab_size_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class Spelling:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: frozenset[int]
     """Ids that end a response."""
+
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the tokenizer's largest id; listing a large vocabulary takes a tenth of a second, so it is listed once."""
+        return vocab_size_of(self.tokenizer)
 
     def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
         """The response whose text this is; a `Problem` if no ids spell it."""
@@ -41,9 +48,9 @@ class Spelling:
             ids = [*ids, own if own in self.eos_ids else min(self.eos_ids)]
         if not ids:
             return Problem(request.id, "error", "empty response")
-        wrong = next((token for token in ids if not 0 <= token < len(self.tokenizer)), None)
+        wrong = next((token for token in ids if not 0 <= token < self.num_ids), None)
         if wrong is not None:
-            return Problem(request.id, "error", f"response id {wrong} is outside the tokenizer's {len(self.tokenizer)}")
+            return Problem(request.id, "error", f"response id {wrong} is outside the tokenizer's {self.num_ids}")
         early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
         if early is not None:
             return Problem(request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")

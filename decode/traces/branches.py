@@ -202,7 +202,7 @@ def target_log_probs(
 
 def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
     """A cache that holds `ids`, and the final hidden states after each."""
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # every layer keeps everything: what a branch sees is for the mask to say
     with torch.inference_mode():
         output = model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True)
     return cache, output.last_hidden_state[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.traces.branches import DrawnTokens, Tree, grow, read_signals, target_log_probs, trunk
+from decode.traces.probe import check_branches, check_length
 from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
@@ -92,6 +93,9 @@ class Recorder:
             chance: float64 uniforms, on the CPU.
         """
         ids = prompt_ids + response_ids[:-1]
+        for model in (self.draft, self.target):
+            check_branches(model)
+            check_length(model, len(ids) + self.max_draft_length)
         draft_cache, draft_hidden = trunk(self.draft, ids)
         target_cache, target_hidden = trunk(self.target, ids)
         start = len(prompt_ids) - 1

@@ -6,7 +6,8 @@ from small_pair import EOS, PROMPTS, VOCAB, model
 from transformers import PreTrainedTokenizerBase
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.bench.generations import Arms, Call, TalliedModel, _fixed_length, head_cost, median_ratio, outside_share, timed_in_turns
+from decode.bench.generations import Arms, Call, TalliedModel, _fixed_length, median_ratio, outside_share, timed_in_turns
+from decode.costs.measure import head_cost
 from decode.policies import FixedLength
 from heads import AcceptanceHead
 from lm import Pair, Sampling

@@ -138,7 +138,7 @@ def test_one_proposal_standing_for_both_models_is_biased(m, n):
 def test_the_biased_variant_has_the_law_that_its_docstring_says():
     p, medium, small = (_first_row(seed) for seed in (TARGET, DRAFT, MICRO))
     drafter = InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=1, n=1, lossless=False)
-    decoder = SpeculativeDecoder(ToyModel(TARGET), drafter, max_draft_length=1)
+    decoder = SpeculativeDecoder(ToyModel(TARGET), drafter, max_draft_length=1, eos_ids=frozenset())
     law = law_of(lambda draws: decoder.generate(PROMPT, 2, generator=draws).token_ids[0])
     accepted = small * (p / medium).clamp(max=1)
     residual = (p - medium).clamp(min=0)
