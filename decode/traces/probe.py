@@ -42,8 +42,8 @@ def check_length(model: PreTrainedModel, length: int) -> None:
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:
             raise ValueError(
-                f"layer {index} of {type(model).__name__} sees {window} tokens, and prompt, response and branch are {length} long; branches "
-                "need the whole of it: lower decode.max_new_tokens or data.max_prompt_tokens"
+                f"layer {index} of {type(model).__name__} sees {window} tokens; prompt, response and branch have {length}, which branches "
+                "need to see whole: lower decode.max_new_tokens or data.max_prompt_tokens"
             )
         if window is None and type(layer) is not DynamicLayer:
             raise _refusal(model, f"layer {index} keeps a state ({type(layer).__name__}), of which branches would each need their own")
