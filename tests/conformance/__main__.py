@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -27,6 +28,16 @@ CAPTION = (
 )
 
 
+class Row(NamedTuple):
+    """The outcome of one family; a cell is `exact`, `refused: why` or WRONG."""
+
+    family: str
+    cache: str
+    eager: str
+    compiled: str
+    num_generations: int
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; none: all")
@@ -38,16 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.backend == "aot_eager":
         compiled_by = torch.compile
         torch.compile = lambda function, *, options, **settings: compiled_by(function, backend="aot_eager", **settings)  # type: ignore
-    num_wrong = 0
-    for family in FAMILIES:
-        if not arguments.families or family.model_type in arguments.families:
-            num_wrong += _print_row(family, is_compiling=arguments.backend != "none")
-    print(f"\nCompiled by {arguments.backend}. {CAPTION}")
-    return min(num_wrong, 1)
+    chosen = [family for family in FAMILIES if not arguments.families or family.model_type in arguments.families]
+    rows = [_print_row(family, is_compiling=arguments.backend != "none") for family in chosen]
+    print(f"\nCompiled by {arguments.backend}. {CAPTION}\n\n{in_short(rows)}")
+    return int(any("WRONG" in row for row in rows))
 
 
-def _print_row(family: Family, *, is_compiling: bool) -> int:
-    """Print one row; how many of its cells are wrong."""
+def in_short(rows: Sequence[Row]) -> str:
+    """The table with one row for each kind of cache and outcome."""
+    outcomes: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        outcomes.setdefault((row.cache, *(cell.split(":")[0] for cell in (row.eager, row.compiled))), []).append(row.family)
+    lines = (f"| {cache} | {eager} | {compiled} | {', '.join(names)} |" for (cache, eager, compiled), names in outcomes.items())
+    return "\n".join(["| cache | eager | compiled | families |", "| --- | --- | --- | --- |", *lines])
+
+
+def _print_row(family: Family, *, is_compiling: bool) -> Row:
+    """Try one family, and print its row."""
     started_s = perf_counter()
     model = build(family)
     eager = _cell(lambda: refusal_of(model, CachedModel), lambda: assert_exact(model, CachedModel))
@@ -57,9 +75,10 @@ def _print_row(family: Family, *, is_compiling: bool) -> int:
         compiled = eager if eager.startswith("refused") else _cell(lambda: refusal_of(model, kind), lambda: assert_exact(model, kind))
         torch._dynamo.reset()
     num_runs = 3 * len(CASES) * [eager, compiled].count("exact")
-    print(f"| {family.name} | {family.cache} | {eager} | {compiled} | {num_runs} |", flush=True)
+    row = Row(family.name, family.cache, eager, compiled, num_runs)
+    print(f"| {' | '.join(map(str, row))} |", flush=True)
     print(f"{family.name}: {perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
-    return [eager, compiled].count("WRONG")
+    return row
 
 
 def _cell(refusal: Callable[[], str | None], check: Callable[[], None]) -> str:
