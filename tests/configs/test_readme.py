@@ -1,4 +1,4 @@
-"""README does not go stale: its commands parse, its targets exist, and its script imports and calls what there is."""
+"""README and the pages of docs do not go stale: their commands parse, their targets exist, and the script imports and calls what there is."""
 
 import ast
 import inspect
@@ -15,7 +15,8 @@ from jsonargparse import ArgumentError
 from configs.command import parser_for
 
 ROOT = Path(__file__, "../../..").resolve()
-README = (ROOT / "README.md").read_text().replace("\\\n", " ")  # a command may go on in the next line
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+README = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")  # a command may go on in the next line
 COMMANDS = [
     (module or script, shlex.split(rest.replace("…", "configs/tiny.yaml"), comments=True))
     for module, script, rest in re.findall(r"python (?:-m (\w+)|(train\.py))([^`\n]*)", README)
