@@ -1,4 +1,4 @@
-"""README and the pages of docs do not go stale: their commands parse, their targets exist, and the script imports and calls what there is."""
+"""README and the pages of docs do not go stale: their commands parse, targets exist, and the script imports and calls what there is."""
 
 import ast
 import inspect

@@ -25,6 +25,15 @@ _FROM_ANYWHERE = {
     torch.Tensor.data.__set__,
     torch._has_compatible_shallow_copy_type,
 }
+_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__bool__,
+    torch.Tensor.__index__,
+    torch.Tensor.cpu,
+}
 _OF_THE_HOST = {torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -41,10 +50,15 @@ def put(module, device):
 class Places(TorchFunctionMode):
     """Keeps the account of places while it is active."""
 
+    num_host_reads = 0
+    """Times that the host waited for a number from elsewhere: item, tolist, truth values, cpu() and to(cpu)."""
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in _GETTERS:
             return _GETTERS[func](place_of(args[0]))
+        if func in _READS and place_of(args[0]) != CPU:
+            self.num_host_reads += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is torch.Tensor.to:
             return self._moved(args, kwargs)
@@ -74,6 +88,7 @@ class Places(TorchFunctionMode):
         dtypes = [each for each in said if isinstance(each, torch.dtype)]
         result = torch.Tensor.to(args[0], dtypes[0]) if dtypes else args[0]
         place = places[0] if places else place_of(args[0])
+        self.num_host_reads += place == CPU != place_of(args[0])
         return result if place_of(result) == place else _at(result.view_as(result), place)
 
     def _meeting_place(self, func, tensors):

@@ -9,8 +9,7 @@ from data_gen.responses.exchange import Request
 from data_gen.responses.in_process import TargetInProcess
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies.head import HeadPolicy
-from decode.policies.length import FixedLength
+from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic
 from heads.model.head import AcceptanceHead
 from lm import RandomDraws, Sampling
 from lm.kv_buffer import keep, make_cache
@@ -138,3 +137,24 @@ def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
     spread(draft)
     with Places():
         assert generated(draft) == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
+@pytest.mark.parametrize(
+    ("policy", "num_per_token"),
+    [(FixedLength(1), 0), (FixedLength(8), 0), (Heuristic(3), 0), (Entropy(5.0), 1), (CumulativeTokenProb(1e-9), 1)]
+    + [(HeadPolicy(AcceptanceHead(16, 1, timing, True).double(), 0.999), 1) for timing in ("fed", "drawn")],
+)
+def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_round(policy, num_per_token, sampling):
+    """Of a policy that looks at no token: tokens of the whole draft, verdicts, next token; else those of the draft come one by one."""
+    target, draft = model_of(0), model_of(1)
+    for module in (target, draft, policy.fed_head, policy.drawn_head):
+        if module is not None:
+            put(module, FIRST)
+    with Places() as places:
+        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
+        num_before = places.num_host_reads
+        generation = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0))
+        num_reads = places.num_host_reads - num_before
+    num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
+    assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
