@@ -15,6 +15,8 @@ from data_gen.pipeline.command import make
 def test_a_missing_extra_is_one_line_that_names_it(
     module: str, setting: list[str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
+    for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)  # another test of this process may have imported it
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(SystemExit, match="2"):
         run({"make": make}, default="make", argv=["--config", "tiny", "--data.dir", str(tmp_path / "data"), *setting])
