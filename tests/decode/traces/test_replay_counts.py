@@ -62,6 +62,16 @@ def test_totals_are_sums_over_rows():
     counts = replay(trace, POLICIES["fixed_length"])
     assert counts.num_emitted == trace.num_positions
     assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
+    rows = replay_settings(trace, POLICIES["fixed_length"]).counts
+    assert (counts.num_drafted, counts.num_target, counts.num_accepted) == (
+        rows.num_drafted.sum(),
+        rows.num_target.sum(),
+        rows.num_accepted.sum(),
+    )
+    # a round emits what it accepts and one token more, unless the draft's own EOS ends the text
+    num_ended_by_draft = counts.num_accepted + counts.num_target - counts.num_emitted
+    assert 0 < num_ended_by_draft <= sum(row.response_ids[-1] == EOS for row in trace.rows)
+    assert counts.num_discarded == counts.num_drafted - counts.num_accepted + num_ended_by_draft
 
 
 def test_a_part_of_a_trace_replays_as_it_does_in_the_whole():
