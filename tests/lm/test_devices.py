@@ -152,9 +152,9 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
         if module is not None:
             put(module, FIRST)
     with Places() as places:
-        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
+        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, max_draft_length=5, eos_ids=frozenset())
         num_before = places.num_host_reads
-        generation = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0))
+        generation = decoder.generate(PROMPT, 8, generator=torch.Generator().manual_seed(0))
         num_reads = places.num_host_reads - num_before
     num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
     assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
