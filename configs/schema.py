@@ -20,6 +20,9 @@ class ModelSource:
     """float64, float32, bfloat16, float16, or auto: as stored."""
     device_map: str | dict[str, str | int] | None = None
     """Anything accelerate takes: auto, cpu, cuda:0, a map of modules; null: GPU 0 if there is one, else the CPU."""
+    extra_layers: int = 0
+    """Append so many layers that change no output, to the bit, and take their time: a larger model's times. Data, traces and heads of the
+    model stay valid; costs do not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource, PairConfig
+from lm.expanded import expand
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -96,7 +97,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> P
 
 
 def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """One causal language model in evaluation mode; only safetensors are read, a pickled checkpoint is refused."""
+    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled checkpoint is refused."""
     if source.dtype not in _DTYPES:
         raise ValueError(f"dtype {source.dtype!r} of {source.path} is unknown; one of {', '.join(_DTYPES)}")
     device_map = source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -113,7 +114,8 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTr
         )
     except OSError as error:
         raise FileNotFoundError(_not_found(source)) from error
-    return model.eval()
+    expand(model.eval(), source.extra_layers)
+    return model
 
 
 def _not_found(source: ModelSource) -> str:
