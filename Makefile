@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 40 heads, export, evaluation (resumes what is there)
+demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 60 heads, export, evaluation (resumes what is there)
 	$(RUN) -m data_gen --config $(CONFIG)
 	$(RUN) train.py --config $(CONFIG)
 	$(RUN) -m heads export --config $(CONFIG)

@@ -148,6 +148,8 @@ class HeadsConfig:
     """What heads read beside the hidden state: nothing, log q(y) and H(q) (true), or scalars by name: [log_token_prob, entropy]."""
     embeddings: tuple[bool, ...] = (False,)
     """With or without the draft's embedding of the token as input."""
+    specdec: bool = False
+    """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings` combine to."""
     features: Literal["cached", "online"] = "cached"
     """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
     num_train: int | None = None

@@ -54,10 +54,9 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     for weight in (*config.reject_weights, config.accept_weight):
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
-    shapes = [
-        Shape(timing, Inputs.of(scalars, embedding), depth)
-        for timing, scalars, embedding, depth in product(config.timings, config.scalars, config.embeddings, config.depths)
-    ]
+    papers: list[tuple[Timing, Inputs]] = [("fed", Inputs())] if config.specdec else []
+    ours = [(timing, Inputs.of(scalars, e)) for timing, scalars, e in product(config.timings, config.scalars, config.embeddings)]
+    shapes = [Shape(timing, inputs, depth) for timing, inputs in dict.fromkeys([*papers, *ours]) for depth in config.depths]
     for shape in shapes:
         check_shape(1, shape.depth, shape.timing)
     return {shape: tuple(config.reject_weights) for shape in shapes}

@@ -21,6 +21,8 @@ from decode.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 
 BASELINE = "fixed_length"
+_HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",)}
+"""timing -> the families of its heads."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,10 @@ def replay_arms(grids: Iterable[Grid], traces: Traces, progress: Callable[[int],
 
 
 def best_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
-    """Timing -> name of the head that is fastest on dev."""
-    families = by_family(arms)
-    timings: tuple[Timing, ...] = ("fed", "drawn")
+    """Timing -> name of the head that is fastest on dev, whatever it reads."""
+    rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in _HEADS.items()}
     return {
-        timing: fastest_on_dev(families[f"head_{timing}"], cost).arm.grid.name.removeprefix("head:")
-        for timing in timings
-        if f"head_{timing}" in families
+        timing: fastest_on_dev(of_timing, cost).arm.grid.name.removeprefix("head:") for timing, of_timing in rivals.items() if of_timing
     }
 
 

@@ -1,7 +1,7 @@
 """Which policies are evaluated, and on which settings: the built-in grid, or `decode.grid` of the YAML.
 
 A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids of one family
-compete: the family's row in the table is its best setting on dev (all heads of one timing are one family).
+compete: the family's row in the table is its best setting on dev (`family_of` says which heads are one family).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +70,12 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
 
 def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:
     """All thresholds of one head."""
-    return make_grid(f"head_{head.timing}", f"head:{name}", parameters, head=head)
+    return make_grid(family_of(head), f"head:{name}", parameters, head=head)
+
+
+def family_of(head: AcceptanceHead) -> str:
+    """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), other fed-time ones, or drawn-time ones."""
+    return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
 
 
 def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:

@@ -17,7 +17,8 @@ from decode.policies.registry import POLICIES
 NAMES = {
     "target_alone": "target alone",
     **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
-    "head_fed": "best head, fed-time",
+    "head_specdec": "SpecDec++",
+    "head_fed": "best head, fed-time with scalars",
     "head_drawn": "best head, drawn-time",
     "head_both": "both heads",
     "auto_fed": "auto, fed-time head",

@@ -82,7 +82,7 @@ def bench(config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int
 
 def _cached(heads: HeadsConfig) -> HeadsConfig:
     """The paper's inputs: fed-time, hidden state alone."""
-    return replace(heads, timings=("fed",), scalars=(False,), embeddings=(False,), features="cached")
+    return replace(heads, timings=("fed",), scalars=(False,), embeddings=(False,), specdec=False, features="cached")
 
 
 def _fit(config: Config, epochs: int, depths: tuple[int, ...], weights: tuple[float, ...]) -> float:

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.arms import picks_of, replay_arms
-from decode.evaluation.grids import bounds, default_values, make_grid
+from decode.evaluation.arms import best_heads, picks_of, replay_arms
+from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
 from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.intervals import Spent, gain_over
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
-from decode.policies.registry import POLICIES, make_policy
+from decode.policies.registry import LOGISTIC, POLICIES, make_policy
 from decode.traces.recording import Traces
 from decode.traces.replay import replay_settings
 from decode.tuning.rule import auto_for
@@ -57,6 +58,28 @@ def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
     for result in results.values():
         assert result.gain_low <= result.gain <= result.gain_high
         assert result.speed_up == pytest.approx(result.tokens_per_s * 1.0)
+
+
+def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_best(splits):
+    torch.manual_seed(0)
+    heads = {
+        f"{timing}{'+s' * scalars}-{i}": AcceptanceHead(16, 1, timing, scalars)
+        for timing in ("fed", "drawn")
+        for scalars in (False, True)
+        for i in range(3)
+    }
+    for head in heads.values():
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+    arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits))
+    picks = picks_of(arms, COST)
+    assert picks["head_specdec"].arm.grid.name.startswith("head:fed-")
+    assert picks["head_fed"].arm.grid.name.startswith("head:fed+s-")
+    assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
+    speeds = {arm.grid.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
+    for timing, best in best_heads(arms, COST).items():
+        assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
+    assert best_heads(arms[:3], COST).keys() == {"fed"}
 
 
 def test_the_interval_is_paired_and_covers():

@@ -127,3 +127,11 @@ def test_grid_is_every_combination_once():
     names = [str(spec) for spec in specs(shapes)]
     assert len(names) == len(set(names)) == 2 * 2 * 5 * 4
     assert "drawn+s-d3-w12" in names
+
+
+@pytest.mark.parametrize("timings", [("fed", "drawn"), ("drawn",), ("fed",)])
+@pytest.mark.parametrize("scalars", [(True,), (False, True)])
+def test_the_papers_heads_join_a_grid_of_others_once(timings, scalars):
+    options = {"timings": timings, "scalars": scalars, "depths": (1,), "reject_weights": (1.0, 6.0)}
+    others, all_of_them = ({str(spec) for spec in specs(grid(HeadsConfig(**options, specdec=on)))} for on in (False, True))
+    assert all_of_them == others | {"fed-d1-w1", "fed-d1-w6"}
