@@ -53,7 +53,7 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
 
 
 def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> int:
-    """Length of the accepted prefix of a draft.
+    """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every round.
 
     Args:
         tokens: drafted token ids y_1 … y_K.
@@ -62,7 +62,7 @@ def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"
         draws: source of chance.
     """
     if not tokens:
-        return 0
+        return draws.num_accepted(())
     if isinstance(draws, GreedyDraws):
         return draws.num_accepted(map(eq, tokens, _places_of_largest(p)))
     return draws.num_accepted(_acceptance_probs(tokens, q, p))
