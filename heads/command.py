@@ -40,6 +40,8 @@ def export(
     for name in _names(head, sweep, results=results, metric=metric):
         on_dev = results.get("dev", {}).get("heads", {}).get(name, {})
         metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev.get(key) is not None}
+        on_train = results.get("train", {}).get("heads", {}).get(name, {})
+        metrics |= {"train_raw_kl": on_train["raw_kl"]} if on_train else {}
         heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
         written.append(save_whole(heads[name], root / name))
     print("\n".join(map(str, written)))

@@ -15,6 +15,9 @@ from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item
 from heads.grid import grid, scalar_names
 
+TESTED = ("dev", "train", "test")
+"""The splits that a finished sweep is measured on, in the order of their loaders; test comes last, since there may be none."""
+
 
 class FeatureData(pl.LightningDataModule):
     """Batches of `heads.batch_size` responses per process, from data.dir.
@@ -56,15 +59,17 @@ class FeatureData(pl.LightningDataModule):
         return self.loader("dev")
 
     def test_dataloader(self) -> list[BatchLoader]:
-        return [self.loader(split) for split in self._shards if split != "train"]
+        """In the order of `TESTED`; of train as many responses as dev has, which is enough to see how far heads overfit."""
+        some = min(self.num_responses("train"), self.num_responses("dev"))
+        return [self.loader(split, num=some if split == "train" else None) for split in TESTED if split in self._shards]
 
-    def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
-        """Batches of one split, shuffled if there is a seed."""
+    def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
+        """Batches of one split, or of its first `num` responses; shuffled if there is a seed."""
         shards = self._shards[split]
         first = self.timings[0]
         sizes = [shard.num_rows // self._rows_per_item[first] for shard in shards[first]]
         reader = BlockReader(shards, self._rows_per_item)
-        return self._loader(lambda items: pinned(reader.batch(items)), sizes, split=split, seed=seed)
+        return self._loader(lambda items: pinned(reader.batch(items)), sizes, split=split, seed=seed, num=num)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -75,9 +80,13 @@ class FeatureData(pl.LightningDataModule):
         """Responses of one split."""
         return self.loader(split).num_items
 
-    def _loader(self, read: Callable[[Sequence[Item]], Any], sizes: list[int], *, split: str, seed: int | None) -> BatchLoader:
+    def _loader(
+        self, read: Callable[[Sequence[Item]], Any], sizes: list[int], *, split: str, seed: int | None, num: int | None
+    ) -> BatchLoader:
         if split == "train" and self.heads.num_train is not None:
             sizes = _first(sizes, self.heads.num_train)
+        if num is not None:
+            sizes = _first(sizes, num)
         share = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return BatchLoader(read, sizes, batch_size=self.heads.batch_size, seed=seed, share=share)
 

@@ -63,10 +63,10 @@ class RowData(FeatureData):
 
     draft: "DraftFeatures"
 
-    def loader(self, split: str, *, seed: int | None = None) -> BatchLoader:
+    def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
         paths = list_shards(self.data.dir, split)
         sizes = [int(read_sidecar(path)["rows"]) for path in paths]
-        return self._loader(RowReader(paths, self.data.mixes).batch, sizes, split=split, seed=seed)
+        return self._loader(RowReader(paths, self.data.mixes).batch, sizes, split=split, seed=seed, num=num)
 
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))

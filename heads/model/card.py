@@ -68,7 +68,8 @@ def _measured(config: dict[str, Any]) -> str:
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in numbers.items())
     return (
         "## Measured on the dev split\n\n| metric | value |\n|---|---|\n"
-        f"{rows}\n\nKL is the binary divergence from the true acceptance probability, in nats per drafted token. "
+        f"{rows}\n\ntrain_raw_kl: on as many training responses. "
+        "KL is the binary divergence from the true acceptance probability, in nats per drafted token. "
         f"Calibrated: shifted by ln(w_rej/w_acc), temperature {config['calibration_temperature']:.4f}, fitted on the same split."
     )
 

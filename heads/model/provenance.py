@@ -26,7 +26,7 @@ class Provenance:
     training: dict[str, Any] = field(default_factory=dict)
     """Data, recipe and steps, for the model card."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Measured on dev."""
+    """Measured on dev; train_… on training responses."""
     recommended: dict[str, Any] = field(default_factory=dict)
     """A threshold and the times it was chosen for; filled by `python -m decode tune`."""
 

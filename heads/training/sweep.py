@@ -15,6 +15,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
 from heads.batches.features import Batch
+from heads.batches.module import TESTED
 from heads.batches.online import DraftFeatures
 from heads.grid import Shape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
@@ -136,8 +137,7 @@ class Sweep(pl.LightningModule):
         self._evaluations[dataloader_idx].update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
 
     def on_test_epoch_end(self) -> None:
-        splits = ("dev", "test")
-        self.results = {splits[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
+        self.results = {TESTED[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
 
     def configure_optimizers(self) -> Any:
         # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_up import feature_data, make_config
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 from heads import AcceptanceHead
 from heads.command import export, load_sweep
@@ -34,6 +35,15 @@ def test_exported_heads_score_as_the_sweep_does(config, tmp_path: Path):
                 assert head.provenance.metrics["auroc"] > 0
                 assert head.provenance.draft["path"] == "made-up/draft"
                 assert (head.provenance.mixing_ratio is None) == (head.timing == "drawn")
+
+
+def test_the_kl_on_train_is_over_as_many_responses_as_dev_has(config, tmp_path: Path):
+    [path] = export(config, head="fed-d2-w6", out=str(tmp_path))
+    head, batches = AcceptanceHead.from_pretrained(path), list(feature_data(config).loader("train", num=24))
+    prob = torch.cat([batch["fed"].acceptance_prob for batch in batches])
+    logit = torch.cat([head(batch["fed"].hidden) for batch in batches])
+    kl = binary_cross_entropy_with_logits(logit, prob) - binary_cross_entropy(prob, prob)
+    assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
 def test_best_is_one_head_of_each_kind_of_inputs(config, tmp_path: Path):
