@@ -1,4 +1,7 @@
-"""python -m decode evaluate: every policy and every threshold from one trace, chosen on dev, reported on test."""
+"""python -m decode evaluate: every policy and every threshold from one trace, chosen on dev, reported on test.
+
+Hierarchies of three models cannot be replayed from it: with `decode.hierarchies` they are decoded (`decode.evaluation.decoded`).
+"""
 
 import json
 from collections.abc import Sequence

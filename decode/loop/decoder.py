@@ -12,11 +12,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter, Proposal, Session
-from lm import CachedModel, Draws, RandomDraws, Sampling, verify
+from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, verify
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class SpeculativeDecoder:
         num_drafted = len(proposal.tokens)
         fed = committed + proposal.tokens
         logits = self.target.forward(fed, num_drafted + 1)
-        verdict = verify(proposal.tokens, proposal.laws, self.sampling.laws_after(logits, fed), draws)
+        verdict = self._verify(proposal, self.sampling.laws_after(logits, fed), draws)
         emitted = proposal.tokens[: verdict.num_accepted]
         if not (emitted and emitted[-1] in self.eos_ids):
             emitted = [*emitted, verdict.next_token]
@@ -188,6 +190,10 @@ class SpeculativeDecoder:
             drafted_s - started_s,
             ended_s - drafted_s,
         )
+
+    def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:
+        """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
+        return verify(proposal.tokens, proposal.laws, p, draws)
 
 
 def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:

@@ -9,11 +9,11 @@ Every drafted token passes with the same probability, independently: a (the acce
 
 with KL(q || p) = H(q, p) - H(q) in nats; SVIP puts H(q, p) = rho H(q), so that KL = (rho - 1) H(q) needs no target.
 
-Chen's variant, m blocks of n small tokens (rate a, cost c) and one medium token (rate b, cost d). Survival after a whole block is
-s = a^n b, and inside a block a, a^2, …, a^n, a^n b, hence
+Chen's variant (An Exploration of Hierarchical Speculative Decoding), m blocks of n small tokens (rate a, cost c) and one medium token (rate
+b, cost d); the paper's alpha is b, its beta a, its c our d, its c_s our c / d. With Q = a^n b, the survival of a whole block,
 
-    interleaved_tokens  1 + (1 - s^m) / (1 - s) * (a (1 - a^n) / (1 - a) + a^n b)
-    interleaved_speedup the same / (1 + m (n c + d))
+    interleaved_tokens  (1 - a^{n+1}) / (1 - a) * (1 - Q^m) / (1 - Q) + Q^m             Theorem 3.2, Eq. 2
+    interleaved_speedup the same / (1 + m (n c + d))                                    Theorem 3.4, Eq. 3
 
 Pre-verified (HSDDW with fixed lengths), m inner rounds of n micro tokens (rate a, cost c) that the draft verifies (cost d), every token
 that leaves passing the target with rate b. A round emits j <= n tokens with probability (1 - a) a^{j-1} and n + 1 with probability a^n;
@@ -21,9 +21,7 @@ with phi(x) = E[x^G] of the round's length G, the draft has generating function 
 
     pre_verified_tokens  (1 - b phi(b)^m) / (1 - b)
 
-What is from where. Leviathan's and SVIP's forms are the papers'. Chen's text (Eq. 1-3, Theorems 3.2 and 3.4) was not at hand: the
-interleaved forms are derived here as shown, from the algorithm as design 4.12 states it. The pre-verified form has the shape of Cascade
-Speculative Drafting's expected walltime improvement (arXiv 2312.11462) and is derived here too.
+The pre-verified form has the shape of Cascade Speculative Drafting's expected walltime improvement (arXiv 2312.11462) and is derived here.
 """
 
 from collections.abc import Callable
@@ -63,8 +61,7 @@ def bretagnolle_huber(divergence: float) -> float:
 def interleaved_tokens(small_rate: float, medium_rate: float, *, m: int, n: int) -> float:
     """Mean tokens per target forward of Chen's m and n: 1 … m (n + 1) + 1."""
     survival = small_rate**n * medium_rate
-    in_block = small_rate * sum(_powers(small_rate, n)) + survival
-    return 1 + in_block * sum(_powers(survival, m))
+    return sum(_powers(small_rate, n + 1)) * sum(_powers(survival, m)) + survival**m
 
 
 def interleaved_speedup(rates: tuple[float, float], costs: tuple[float, float], *, m: int, n: int) -> float:

@@ -19,7 +19,7 @@ _NUM_RATES = 16
 def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[float, float], num_rounds: int) -> None:
     """Write the figure: tokens per target forward against n, speed-up against n, and each drafter's best against the small model's rate.
 
-    The printed figure was not at hand; this one shows the quantities of the paper's closed forms.
+    The paper's shows the closed forms only, and its text gives no figure in numbers.
     """
     figure, (tokens, speed, best) = panels_of(3, width=15.0, height=4.6)
     for m, colour in _BLOCKS.items():

@@ -1,4 +1,4 @@
-"""Law 4.10: every policy from one trace, with no model.
+"""Law 4.10: every policy of one draft from one trace, with no model.
 
 Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft step of every lane
 and, where the draft ends with it, the verification. The policy is the same object that the loop runs, called on arrays of one number per

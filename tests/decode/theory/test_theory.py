@@ -29,6 +29,28 @@ def test_chens_expected_tokens_are_those_of_the_loop(rates, m, n):
     assert abs(measured.z_score(theory.interleaved_tokens(*rates, m=m, n=n))) < 4
 
 
+@pytest.mark.parametrize(("m", "n"), [(1, 2), (2, 1), (3, 0), (4, 5)])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.8, 0.5), (0.4, 0.9), (0.75, 0.75), (0.0, 0.3), (0.6, 0.0)])
+def test_chens_expected_tokens_are_the_mean_of_his_table_a1_and_his_theorems_hold(alpha, beta, m, n):
+    survival = beta**n * alpha
+    table = {block * (n + 1) + j + 1: survival**block * beta**j * (1 - beta) for block in range(m) for j in range(n)}
+    table |= {(block + 1) * (n + 1): survival**block * beta**n * (1 - alpha) for block in range(m)}
+    table[m * (n + 1) + 1] = survival**m
+    assert sum(table.values()) == pytest.approx(1.0)
+    tokens = theory.interleaved_tokens(beta, alpha, m=m, n=n)
+    assert tokens == pytest.approx(sum(count * probability for count, probability in table.items()))
+    assert tokens == pytest.approx((1 - beta ** (n + 1)) / (1 - beta) * (1 - survival**m) / (1 - survival) + survival**m)
+    c, c_s = 0.2, 0.1
+    assert theory.interleaved_speedup((beta, alpha), (c * c_s, c), m=m, n=n) == pytest.approx(tokens / (1 + m * c + m * n * c * c_s))
+
+
+def test_chens_special_cases_are_as_printed():
+    alpha, beta = 0.8, 0.6
+    assert theory.interleaved_tokens(beta, alpha, m=5, n=0) == pytest.approx((1 - alpha**6) / (1 - alpha))
+    assert theory.interleaved_tokens(beta, beta, m=1, n=4) == pytest.approx((1 - beta**6) / (1 - beta))
+    assert theory.interleaved_tokens(beta, alpha, m=3, n=200) == pytest.approx(1 / (1 - beta))
+
+
 @pytest.mark.parametrize(("m", "n"), [(1, 2), (2, 3), (3, 0)])
 @pytest.mark.parametrize("rates", [(0.5, 0.8), (0.9, 0.4)])
 def test_pre_verified_expected_tokens_are_those_of_the_loop(rates, m, n):
