@@ -198,6 +198,9 @@ class DecodeConfig:
     """Seconds per draft forward; null: measured here."""
     t_target_s: float | None = None
     """Seconds per target forward; null: measured here."""
+    stop_share: float | Literal["size", "measured"] = "size"
+    """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the head over bytes of the
+    draft; measured: as on this machine; a number: of the dearest stop, the others in proportion. Measured times have measured stops."""
     t_micro_s: float | None = None
     """Seconds per micro forward; null: its ratio to t_draft is measured while the hierarchies are decoded."""
     hierarchies: bool = False

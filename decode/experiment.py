@@ -23,6 +23,7 @@ from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, load_pair
+from lm.pair import num_weights
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -59,6 +60,11 @@ class Experiment:
         if level not in self._described:
             self._described[level] = describe_model(getattr(self.models, level), trust_remote_code=self.models.trust_remote_code)
         return self._described[level]
+
+    @cached_property
+    def num_draft_weights(self) -> int:
+        """Parameters of the draft; none is loaded."""
+        return num_weights(self.models.draft, trust_remote_code=self.models.trust_remote_code)
 
     @cached_property
     def datasets(self) -> dict[str, str]:

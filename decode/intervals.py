@@ -1,12 +1,18 @@
-"""How sure a ratio of throughputs is: the one paired bootstrap of the project.
+"""How sure a ratio of throughputs is: the paired bootstrap of the project.
 
 Two ways of decoding write texts to the same prompts. How hard a prompt is moves both alike, so prompts are resampled in pairs: the same
 draw of prompts for both, and the ratio is that of the totals.
 
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
+
+`gain_over` is for seconds that a clock measured. `Resamples` is for predictions (law 4.9): a resample draws dev prompts, on which every
+contestant chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all contestants
+share the draws.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,6 +20,8 @@ from scipy.stats import bootstrap
 
 Array = np.ndarray
 _RESAMPLES = 2000
+_LEVELS = (2.5, 97.5)
+"""Percentiles of a 95 % interval."""
 
 
 class Spent(NamedTuple):
@@ -63,3 +71,80 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
 def _gain(base_tokens: Array, base_s: Array, own_tokens: Array, own_s: Array, *, axis: int) -> Any:
     # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of times.
     return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
+
+
+class TimeErrors(NamedTuple):
+    """Relative standard errors of the times; given times have none."""
+
+    drafting: float = 0.0
+    verifying: float = 0.0
+    stopping: Mapping[str, float] = {}
+    """By kind of stop."""
+
+
+CERTAIN = TimeErrors()
+
+
+class Work(NamedTuple):
+    """What the settings of one policy came to on each prompt, by law 4.9."""
+
+    tokens: Int[Array, "setting prompt"]
+    drafting_s: Float[Array, "setting prompt"]
+    stopping_s: Float[Array, "setting prompt"]
+    verifying_s: Float[Array, "setting prompt"]
+    stop_kind: str
+
+    @property
+    def seconds(self) -> Float[Array, "setting prompt"]:
+        """T."""
+        return self.drafting_s + self.stopping_s + self.verifying_s
+
+
+class Contestant(NamedTuple):
+    """A policy and all its settings, on both splits."""
+
+    dev: Work
+    test: Work
+
+
+class Resamples:
+    """Draws of prompts and times that all contestants share."""
+
+    def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num: int = _RESAMPLES, seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        self._weights = [generator.multinomial(count, np.full(count, 1 / count), num).astype(np.float64) for count in (num_dev, num_test)]
+        self._drafting, self._verifying = (_factors(generator, error, num) for error in errors[:2])
+        # by name, so that a kind's draws do not depend on which others there are
+        self._stopping = {
+            kind: _factors(np.random.default_rng((seed, crc32(kind.encode()))), error, num) for kind, error in errors.stopping.items()
+        }
+
+    def throughput(self, contestants: Sequence[Contestant]) -> Float[Array, " resample"]:
+        """Tokens per second on the test prompts of each resample, of the contestant and setting that its dev prompts choose."""
+        rows = np.arange(len(self._drafting))
+        best, reached = np.full(len(rows), -np.inf), np.zeros(len(rows))
+        for one in contestants:
+            on_dev = self._of_all(one.dev, self._weights[0])
+            chosen = on_dev.argmax(1)
+            wins = on_dev[rows, chosen] > best
+            best = np.where(wins, on_dev[rows, chosen], best)
+            reached = np.where(wins, self._of_all(one.test, self._weights[1])[rows, chosen], reached)
+        return reached
+
+    def _of_all(self, work: Work, weights: Float[Array, "resample prompt"]) -> Float[Array, "resample setting"]:
+        drafting, stopping, verifying = (weights @ seconds.T for seconds in (work.drafting_s, work.stopping_s, work.verifying_s))
+        stops = self._stopping.get(work.stop_kind, 1.0)
+        seconds = drafting * self._drafting + stopping * stops + verifying * self._verifying
+        return np.asarray(weights @ work.tokens.T / seconds)
+
+
+def gain_of(value: float, base: Float[Array, " resample"], own: Float[Array, " resample"]) -> Gain:
+    """The gain `value` with the interval that the throughputs of both in the same resamples give."""
+    gains = own / base - 1
+    low, high = np.percentile(gains, _LEVELS)
+    return Gain(value, min(value, float(low)), max(value, float(high)), float(gains.std(ddof=1)))
+
+
+def _factors(generator: np.random.Generator, error: float, num: int) -> Float[Array, "resample 1"]:
+    """What a time is multiplied by in each resample; at least a tenth, since no time is negative."""
+    return np.maximum(0.1, 1.0 + error * generator.standard_normal((num, 1)))

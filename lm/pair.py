@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from configs.schema import ModelSource, PairConfig
 from lm.expanded import expand
@@ -116,6 +124,20 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTr
         raise FileNotFoundError(_not_found(source)) from error
     expand(model.eval(), source.extra_layers)
     return model
+
+
+def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
+    """How many parameters a model has, by its config alone.
+
+    Raises:
+        FileNotFoundError: no model there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(_not_found(source)) from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).num_parameters()
 
 
 def _not_found(source: ModelSource) -> str:

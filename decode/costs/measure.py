@@ -7,19 +7,23 @@ the cost of long drafts. `fit_costs` gets both from totals of whole generations 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from decode.costs.model import CostModel
+from decode.intervals import TimeErrors
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Session
-from decode.policies import FixedLength, HeadPolicy
+from decode.policies import FixedLength, HeadPolicy, Policy
 from heads.model.head import AcceptanceHead
-from lm import CachedModel, Pair, RandomDraws, Sampling
+from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 
@@ -33,30 +37,50 @@ class Fit(NamedTuple):
     num_generations: int
 
 
-def time_generations(
-    pair: Pair,
-    sampling: Sampling,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_draft_length: int,
-    max_new_tokens: int,
-    lengths: Sequence[int] = LENGTHS,
-) -> list[Generation]:
-    """Real generations with several fixed draft lengths, in turns, that no EOS ends; the first, a warm-up, is left out."""
-    decoders = [
-        SpeculativeDecoder(
-            pair.target,
-            ModelDrafter(pair.draft, FixedLength(length), vocab_size=pair.vocab_size),
-            sampling=sampling,
-            max_draft_length=max_draft_length,
-            eos_ids=frozenset(),
-            vocab_size=pair.vocab_size,
-        )
-        for length in sorted({min(length, max_draft_length) for length in lengths})
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The loop that is timed, and on what: models, sampling, prompts. Its generations are ended by no EOS."""
+
+    pair: Pair
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+    max_draft_length: int
+    max_new_tokens: int
+    is_compiled: bool = False
+
+    def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
+        """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
+        longest = self.max_draft_length if max_draft_length is None else max_draft_length
+        has_head = policy.fed_head is not None or policy.drawn_head is not None
+        drafter = ModelDrafter(self._draft_for_heads if has_head else self._draft, policy)
+        return SpeculativeDecoder(self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset())
+
+    @cached_property
+    def _target(self) -> CachedModel:
+        return self._made(self.pair.target)
+
+    @cached_property
+    def _draft(self) -> CachedModel:
+        return self._made(self.pair.draft)
+
+    @cached_property
+    def _draft_for_heads(self) -> CachedModel:
+        return self._made(self.pair.draft, with_hidden=True)
+
+    def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
+        if not self.is_compiled:
+            return CachedModel(model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+        compiled = CompiledModel(model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+        compiled.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
+        return compiled
+
+
+def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Generation]:
+    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
+    decoders = [loop.decoder(FixedLength(length)) for length in sorted({min(length, loop.max_draft_length) for length in lengths})]
     generator = torch.Generator().manual_seed(0)
-    decoders[-1].generate(prompts[0], max_new_tokens, generator=generator)
-    return [decoder.generate(prompt, max_new_tokens, generator=generator) for prompt in prompts for decoder in decoders]
+    decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
+    return [decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in loop.prompts for decoder in decoders]
 
 
 def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostModel:
@@ -73,7 +97,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostMo
     if not drafting or 0 not in by_length:
         raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
     t_draft_s = median(one.draft_s / one.counts.num_draft_forwards for one in drafting)
-    return CostModel(t_draft_s, _line(by_length, max_draft_length), "measured")
+    return CostModel(t_draft_s, _line(by_length, max_draft_length), "measured", errors=_errors(drafting, by_length))
 
 
 def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[float, ...]:
@@ -89,6 +113,21 @@ def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[flo
         slope, offset = 0.0, float(np.average(medians, weights=weights**2))
     # Verifying drafted tokens never costs less than verifying none.
     return (base, *(max(base, float(offset + slope * length)) for length in range(1, max_draft_length + 1)))
+
+
+def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:
+    """Relative standard errors of t_draft, and of t_target over the lengths seen."""
+    steps_s = [one.draft_s / one.counts.num_draft_forwards for one in drafting]
+    relative = [value / median(values) - 1 for values in by_length.values() for value in values]
+    return TimeErrors(error_of_median(steps_s) / median(steps_s), error_of_median(relative))
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """Standard error of the median of values that are normal but for outliers, 1.2533 sigma / sqrt(n); 0 for fewer than two."""
+    if len(values) < 2:
+        return 0.0
+    sigma = 1.4826 * float(np.median(np.abs(np.array(values) - median(values))))
+    return float(1.2533 * sigma / len(values) ** 0.5)
 
 
 def fit_costs(generations: Sequence[Generation]) -> Fit:

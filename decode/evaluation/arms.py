@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from decode.costs.model import CostModel
 from decode.evaluation.grids import Grid, both_grid, bounds
-from decode.intervals import Spent
+from decode.intervals import Contestant, Spent
 from decode.loop.counts import Counts
 from decode.traces.recording import Traces
 from decode.traces.replay import Replayed, replay_settings
@@ -33,6 +33,10 @@ class Arm:
     dev: Replayed
     test: Replayed
 
+    def contestant(self, cost: CostModel) -> Contestant:
+        """All its settings at this cost."""
+        return Contestant(cost.work(self.dev), cost.work(self.test))
+
 
 class Pick(NamedTuple):
     """An arm at one setting."""
@@ -45,6 +49,10 @@ class Pick(NamedTuple):
         """Totals over the test prompts."""
         return total(self.arm.test.counts, self.setting)
 
+    def tokens_per_s_on_dev(self, cost: CostModel) -> float:
+        """What it was chosen by."""
+        return float(cost.tokens_per_s(self.arm.dev)[self.setting])
+
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""
         return Spent(self.arm.test.counts.num_emitted[self.setting], cost.time_s(self.arm.test)[self.setting])
@@ -56,19 +64,23 @@ class Replays:
 
     traces: Traces
     arms: list[Arm]
-    best: dict[Timing, AcceptanceHead]
-    """The head of each timing that is fastest on dev at this machine's costs."""
+    heads: Mapping[str, AcceptanceHead]
+    """Those of the arms, by name."""
 
     @property
     def num_prompts(self) -> int:
         """On test."""
         return len(self.traces.test.rows)
 
+    def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
+        """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""
+        return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
+
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
         """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, and learned online."""
         rules = {
             f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
-            for timing, head in self.best.items()
+            for timing, head in self.best(cost).items()
             for learns in is_online
         }
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
@@ -95,7 +107,7 @@ def replay_dataset(
             both = both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])
             arms += replay_arms([both], traces)
         arms += replay_arms(ends, traces, bar.update)
-    return Replays(traces=traces, arms=arms, best={timing: heads[head] for timing, head in best.items()})
+    return Replays(traces=traces, arms=arms, heads=heads)
 
 
 def replay_arms(grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None) -> Iterator[Arm]:

@@ -15,13 +15,13 @@ from data_gen.store.shards import write_atomic
 from decode.console import announce, wide_console
 from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
-from decode.evaluation.arms import Replays, picks_of, replay_dataset
+from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
 from decode.evaluation.grids import grids_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
 from decode.evaluation.results import results_of, yardstick_of
-from decode.evaluation.tables import NAMES, frame_of, ordered, table_of, write_counts
+from decode.evaluation.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
 from decode.experiment import Experiment
 from decode.figure import Plot
 from decode.hierarchies.runs import resumable_loop
@@ -37,7 +37,7 @@ def evaluate(config: Config) -> None:
     folder.complete()  # may take hours, so heads and grids were made, and checked, before it
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
-    frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio))
+    frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
@@ -57,11 +57,12 @@ def evaluate(config: Config) -> None:
 
 def compare(replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot."""
-    picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
-    yardstick = yardstick_of(picks, cost)
-    results = ordered([*results_of(picks, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
+    arms = [*replays.arms, *replays.auto_arms(cost)]
+    yardstick = yardstick_of(arms, cost)
+    results = ordered([*results_of(arms, cost, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
     frame = frame_of(results, cost, dataset=dataset)
     wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
+    wide_console().print(lead_line(yardstick))
     if decoded:
         wide_console().print(decoded.table(cost))
         frame = decoded.annotated(frame, cost)
@@ -72,7 +73,7 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     """What was evaluated, in one line."""
     sampling = ", ".join(f"{key} {value}" for key, value in experiment.sampling.as_dict().items() if value is not None)
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
-    measured = f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin})"
+    measured = f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin}; {cost.stop_origin})"
     limits = f"responses up to {experiment.decode.max_new_tokens} tokens, drafts up to {experiment.decode.max_draft_length}"
     return f"{names}; {sampling}; {limits}; {measured}"
 

@@ -66,7 +66,7 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
     folder = trace_folder(experiment)
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
     folder.complete()  # nothing is missing, so this only compares the trace's manifest with the config
-    cost = costs_for(experiment, ratio)
+    cost = costs_for(experiment, ratio, others=[rule])
     rule = at_costs(rule, cost)
     rows = [
         row_of(rule, part, cost=cost, dataset=dataset, split=split)
@@ -83,7 +83,7 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not depend on times."""
     if not isinstance(policy, Auto):
         return policy
-    line = cost.line()
+    line = cost.line(policy.stop_kind)
     if np.allclose([getattr(policy, name) for name in line._fields], line, rtol=0.01, atol=0.0):
         return policy
     return replace(policy, **line._asdict(), throughput=None, prior_profit=None)
@@ -106,7 +106,7 @@ def row_of(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split
 
 def table_of(rows: Sequence[Row], *, policy: str, cost: CostModel) -> Table:
     """One row per dataset and split."""
-    table = Table(title=f"{policy}; t_target/t_draft = {cost.ratio:.2f} ({cost.origin})")
+    table = Table(title=f"{policy}; {cost.title}")
     for name in ("dataset", "split", *_COLUMNS):
         table.add_column(name, justify="left" if name in ("dataset", "split") else "right")
     for row in rows:

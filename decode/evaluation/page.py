@@ -1,8 +1,9 @@
-"""report.html: the evaluation as one page that works offline, in which a reader sets t_target / t_draft for their own hardware.
+"""report.html: the evaluation as one page that works offline, in which a reader sets the times of their own hardware.
 
 The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and intervals itself (law
-4.9), so the ranking follows the slider. Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts
-a split. Hierarchies, which are decoded and not replayed, have a table of their own, recomputed from totals of their three models' forwards.
+4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the dearest stop adds to a draft step.
+Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts a split. Hierarchies, which are decoded
+and not replayed, have a table of their own, recomputed from totals of their three models' forwards.
 """
 
 import base64
@@ -18,6 +19,7 @@ from decode.evaluation.arms import Arm, Replays
 from decode.evaluation.decoded import FAMILIES, DecodedHierarchies
 from decode.figure import Plot
 from decode.hierarchies.runs import Run
+from decode.policies.base import JOINT
 from decode.traces.replay import Replayed
 from decode.traces.trace import Array
 
@@ -55,6 +57,8 @@ class Page:
     """One line under the title."""
     ratio: float
     """t_target / t_draft where the slider stands at first."""
+    stops: Mapping[str, float] = field(default_factory=dict)
+    """t_stop / t_draft of each kind of stop; the dearest is where the slider of stops stands at first."""
     datasets: dict[str, Sequence[ReportArm | ReportHierarchy]] = field(default_factory=dict)
     """The arms of each, bounds included; hierarchies get a table of their own."""
     plots: list[Plot] = field(default_factory=list)
@@ -81,7 +85,8 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
         "names": dict(names),
         "about": page.about,
         "ratio": page.ratio,
-        "datasets": [_dataset(name, entries) for name, entries in page.datasets.items()],
+        "stop": max(page.stops.values(), default=0.0),
+        "datasets": [_dataset(name, entries, page.stops) for name, entries in page.datasets.items()],
         "plots": [{"svg": plot.svg, "caption": plot.caption} for plot in page.plots],
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -90,7 +95,7 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
     write_atomic(path, template.replace("__DATA__", embedded).encode())
 
 
-def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy]) -> dict[str, Any]:
+def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy], stops: Mapping[str, float]) -> dict[str, Any]:
     arms = [entry for entry in entries if isinstance(entry, ReportArm)]
     shapes = {split: getattr(arms[0].arm, split).counts.num_emitted[0] for split in ("dev", "test")}
     num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
@@ -98,9 +103,15 @@ def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy]) -> dict[
     return {
         "name": name,
         **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
-        "arms": [_arm(entry, step) for entry in arms],
+        "arms": [_arm(entry, step) | {"stop": _weight(entry.arm.test.stop_kind, stops)} for entry in arms],
         "hierarchies": [_hierarchy(entry) for entry in entries if isinstance(entry, ReportHierarchy)],
     }
+
+
+def _weight(kind: str, stops: Mapping[str, float]) -> float:
+    """What a stop costs in units of the dearest one."""
+    parts = (stops.get(part, 0.0) for part in kind.split(JOINT))
+    return stops.get(kind, sum(parts)) / (max(stops.values(), default=0.0) or 1.0)
 
 
 def _hierarchy(entry: ReportHierarchy) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from configs.schema import Config
 from decode.console import wide_console
-from decode.costs.machine import costs_for, read_costs
+from decode.costs.machine import costs_for, times_of
 from decode.costs.model import CostModel
-from decode.evaluation.arms import picks_of, replay_dataset
+from decode.evaluation.arms import replay_dataset
 from decode.evaluation.grids import grids_of
 from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.experiment import Experiment
@@ -76,9 +76,8 @@ def specdec_tables(experiment: Experiment) -> list[Paper]:
     results = {}
     for dataset in experiment.datasets:
         replays = replay_dataset(folder.load(dataset), grids, heads=heads, cost=cost, perfect_head=decode.perfect_head, name=dataset)
-        picks = picks_of(replays.arms, cost)
-        results[dataset] = {result.family: result for result in results_of(picks, yardstick_of(picks, cost))}
-    measured = read_costs(experiment.directory) if cost.origin == "measured" else None
+        results[dataset] = {each.family: each for each in results_of(replays.arms, cost, yardstick_of(replays.arms, cost))}
+    measured = times_of(experiment, {}) if cost.origin == "measured" else None
     return [throughput_table(results, cost), times_table(cost, measured), kl_table(heads)]
 
 

@@ -23,8 +23,9 @@ def all_plots(replays: Replays, cost: CostModel, *, names: Mapping[str, str]) ->
     """All plots of one dataset but the bars, which every cost has of its own."""
     arms, test = replays.arms, replays.traces.test
     plots = [pareto(arms, names), thresholds(arms, cost, names=names), draft_lengths(arms, cost, names=names)]
-    if replays.best:
-        plots.append(reliability(test, {f"best {timing}-time head": head for timing, head in replays.best.items()}))
+    best = replays.best(cost)
+    if best:
+        plots.append(reliability(test, {f"best {timing}-time head": head for timing, head in best.items()}))
     return [*plots, entropies(test)]
 
 
@@ -42,7 +43,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[
     axes.set_xlabel("speed-up over the target alone")
     return plot_of(
         f"speed_up-{cost.ratio:.3g}",
-        f"Speed-up at t_target/t_draft = {cost.ratio:.2f} ({cost.origin}); whiskers: 95 %, against the best fixed length.",
+        f"Predicted speed-up at {cost.title}; whiskers: 95 %, against the best fixed length.",
         figure,
     )
 

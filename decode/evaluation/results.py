@@ -1,13 +1,22 @@
 """One row of an evaluation's table: a family at the setting that dev chose, on test, beside what is possible (law 4.10)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decode.costs.model import CostModel
-from decode.evaluation.arms import BASELINE, Pick
-from decode.intervals import Spent, gain_over
+from decode.evaluation.arms import BASELINE, Arm, by_family, picks_of
+from decode.intervals import Gain, Resamples, Spent, gain_of, gain_over
 from decode.loop.counts import Counts
+from decode.policies.registry import POLICIES
+from decode.traces.trace import Array
+
+TRAINING_FREE, HEADS = "training-free", "heads"
+"""Groups of families, of which the best are compared."""
+_GROUPS: dict[str, Callable[[str], bool]] = {
+    TRAINING_FREE: lambda family: family in POLICIES,
+    HEADS: lambda family: family.startswith(("head_", "auto_")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +35,12 @@ class Result:
     gain: float
     """Throughput over that of the best fixed length, minus 1."""
     gain_low: float
-    """95 % interval, paired bootstrap over prompts."""
+    """95 % interval (`decode.intervals`)."""
     gain_high: float
+    lead: float
+    """Throughput over that of the best training-free policy, minus 1; NaN where there is none."""
+    lead_low: float
+    lead_high: float
     percent_of_oracle: float
     percent_of_perfect: float
     """Of the perfect head without the lag; NaN where the trace does not know it."""
@@ -46,14 +59,37 @@ class Yardstick(NamedTuple):
     """Of every replayed family, the best fixed length and the oracle among them."""
     t_target_s: float
     """Seconds of one token by the target alone."""
+    reached: Mapping[str, Array]
+    """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
+    champions: Mapping[str, str]
+    """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
 
 
-def yardstick_of(picks: Mapping[str, Pick], cost: CostModel) -> Yardstick:
+def yardstick_of(arms: Sequence[Arm], cost: CostModel) -> Yardstick:
     """The yardstick of one dataset at one cost."""
-    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0])
+    families, picks = by_family(arms), picks_of(arms, cost)
+    contestants = {family: [arm.contestant(cost) for arm in members] for family, members in families.items()}
+    one = contestants[BASELINE][0]
+    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors)
+    reached = {family: resamples.throughput(members) for family, members in contestants.items()}
+    champions = {}
+    for group, belongs in _GROUPS.items():
+        members = [family for family in families if belongs(family)]
+        if members:
+            champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
+            reached[group] = resamples.throughput([each for family in members for each in contestants[family]])
+    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, champions)
 
 
-def results_of(picks: Mapping[str, Pick], yardstick: Yardstick) -> list[Result]:
+def lead_of(yardstick: Yardstick) -> Gain | None:
+    """The gain of the best head over the best training-free policy, both chosen on dev; None where there is no head."""
+    if HEADS not in yardstick.champions:
+        return None
+    own, base = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    return gain_of(own.tokens_per_s / base.tokens_per_s - 1, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
+
+
+def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
     return [
         result_of(
@@ -64,14 +100,15 @@ def results_of(picks: Mapping[str, Pick], yardstick: Yardstick) -> list[Result]:
             spent=yardstick.spent[family],
             yardstick=yardstick,
         )
-        for family, pick in picks.items()
+        for family, pick in picks_of(arms, cost).items()
     ]
 
 
 def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
     """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
     rivals = yardstick.spent
-    gain = gain_over(rivals[BASELINE], spent)
+    gain = _gain(family, spent, BASELINE, BASELINE, yardstick)
+    lead = _gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick)
     return Result(
         family=family,
         name=name,
@@ -85,9 +122,20 @@ def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Cou
         gain=gain.value,
         gain_low=gain.low,
         gain_high=gain.high,
+        lead=lead.value,
+        lead_low=lead.low,
+        lead_high=lead.high,
         percent_of_oracle=_percent_of(rivals["oracle"], spent),
         percent_of_perfect=_percent_of(rivals["perfect_drawn"], spent) if "perfect_drawn" in rivals else float("nan"),
     )
+
+
+def _gain(family: str, spent: Spent, rival: str, group: str, yardstick: Yardstick) -> Gain:
+    """Over one rival, which stands for a group of families; what was decoded and not replayed is resampled as it is."""
+    if family not in yardstick.reached:
+        return gain_over(yardstick.spent[rival], spent)
+    value = spent.tokens_per_s / yardstick.spent[rival].tokens_per_s - 1
+    return gain_of(value, yardstick.reached[group], yardstick.reached[family])
 
 
 def _percent_of(bound: Spent, own: Spent) -> float:

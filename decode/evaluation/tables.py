@@ -11,7 +11,7 @@ from rich.table import Table
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Arm
 from decode.evaluation.decoded import NAMES as HIERARCHY_NAMES
-from decode.evaluation.results import Result
+from decode.evaluation.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
 from decode.policies.registry import POLICIES
 
 NAMES = {
@@ -43,8 +43,9 @@ def ordered(results: Sequence[Result]) -> list[Result]:
 def table_of(results: Sequence[Result], cost: CostModel, *, dataset: str, num_prompts: int) -> Table:
     """One dataset at one cost."""
     table = Table(
-        title=f"{dataset}: {num_prompts} test prompts, settings chosen on dev; t_target/t_draft = {cost.ratio:.2f} ({cost.origin})",
-        caption="gain: throughput over the best fixed length's, with 95 % paired bootstrap interval over prompts",
+        title=f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
+        caption="predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % interval: prompts "
+        "resampled in pairs, settings chosen anew on dev, times within their errors",
     )
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("policy", "setting") else "right", overflow="fold")
@@ -64,6 +65,15 @@ def table_of(results: Sequence[Result], cost: CostModel, *, dataset: str, num_pr
             f"{result.percent_of_oracle:.1f}",
         )
     return table
+
+
+def lead_line(yardstick: Yardstick) -> str:
+    """The best head against the best training-free policy, in one line."""
+    lead = lead_of(yardstick)
+    if lead is None:
+        return ""
+    own, base = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    return f"best head ({own}) over best training-free policy ({base}): {lead.value:+.1%} ({lead.low:+.1%}, {lead.high:+.1%})"
 
 
 def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str) -> pd.DataFrame:

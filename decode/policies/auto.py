@@ -68,7 +68,7 @@ class Auto(ScoringPolicy):
 
     Attributes:
         head: scores tokens, calibrated; a second head of the other timing may go into `also` (`decode.policies.scores`).
-        t_draft_s: seconds of one draft forward.
+        t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop).
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
         t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of the three.

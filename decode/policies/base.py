@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Number = Any
 """A float, or an array of one number per lane."""
 State = tuple[Number, ...]
+JOINT = " & "
+"""Between the parts of a `stop_kind`."""
 
 
 class BeforeDraw(NamedTuple):
@@ -84,6 +86,14 @@ class Policy:
     def has_memory(self) -> bool:
         """Whether `end` does anything; where not, replay spares itself the outcomes."""
         return type(self).end is not Policy.end
+
+    @property
+    def stop_kind(self) -> str:
+        """What its stop costs goes by this name (law 4.9): policies of one kind do the same work in a draft step; "" is none.
+
+        Signals and heads in their order, with JOINT between them.
+        """
+        return JOINT.join(sorted(self.signals & frozenset(AfterDraw._fields)))
 
     def start(self) -> State:
         """State at the start of a generation."""

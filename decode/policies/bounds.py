@@ -21,6 +21,7 @@ class PerfectHead:
     """Takes a head's place and says logit(acceptance_prob): it knows the true probabilities, but not the coin."""
 
     timing: str
+    shape_name: ClassVar[str] = ""
     calibration_shift: ClassVar[float] = 0.0
     temperature: ClassVar[float] = 1.0
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scipy.special import expit
 
-from decode.policies.base import AfterDraw, Number, Policy
+from decode.policies.base import JOINT, AfterDraw, Number, Policy
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
@@ -57,6 +57,11 @@ class Scores:
     def signals(self) -> frozenset[str]:
         """What the loop has to compute for these heads."""
         return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
+
+    @property
+    def stop_kind(self) -> str:
+        """As `Policy.stop_kind`: the shapes of the heads. A perfect head has none, and costs nothing."""
+        return JOINT.join(sorted(head.shape_name for head in (self.head, self.also) if head is not None and head.shape_name))
 
     @property
     def is_lagging(self) -> bool:
@@ -113,6 +118,10 @@ class ScoringPolicy(Policy):
     @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
         return self.scores.signals
+
+    @property
+    def stop_kind(self) -> str:
+        return self.scores.stop_kind
 
 
 def sigmoid(logit: Number) -> Number:

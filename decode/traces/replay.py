@@ -38,6 +38,8 @@ class Replayed:
     """Arrays [setting, row]."""
     lengths: Int[Array, "setting row lengths"]
     """Rounds by the number of tokens drafted, 0 to max_draft_length."""
+    stop_kind: str = ""
+    """`Policy.stop_kind`."""
 
 
 def replay(trace: Trace, policy: Policy) -> Counts:
@@ -67,7 +69,8 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
             lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
             _Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
     shape = (num_settings, num_rows)
-    return Replayed(Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()}), totals.lengths.reshape(*shape, -1))
+    counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
+    return Replayed(counts, totals.lengths.reshape(*shape, -1), policy.stop_kind)
 
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")

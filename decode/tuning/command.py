@@ -101,7 +101,7 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostMode
             "max_rejection_prob": threshold,
             "is_calibrated": False,
             **{name: getattr(rule, name) for name in _RULE},
-            "costs": cost.origin,
+            "costs": f"{cost.origin}; {cost.stop_origin}",
             "num_prompts": len(traces.dev.rows),
         },
     )
@@ -109,7 +109,7 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostMode
 
 def table_of(tuned: list[Tuned], cost: CostModel) -> Table:
     """Threshold and rule side by side."""
-    table = Table(title=f"thresholds for t_target/t_draft = {cost.ratio:.2f} ({cost.origin}); tokens/s on test")
+    table = Table(title=f"thresholds for {cost.title}; tokens/s on test")
     columns = ("head", "max_rejection_prob", "tokens/s", "best on test", "auto", "against best", "auto online", "against best")
     for column in columns:
         table.add_column(column, justify="left" if column == "head" else "right")

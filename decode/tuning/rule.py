@@ -8,6 +8,7 @@ from typing import Any
 
 from decode.costs.model import CostModel
 from decode.policies.auto import Auto
+from decode.policies.scores import Scores
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from decode.tuning.index import index_of
@@ -30,7 +31,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
     index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
     rule = Auto(
         head,
-        **cost.line()._asdict(),
+        **cost.line(Scores(head, also).stop_kind)._asdict(),
         is_online=is_online,
         next_mean=index.next_mean,
         index_offset=index.offset,

@@ -119,6 +119,11 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return self.calibrated_logit(logit).sigmoid()
 
     @property
+    def shape_name(self) -> str:
+        """Timing, inputs and depth, such as drawn+s+e-d4: what decides how long a score takes."""
+        return f"{self.timing}{self.inputs.label}-d{self.depth}"
+
+    @property
     def config(self) -> dict[str, Any]:
         """Everything in config.json."""
         return {

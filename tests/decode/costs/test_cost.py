@@ -1,15 +1,25 @@
 """What rounds cost (law 4.9)."""
 
+from dataclasses import dataclass
+from time import sleep
+
 import numpy as np
 import pytest
+from random_pairs import random_pair
 from toy_traces import traced
+from transformers import PreTrainedTokenizerBase
 
 from decode import Counts
-from decode.costs.measure import costs_of, fit_costs
-from decode.costs.model import CostModel
+from decode.costs.measure import Loop, costs_of, fit_costs
+from decode.costs.model import CostModel, StopShares
+from decode.costs.stops import policies_by_kind, sizes, time_stops
 from decode.loop.decoder import Generation, Round
-from decode.policies import FixedLength
+from decode.policies import Entropy, FixedLength, HeadPolicy
+from decode.policies.auto import Auto
+from decode.policies.bounds import Oracle, PerfectHead
 from decode.traces.replay import replay_settings
+from heads import AcceptanceHead
+from lm import Pair, Sampling
 
 
 def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:
@@ -72,3 +82,71 @@ def test_another_ratio_keeps_the_target_and_changes_the_draft():
 def test_times_that_are_no_times_are_refused(times):
     with pytest.raises(ValueError, match="positive number of seconds"):
         CostModel(*times)
+
+
+def test_a_stop_is_paid_at_every_draft_forward():
+    _, trace = traced("plain", 3, 3, (2,))
+    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002})
+    looks, blind = replay_settings(trace, Entropy(0.5)), replay_settings(trace, FixedLength(2))
+    assert cost.time_s(looks) == pytest.approx(0.012 * looks.counts.num_draft_forwards + looks.counts.num_target)
+    assert cost.time_s(blind) == pytest.approx(0.01 * blind.counts.num_draft_forwards + blind.counts.num_target)
+
+
+def test_what_was_not_measured_as_a_whole_is_the_sum_of_its_parts():
+    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
+    assert [cost.stop_s(kind) for kind in ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")] == [0.0, 0.002, 0.005, 0.004]
+
+
+def test_policies_of_one_kind_of_stop_share_a_name():
+    heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
+    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
+    both = HeadPolicy(heads[0], also=heads[1])
+    assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
+    assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(PerfectHead("drawn")))] == ["", "", ""]
+
+
+def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
+    head = AcceptanceHead(8, 1)
+    num_weights = 8 * 8 + 8 + 8 + 1
+    by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
+    assert by_size["fed-d1"] == num_weights / draft_weights
+    assert by_size["entropy"] == 0.0
+    other = CostModel(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
+    assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
+    assert "by size" in other.title
+
+
+class Words(PreTrainedTokenizerBase):
+    """As many ids as the pair has logits."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(40)}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    pair = Pair(*random_pair("llama"), None, Words())
+    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
+
+
+@dataclass(frozen=True)
+class Slow(Entropy):
+    """A stop that takes two milliseconds, and would end every draft at once."""
+
+    max_sqrt_entropy: float = 0.0
+
+    def after(self, state, drawn):
+        sleep(0.002)
+        return super().after(state, drawn)
+
+
+def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
+    found = time_stops(loop, {"slow": Slow(), "entropy": Entropy(0.0)})
+    assert found["slow"].seconds > 0.0019
+    assert found["slow"].seconds > found["entropy"].seconds >= 0
+    assert found["entropy"].error_s > 0
+
+
+def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
+    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
+    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "drawn+s-d1"}

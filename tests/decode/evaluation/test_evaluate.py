@@ -6,7 +6,7 @@ import torch
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.arms import best_heads, picks_of, replay_arms
+from decode.evaluation.arms import best_heads, replay_arms
 from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
 from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.intervals import Spent, gain_over
@@ -35,8 +35,7 @@ def arms(splits):
 
 
 def results_at(cost: CostModel, arms) -> list[Result]:
-    picks = picks_of(arms, cost)
-    return results_of(picks, yardstick_of(picks, cost))
+    return results_of(arms, cost, yardstick_of(arms, cost))
 
 
 def test_every_policy_has_a_built_in_grid():

@@ -10,7 +10,7 @@ from small_pair import trace
 
 from decode import Counts
 from decode.costs.model import CostModel
-from decode.evaluation.arms import picks_of, replay_arms
+from decode.evaluation.arms import replay_arms
 from decode.evaluation.decoded import DecodedHierarchies
 from decode.evaluation.grids import bounds, make_grid
 from decode.evaluation.page import Page, ReportArm, report_hierarchies, write_report
@@ -72,9 +72,8 @@ def test_the_time_of_a_round_grows_with_what_it_verifies():
 
 def test_a_decoded_row_compares_throughputs(arms):
     cost = CostModel.constant(0.1, 1.0)
-    picks = picks_of(arms, cost)
-    yardstick = yardstick_of(picks, cost)
-    replayed = results_of(picks, yardstick)
+    yardstick = yardstick_of(arms, cost)
+    replayed = results_of(arms, cost, yardstick)
     rows = {row.family: row for row in hierarchies().results(cost, yardstick)}
     fixed = next(row for row in replayed if row.family == "fixed_length")
     row = rows["decoded_hsddw"]

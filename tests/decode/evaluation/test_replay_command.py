@@ -1,13 +1,16 @@
 """`replay`, `tune`, `costs` and `tables` on a small trace of the embedded pair: what they print is what the library says."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from configs.command import config_of, parser_for, run
 from decode import replay
 from decode.__main__ import COMMANDS
 from decode.console import wide_console
+from decode.costs.machine import read_costs
 from decode.costs.model import CostModel
 from decode.evaluation.one_policy import at_costs, histogram
 from decode.experiment import Experiment
@@ -104,11 +107,40 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, sai
 
 def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
     lines, document = printed(capsys, "costs", *flags)
-    for row in ("in the loop", "standalone", "by regression", "head plain"):
-        assert sum(row in line for line in lines) == 1
+    for row in ("in the loop", "standalone", "by regression", "drawn-d0", "entropy"):
+        assert sum(f" {row} " in line and "│" in line for line in lines) == 1
     assert len(document["t_target_s"]) == len(document["standalone"]["t_target_s"]) == 7
     assert 0 < document["fit"]["r2"] <= 1
-    assert printed(capsys, "costs", *flags)[1] == document
+    again = printed(capsys, "costs", *flags)[1]
+    assert {**again, "standalone": None} == {**document, "standalone": None}
+
+
+def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
+    one = printed(capsys, "costs", *flags)[1]
+    other = printed(capsys, "costs", *flags, "--pair.num_threads", "2")[1]
+    path = Path(flags[3]) / "costs.json"
+    entries = json.loads(path.read_text())
+    assert [entry["loop"]["threads"] for entry in entries] == [1, 2]
+    assert [entry["times"]["t_draft_s"] for entry in entries] == [one["t_draft_s"], other["t_draft_s"]]
+    torch.set_num_threads(1)
+
+
+def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
+    before = printed(capsys, "costs", *flags)[1]
+    AcceptanceHead(96, 1, "drawn").save_pretrained(Path(flags[5]) / "exported" / "deeper")
+    after = printed(capsys, "costs", *flags)[1]
+    assert set(after["stops"]) == set(before["stops"]) | {"drawn-d1"}
+    assert {kind: after["stops"][kind] for kind in before["stops"]} == before["stops"]
+    assert after["t_draft_s"] == before["t_draft_s"]
+
+
+def test_broken_costs_name_their_file(flags, capsys):
+    path = Path(flags[3]) / "costs.json"
+    for text in ('[{"loop": {', '{"t_draft_s": 1.0}', "null"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"costs\.json is not what `decode costs` writes .* delete it"):
+            read_costs(path.parent)
+    path.unlink()
 
 
 def test_every_papers_tables_are_reached_by_one_command(flags, capsys):

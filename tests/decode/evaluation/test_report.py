@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from small_pair import trace
 
-from decode.costs.model import CostModel
-from decode.evaluation.arms import picks_of, replay_arms
+from decode.costs.model import CostModel, StopShares
+from decode.evaluation.arms import replay_arms
 from decode.evaluation.grids import bounds, default_values, make_grid
 from decode.evaluation.page import Page, ReportArm, write_report
 from decode.evaluation.plots import entropies, pareto
@@ -18,6 +18,8 @@ from decode.traces.recording import Traces
 from lm import Sampling
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+STOPS = {"entropy": 0.05, "token_prob": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def arms():
 def page(arms, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     plots = [pareto(arms[0], {}), entropies(arms[1])]
-    write_report(path, Page(about="a < b", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots), names={})
+    write_report(path, Page(about="a < b", ratio=5.0, stops=STOPS, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots), names={})
     return path
 
 
@@ -46,8 +48,8 @@ def test_the_page_fetches_nothing_and_is_small(page):
 
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
-@pytest.mark.parametrize("ratio", [3, 20])
-def test_the_page_ranks_as_python_does(page, arms, ratio):
+@pytest.mark.parametrize(("ratio", "stop"), [(3, 0.0), (20, 0.0), (5, 0.2)])
+def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
     command = [
         BROWSER,
         "--headless=new",
@@ -55,7 +57,7 @@ def test_the_page_ranks_as_python_does(page, arms, ratio):
         "--disable-gpu",
         "--virtual-time-budget=3000",
         "--dump-dom",
-        f"{page.as_uri()}#ratio={ratio}",
+        f"{page.as_uri()}#ratio={ratio}&stop={stop}",
     ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     table = dom.split('id="ranking"')[1].split("</table>")[0]
@@ -64,9 +66,10 @@ def test_the_page_ranks_as_python_does(page, arms, ratio):
     ]
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
     assert shown == pytest.approx(ratio, rel=0.01)
-    cost = CostModel.constant(1 / shown, 1.0)
-    picks = picks_of(arms[0], cost)
-    expected = sorted(results_of(picks, yardstick_of(picks, cost)), key=lambda result: -result.speed_up)
+    dearest = max(STOPS.values())
+    shares = StopShares("given", {kind: stop * share / dearest for kind, share in STOPS.items()})
+    cost = CostModel.constant(1 / shown, 1.0, elsewhere=shares)
+    expected = sorted(results_of(arms[0], cost, yardstick_of(arms[0], cost)), key=lambda result: -result.speed_up)
     assert [row[0] for row in rows] == [result.family for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert float(row[2]) == pytest.approx(result.speed_up, rel=5e-3)
