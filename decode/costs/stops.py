@@ -26,6 +26,8 @@ from heads.model.head import AcceptanceHead
 
 _STEPS = 10
 """Tokens of a draft that is timed."""
+_TOKENS = 48
+"""Of a generation that is timed."""
 _MOST_TURNS = 8
 _ENOUGH = 0.005
 """Share of a draft step: a standard error below which no more turns are taken."""
@@ -99,12 +101,12 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
 
 def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
     """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same rounds."""
-    rounds = {}
+    num_tokens, drafting = min(_TOKENS, loop.max_new_tokens), {}
     for kind, decoder in decoders.items():
-        generator = torch.Generator().manual_seed(0)
-        rounds[kind] = [one for one in decoder.generate(prompt, loop.max_new_tokens, generator=generator).rounds[1:] if one.drafted]
-        assert [one.drafted for one in rounds[kind]] == [one.drafted for one in rounds[""]], "equal draws write equal texts"
-    return {kind: [one.draft_s / one.counts.num_draft_forwards for one in played] for kind, played in rounds.items()}
+        played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
+        drafting[kind] = [one for one in played if one.drafted]
+        assert [one.drafted for one in drafting[kind]] == [one.drafted for one in drafting[""]], "equal draws write equal texts"
+    return {kind: [one.draft_s / one.counts.num_draft_forwards for one in played] for kind, played in drafting.items()}
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

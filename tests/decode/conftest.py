@@ -10,3 +10,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_turn():
+    """No test reads how long a stop takes, beyond a bound that one turn keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.costs.stops._MOST_TURNS", 1)
+        yield

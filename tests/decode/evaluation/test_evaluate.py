@@ -6,7 +6,7 @@ import torch
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.arms import best_heads, replay_arms
+from decode.evaluation.arms import best_heads, picks_of, replay_arms
 from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
 from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.intervals import Spent, gain_over

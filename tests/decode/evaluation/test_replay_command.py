@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.command import config_of, parser_for, run
 from decode import replay
@@ -117,12 +116,11 @@ def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
 
 def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
     one = printed(capsys, "costs", *flags)[1]
-    other = printed(capsys, "costs", *flags, "--pair.num_threads", "2")[1]
+    other = printed(capsys, "costs", *flags, "--decode.max_draft_length", "5")[1]
     path = Path(flags[3]) / "costs.json"
     entries = json.loads(path.read_text())
-    assert [entry["loop"]["threads"] for entry in entries] == [1, 2]
+    assert [entry["loop"]["max_draft_length"] for entry in entries] == [6, 5]
     assert [entry["times"]["t_draft_s"] for entry in entries] == [one["t_draft_s"], other["t_draft_s"]]
-    torch.set_num_threads(1)
 
 
 def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
