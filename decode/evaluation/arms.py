@@ -5,7 +5,7 @@ does not: replay once, choose at every cost. Only the rule of law 4.11 is anothe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from decode.costs.model import CostModel
 from decode.evaluation.grids import Grid, both_grid, bounds
 from decode.intervals import Contestant, Spent
 from decode.loop.counts import Counts
+from decode.policies.base import Policy
 from decode.traces.recording import Traces
 from decode.traces.replay import Replayed, replay_settings
 from decode.tuning.rule import auto_for
@@ -52,6 +53,18 @@ class Pick(NamedTuple):
     def tokens_per_s_on_dev(self, cost: CostModel) -> float:
         """What it was chosen by."""
         return float(cost.tokens_per_s(self.arm.dev)[self.setting])
+
+    @property
+    def policy(self) -> Policy:
+        """As the loop runs it."""
+        grid = self.arm.grid
+        return replace(grid.policy, **grid.settings[self.setting])  # type: ignore[type-var]
+
+    def replayed(self, num_prompts: int) -> Replayed:
+        """This setting alone on the first test prompts."""
+        test, here = self.arm.test, ([self.setting], slice(num_prompts))
+        counts = {name: values[here] for name, values in vars(test.counts).items() if isinstance(values, np.ndarray)}
+        return replace(test, counts=Counts(**counts), lengths=test.lengths[here])
 
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""

@@ -16,6 +16,7 @@ from decode.console import announce, wide_console
 from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, replay_dataset
+from decode.evaluation.clocked import check_clock, clock_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
 from decode.evaluation.grids import grids_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
@@ -29,19 +30,27 @@ from decode.hierarchies.trio import Trio
 from decode.traces.recording import trace_folder
 
 
-def evaluate(config: Config) -> None:
-    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report."""
+def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
+    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
+
+    Args:
+        config: of the experiment.
+        clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
+        repeats: of each timed generation; medians count.
+    """
+    check_clock(clock, repeats)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
     folder.complete()  # may take hours, so heads and grids were made, and checked, before it
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
+    every: dict[str, Replays] = {}
     frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
-        decoded = None
+        every[dataset], decoded = replays, None
         if experiment.decode.hierarchies:
             loop = resumable_loop(experiment, dataset, trio)
             decoded = decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
@@ -52,7 +61,15 @@ def evaluate(config: Config) -> None:
         page.plots.extend(all_plots(replays, cost, names=NAMES))
         page.datasets[dataset] = [*report_arms(replays, cost), *(report_hierarchies(decoded) if decoded else [])]
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
-    write(experiment.directory, pd.concat(frames), page=page, cost=cost)
+    results = pd.concat(frames)
+    written = write(experiment.directory, results, page=page)
+    if clock:
+        for dataset, replays in every.items():
+            page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=clock, repeats=repeats))
+            wide_console().print(page.clocks[-1].table(NAMES))
+        written += write_clocks(experiment.directory, page)
+    figures = {"results": json.loads(results.to_json(orient="records")), "clock": [report.as_dict() for report in page.clocks]}
+    print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
 
 
 def compare(replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str) -> tuple[pd.DataFrame, Plot]:
@@ -78,14 +95,21 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     return f"{names}; {sampling}; {limits}; {measured}"
 
 
-def write(directory: Path, results: pd.DataFrame, *, page: Page, cost: CostModel) -> None:
-    """Everything but the counts; the last line that is printed is one JSON document."""
+def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
+    """Everything but the counts; the names of all files."""
     results.to_csv(directory / "results.csv", index=False)
     write_plots(directory / "plots", page.plots)
     write_report(directory / "report.html", page, names=NAMES)
     counts = [directory / f"counts-{dataset}.parquet" for dataset in page.datasets]
-    written = announce([directory / "report.html", directory / "plots", directory / "results.csv", *counts])
-    print(json.dumps({"costs": asdict(cost), "results": json.loads(results.to_json(orient="records")), "written": written}))
+    return announce([directory / "report.html", directory / "plots", directory / "results.csv", *counts])
+
+
+def write_clocks(directory: Path, page: Page) -> list[str]:
+    """What the clock said, and the page with it."""
+    write_atomic(directory / "clock.json", json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
+    write_plots(directory / "plots", [report.plot(NAMES) for report in page.clocks])
+    write_report(directory / "report.html", page, names=NAMES)
+    return announce([directory / "clock.json"])
 
 
 def write_plots(directory: Path, plots: Sequence[Plot]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.store.shards import write_atomic
+from decode.clock.results import COLUMNS, ClockReport
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Arm, Replays
 from decode.evaluation.decoded import FAMILIES, DecodedHierarchies
@@ -62,6 +63,8 @@ class Page:
     datasets: dict[str, Sequence[ReportArm | ReportHierarchy]] = field(default_factory=dict)
     """The arms of each, bounds included; hierarchies get a table of their own."""
     plots: list[Plot] = field(default_factory=list)
+    clocks: list[ClockReport] = field(default_factory=list)
+    """Of each dataset, where there was a clock."""
 
 
 def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
@@ -87,7 +90,8 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
         "ratio": page.ratio,
         "stop": max(page.stops.values(), default=0.0),
         "datasets": [_dataset(name, entries, page.stops) for name, entries in page.datasets.items()],
-        "plots": [{"svg": plot.svg, "caption": plot.caption} for plot in page.plots],
+        "plots": [_plot(plot) for plot in page.plots],
+        "clocks": [_clock(report, names) for report in page.clocks],
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     # A text that holds </script> would end the page's script.
@@ -112,6 +116,20 @@ def _weight(kind: str, stops: Mapping[str, float]) -> float:
     """What a stop costs in units of the dearest one."""
     parts = (stops.get(part, 0.0) for part in kind.split(JOINT))
     return stops.get(kind, sum(parts)) / (max(stops.values(), default=0.0) or 1.0)
+
+
+def _plot(plot: Plot) -> dict[str, str]:
+    return {"svg": plot.svg, "caption": plot.caption}
+
+
+def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "title": f"{report.dataset}: {report.about}",
+        "columns": COLUMNS,
+        "rows": [row.cells(names) for row in report.rows],
+        "verdict": report.verdict,
+        "plot": _plot(report.plot(names)),
+    }
 
 
 def _hierarchy(entry: ReportHierarchy) -> dict[str, Any]:

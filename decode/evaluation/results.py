@@ -48,8 +48,13 @@ class Result:
     @property
     def label(self) -> str:
         """The setting in a few characters."""
-        values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.setting.items())
-        return f"{self.name.removeprefix('head:')}: {values}" if self.name.startswith("head") else values or "-"
+        return label_of(self.name, self.setting)
+
+
+def label_of(name: str, setting: Mapping[str, Any]) -> str:
+    """A grid's setting in a few characters."""
+    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
+    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
 
 
 class Yardstick(NamedTuple):

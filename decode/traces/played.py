@@ -5,7 +5,7 @@ draws; a clock around it differs between policies by their work alone. With s th
 `Trace`'s flat(s, j), the drafted tokens before the first rejected position are accepted, and the token after them is the response's own.
 What the trace does not know stays as drawn: tokens that a policy stops before, tokens beyond an EOS.
 
-At temperature 0 the loop takes what is most probable and asks nobody (`decode.loop.drafter.Session`): a trace of temperature 0 plays itself.
+At temperature 0 the loop takes what is most probable and asks nobody (`decode.loop.drafter.Session`): such a trace plays itself.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ class PlayedDraws(Draws):
         self._random = RandomDraws(torch.Generator().manual_seed(row))
         self._path, self._rejected = one.token[: one.num_positions].tolist(), one.rejected.tolist()
         at = one.is_rejected.nonzero()[0]
-        starts = one.branch[at]
-        self._branches = {
-            place: one.token[start : start + length].tolist() for place, start, length in zip(at, starts, one.branch_lengths, strict=True)
-        }
+        branches = zip(at.tolist(), one.branch[at], one.branch_lengths, strict=True)
+        self._branches: dict[int, list[int]] = {place: one.token[start : start + length].tolist() for place, start, length in branches}
+        self._next: int | None = None
+        """The place of the token after the accepted ones, once verification has asked how many those are."""
         self._begin(0)
 
     def token(self, law: Float[Tensor, " vocab"]) -> int:
@@ -51,8 +51,7 @@ class PlayedDraws(Draws):
         stop = self._rejected[start] if start < len(self._path) else start
         self._start, self._num_passing = start, stop - start
         self._drafted = iter([*self._path[start:stop], *self._branches.get(stop, ())])
-        self._next: int | None = None
-        """The place of the token after the accepted ones, once verification has asked how many those are."""
+        self._next = None
 
     def _recorded(self) -> int | None:
         """What comes of the next draw, if the trace knows it."""

@@ -1,0 +1,1 @@
+"""Real generations on a clock, beside what replay and the cost model predict of them."""

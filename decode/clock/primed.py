@@ -1,0 +1,70 @@
+"""Models that start a generation with its prompt in their caches, so that a clock around it reads no prompt.
+
+Law 4.5 holds as ever: after `prime(prompt)` the cache holds prompt[:-1], which is a prefix of committed[:-1] in every generation from this
+prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need another `prime`.
+"""
+
+from collections.abc import Sequence
+
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.policies.base import Policy
+from lm import CachedModel, CompiledModel, Pair, Sampling
+
+
+class PrimedModel(CachedModel):
+    """A `CachedModel` whose `reset` keeps the prompt."""
+
+    _num_primed = 0
+
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """Read all of the prompt but its last token; sequences start from there until the next call."""
+        self._num_primed = 0
+        self.reset()
+        if len(prompt_ids) > 1:
+            self.forward(prompt_ids[:-1])
+        self._num_primed = len(prompt_ids) - 1
+
+    def reset(self) -> None:
+        """Back to the prompt."""
+        if self._num_primed:
+            self.roll_back(self._num_primed)
+        else:
+            super().reset()
+
+
+class PrimedCompiledModel(PrimedModel, CompiledModel):
+    """The same of a `CompiledModel`."""
+
+    def _grow(self, length: int) -> None:
+        self._num_primed = 0  # a larger cache is a new one: what it held is fed again
+        super()._grow(length)
+
+
+class PrimedLoop:
+    """The loop of a config, compiled or eager, for several policies that take turns on one prompt."""
+
+    def __init__(self, pair: Pair, sampling: Sampling, *, max_draft_length: int, is_compiled: bool) -> None:
+        self._pair, self._sampling, self._max_draft_length = pair, sampling, max_draft_length
+        self._kind = PrimedCompiledModel if is_compiled else PrimedModel
+        self._target = self._kind(pair.target, vocab_size=pair.vocab_size)
+        self._drafts: dict[bool, PrimedModel] = {}
+        """By whether they keep hidden states."""
+
+    def decoder(self, policy: Policy) -> SpeculativeDecoder:
+        """For one policy; models are shared."""
+        with_hidden = policy.fed_head is not None or policy.drawn_head is not None
+        if with_hidden not in self._drafts:
+            self._drafts[with_hidden] = self._kind(self._pair.draft, vocab_size=self._pair.vocab_size, with_hidden=with_hidden)
+        return SpeculativeDecoder(
+            self._target,
+            ModelDrafter(self._drafts[with_hidden], policy),
+            sampling=self._sampling,
+            max_draft_length=self._max_draft_length,
+            eos_ids=self._pair.eos_ids,
+        )
+
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """What every decoder starts from next."""
+        for model in (self._target, *self._drafts.values()):
+            model.prime(prompt_ids)
