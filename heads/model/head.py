@@ -197,8 +197,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
 
     def _zero_at_start(self) -> Iterator[nn.Linear]:
-        """Layers whose weights start at zero: then every block starts as a constant and the head as a linear one (as the official code)."""
-        yield from self.blocks  # type: ignore[misc]
+        """Layers whose weights start at zero: the head starts as one that reads the hidden state alone.
+
+        Blocks start as torch's linear layers do, as in the official code, whose zeros are commented out.
+        """
         yield from (linear for linear in (self.mix, self.skip) if linear is not None)
 
 
