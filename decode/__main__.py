@@ -5,9 +5,9 @@ from decode.bench.command import bench
 from decode.costs.command import costs
 from decode.evaluation.command import evaluate
 from decode.evaluation.one_policy import replay
-from decode.evaluation.papers import tables
 from decode.generate.command import generate
 from decode.hierarchies.command import hierarchy
+from decode.papers.command import tables
 from decode.theory.command import theory
 from decode.traces.command import trace
 from decode.tuning.command import tune

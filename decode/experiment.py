@@ -87,14 +87,18 @@ class Experiment:
         return load_prompts(replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"]), split)
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
-        """Token ids of the same prompts, empty and over-long ones left out; none where none are asked for.
+        """Token ids of the same prompts, as `encoded` has them."""
+        return [ids for _, ids in self.encoded(dataset, split, num=num)]
+
+    def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
+        """The same prompts with their token ids, empty and over-long ones left out; none where none are asked for.
 
         Raises:
             ValueError: all of them are empty or over-long.
         """
         prompts = self.prompts(dataset, split, num=num)
-        encoded = (encode(prompt, self.pair.tokenizer, self.data.template) for prompt in prompts)
-        fitting = [ids for ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
+        encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.data.template)) for prompt in prompts)
+        fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
         if prompts and not fitting:
             raise ValueError(
                 f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset]}; raise data.max_prompt_tokens "

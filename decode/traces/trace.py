@@ -10,7 +10,7 @@ path order). With start s of a round and j tokens drafted before,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -122,12 +122,14 @@ class Trace:
             self.scores[key] = self._score(head)
         return self.scores[key]
 
-    def select(self, rows: Sequence[int]) -> "Trace":
-        """The trace of some rows."""
-        return join([self._row(row) for row in rows])
+    def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
+        """The trace of some rows; with `num_tokens`, had their length limit been at most so many tokens."""
+        return join([self._row(row, num_tokens) for row in rows])
 
-    def _row(self, row: int) -> "Trace":
-        path = np.arange(self.offsets[row], self.offsets[row + 1])
+    def _row(self, row: int, num_tokens: int | None) -> "Trace":
+        path = np.arange(self.offsets[row], self.offsets[row + 1])[:num_tokens]
+        whole = self.rows[row]
+        limit = whole.limit if num_tokens is None else min(whole.limit, num_tokens)
         rejected_before = int(self.is_rejected[: path[0]].sum())
         here = slice(rejected_before, rejected_before + int(self.is_rejected[path].sum()))
         starts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
@@ -136,7 +138,7 @@ class Trace:
         positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
         inputs = self.inputs and TokenInputs(self.inputs.hidden[positions], self.inputs.embedding_ids, self.inputs.embedding)
         return Trace(
-            (self.rows[row],),
+            (replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
             self.sampling,
             self.max_draft_length,
             self.token[positions],

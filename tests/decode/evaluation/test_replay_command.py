@@ -1,4 +1,4 @@
-"""`replay`, `tune`, `costs` and `tables` on a small trace of the embedded pair: what they print is what the library says."""
+"""`replay`, `tune` and `costs` on a small trace of the embedded pair: what they print is what the library says."""
 
 import json
 from pathlib import Path
@@ -139,16 +139,6 @@ def test_broken_costs_name_their_file(flags, capsys):
         with pytest.raises(ValueError, match=r"costs\.json is not what `decode costs` writes .* delete it"):
             read_costs(path.parent)
     path.unlink()
-
-
-def test_every_papers_tables_are_reached_by_one_command(flags, capsys):
-    _, document = printed(capsys, "tables", "--paper", "svip", *flags)
-    assert document["tables"][0][-1]["prompts"] == "stories, all"
-    _, document = printed(capsys, "tables", "--paper", "specdec++", *flags)
-    assert [len(rows) > 0 for rows in document["tables"][:2]] == [True, True]
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["tables", "--paper", "hsddw", *flags, "--pair.micro", "null"])
-    assert "micro" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_histogram_shows_every_draft_length():

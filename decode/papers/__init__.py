@@ -1,0 +1,1 @@
+"""The papers' tables, laid out as printed, for the pair of a config."""
