@@ -25,6 +25,10 @@ class StaticBufferCache(StaticCache):
             raise _refusal(model, f"transformers has no static cache for {error} layers") from error
         self.layers = [StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers]
         self.capacity = capacity
+        # lengths begin on the CPU, and there numpy's calls cost a tenth of torch's; a layer elsewhere has moved its own
+        self._counts = [
+            (place, layer, layer.cumulative_length.numpy()) for place, layer in enumerate(self.layers) if type(layer) is StaticLayer
+        ]
         others = {type(layer).__name__ for layer in self.layers if type(layer) not in (StaticLayer, DummyLayer)}
         if others:
             raise _refusal(model, f"padded feeds would spoil the {', '.join(sorted(others))}s of its cache")
@@ -32,20 +36,17 @@ class StaticBufferCache(StaticCache):
     @torch.inference_mode()
     def set_length(self, length: int) -> None:
         """Keep the first `length` positions of every layer."""
-        for layer in self._counting:
-            layer.cumulative_length.fill_(length)
+        for _, layer, count in self._counts:
+            if layer.cumulative_length.is_cpu:
+                count.fill(length)
+            else:
+                layer.cumulative_length.fill_(length)
 
     def check_lengths(self, length: int) -> None:
         """Raise AssertionError unless every layer that was written to holds `length` positions; asked on the CPU, where it is cheap."""
-        for place, layer in enumerate(self.layers):
-            if type(layer) is StaticLayer and layer.is_initialized and layer.cumulative_length.is_cpu:
-                held = int(layer.cumulative_length)
-                if held != length:
-                    raise AssertionError(f"layer {place} (StaticLayer) of the cache holds {held} tokens and the model has {length}")
-
-    @property
-    def _counting(self) -> list[StaticLayer]:
-        return [layer for layer in self.layers if type(layer) is StaticLayer]
+        for place, layer, count in self._counts:
+            if count.item() != length and layer.cumulative_length.is_cpu and layer.is_initialized:
+                raise AssertionError(f"layer {place} (StaticLayer) of the cache holds {count.item()} tokens and the model has {length}")
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:

@@ -6,31 +6,48 @@ looks, and is overwritten by the next feed. Two tokens of which one row is asked
 longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph; on a CPU it
 is C++ made by the compiler, and so is what calls it.
 
-What is compiled holds for one model as it was then: of the hundreds of guards that would check it before every step, which costs a quarter
-of a small model's, those on its modules and parameters are left out. Do not change the model's dtype, device or structure while a
-`CompiledModel` of it is in use; new values in its weights are seen.
+What is compiled holds for the parameters that the model had then (`lm.models.captured`): their values may change, and a model with other
+ones, of another dtype, or elsewhere is compiled anew after the next `reset`. Do not change its structure while a `CompiledModel` is in use.
+
+`forward_then` compiles what a caller makes of the logits together with the forward.
 
 Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs time; it grows by
 doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from lm.caches.static import StaticBufferCache
 from lm.models.cached import CachedModel
+from lm.models.captured import Captured, Tensors
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
-_GUARDED = frozenset({"", "model", "ids", "cache", "cache.layers[0].keys", "with_hidden", "owner"})
-_OWNERS = count()
+Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], Tensors]
+"""What is made of a forward of one token: of its logits, its final hidden state, and the token."""
+
+
+class _Feed(NamedTuple):
+    """Memory for the ids of a compiled forward."""
+
+    ids: Int[Tensor, "1 width"]
+    row: np.ndarray | None
+    """The same for the host to write, where it is the CPU's."""
+
+    def fill(self, token_ids: Sequence[int] | Int[Tensor, "1 width"]) -> None:
+        if isinstance(token_ids, Tensor):
+            self.ids.copy_(token_ids)
+        elif self.row is None:
+            self.ids.copy_(torch.tensor([token_ids]))
+        else:
+            self.row[:] = token_ids
 
 
 class CompiledModel(CachedModel):
@@ -49,26 +66,22 @@ class CompiledModel(CachedModel):
             ValueError: a model whose cache cannot be rolled back, or that cannot be compiled.
         """
         self._capacity = capacity
-        self._made_for: tuple[torch.dtype, torch.device] | None = None
-        self._compiled: Callable[..., Any] = _step  # what the cache is tried with takes no compiling
+        self._made_for: Hashable = None
+        self._steps: dict[Hashable, Captured] = {}
+        self._feeds: dict[int, _Feed] = {}
+        self._is_tried = False  # what the cache is tried with takes no compiling
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
-        # every width of every model is one compilation of `_step`; the default allows eight in a process
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        options: dict[str, Any] = {
-            "guard_filter_fn": _needed,
-            "triton.cudagraphs": self.device.type == "cuda",
-            "cpp_wrapper": self.device.type != "cuda",
-        }
-        self._compiled = torch.compile(_step, fullgraph=True, dynamic=False, options=options)
+        on_gpu = self.device.type == "cuda"
+        self._options: dict[str, Any] = {"triton.cudagraphs": on_gpu, "cpp_wrapper": not on_gpu}
+        self._is_tried = True
         self._capacity, self._made_for = capacity, None
         self.reset()
 
     def _empty(self) -> None:
-        """Forget the sequence; the cache's memory and the compiled forwards stay, unless they are too small or made for another dtype."""
-        made_for = self.model.dtype, self._device
-        if self._made_for != made_for:
-            self._owner = next(_OWNERS)
+        """Forget the sequence; the cache's memory and the compiled forwards stay, unless that is too small or the model is another."""
+        made_for = self.model.dtype, self._device, tuple(map(id, self.model.parameters()))
         if self._made_for != made_for or self._cache.capacity < self._capacity:
+            self._steps, self._feeds = {}, {}
             with torch.inference_mode():
                 self._cache: StaticBufferCache = StaticBufferCache(self.model, self._capacity)  # type: ignore[assignment]
         self._made_for = made_for
@@ -93,51 +106,96 @@ class CompiledModel(CachedModel):
         if length < self._length:
             self._set_length(length)
 
+    def forward_then(self, token_ids: Sequence[int], tail: Tail) -> Tensors:
+        """tail of the last token's forward, both in one compiled step; `hidden` is not kept.
+
+        Args:
+            token_ids: as for `forward`.
+            tail: reads tensors that stay where they are. Keep it: each is compiled anew.
+        """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self.forward_then(token_ids, tail)
+        if len(token_ids) > self._capacity:
+            self._grow(len(token_ids))
+        if len(token_ids) - self._length > 1:
+            self._forward(token_ids[:-1], 1)
+        self.hidden = None
+        if self._length == 0:
+            ids = torch.tensor([token_ids], device=self._device)
+            outputs = self._step(ids, tail)
+        else:
+            outputs = self._stepped(token_ids[-1:], tail)
+        self._advance(1, 1)
+        return outputs
+
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         """Compiled unless the feed is longer than every width, begins a sequence, or would be padded beyond the context."""
-        fed = list(token_ids[self._length :])
-        assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
-        if num_rows == 1 and len(fed) == 2 and self._length > 0:
+        num_fed = len(token_ids) - self._length
+        assert 1 <= num_rows <= num_fed, f"{num_rows} rows asked of {num_fed} fed tokens"
+        if num_rows == 1 and num_fed == 2 and self._length > 0:
             self._forward(token_ids[:-1], 1)
             return self._forward(token_ids, 1)
-        width = next((width for width in _WIDTHS if width >= len(fed)), None)
-        is_compiled = width is not None and self._length > 0 and self._length + width <= self._max_length
-        width = width if is_compiled and width else len(fed)
+        width = 1 if num_fed == 1 else next((width for width in _WIDTHS if width >= num_fed), num_fed)
+        is_compiled = width in _WIDTHS and 0 < self._length <= self._max_length - width and self._is_tried
+        width = width if is_compiled else num_fed
         if self._length + width > self._capacity:
             self._grow(self._length + width)
             return self._forward(token_ids, num_rows)
-        ids = torch.tensor([[*fed, *fed[:1] * (width - len(fed))]], device=self._device)
-        logits, hidden = self._run(ids, is_compiled=is_compiled)
-        rows = slice(len(fed) - num_rows, len(fed))
-        self.hidden = None if hidden is None else hidden[rows]
-        self._cache.check_lengths(self._length + width)
-        if width > len(fed):
-            self._set_length(len(token_ids))
-        self._length = len(token_ids)
-        return logits[rows, : self.vocab_size]
+        fed = list(token_ids[self._length :])
+        if is_compiled:
+            logits, *hidden = self._stepped([*fed, *fed[:1] * (width - num_fed)])
+        else:
+            logits, *hidden = self._step(torch.tensor([fed], device=self._device))
+        self._advance(num_fed, width)
+        self.hidden = hidden[0] if hidden else None
+        if width > num_rows:
+            rows = slice(num_fed - num_rows, num_fed)
+            logits, self.hidden = logits[rows], None if self.hidden is None else self.hidden[rows]
+        return logits
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
         """One token that only the device knows (`forward_drawn`)."""
         assert self._length < self._capacity, "reserve room before feeding tokens that the host does not know"
-        logits, self.hidden = self._run(ids, is_compiled=True)
-        self._length += 1
-        self._cache.check_lengths(self._length)
-        return logits[:, : self.vocab_size]
+        logits, *hidden = self._stepped(ids)
+        self._advance(1, 1)
+        self.hidden = hidden[0] if hidden else None
+        return logits
 
-    def _run(self, ids: Int[Tensor, "1 width"], *, is_compiled: bool) -> tuple[Tensor, Tensor | None]:
-        """Logits and hidden states of every row."""
-        arguments = (self.model, ids, self._cache, self.with_hidden, self._owner)
-        if not is_compiled:
-            return _step(*arguments)
-        try:
-            if not ids.is_cuda:
-                return self._compiled(*arguments)
-            torch.compiler.cudagraph_mark_step_begin()
-            logits, hidden = self._compiled(*arguments)
-        except TorchDynamoException as error:
-            why = str(error).strip().splitlines()[0]
-            raise ValueError(f"{type(self.model).__name__} cannot be compiled ({why}); {self.remedy}") from error
-        return logits.clone(), hidden if hidden is None else hidden.clone()  # a CUDA graph writes its next output over this one
+    def _stepped(self, fed: Sequence[int] | Int[Tensor, "1 1"], tail: Tail | None = None) -> Tensors:
+        """`_step` of these ids, compiled."""
+        width = len(fed)
+        feed = self._feeds.get(width) or self._prepared(width)
+        feed.fill(fed)
+        key = width, tail, torch.get_num_threads()  # as many as were compiled for
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = Captured(lambda: self._step(feed.ids, tail), self._options)
+        if not feed.ids.is_cuda:
+            return step()
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(output.clone() for output in step())  # a CUDA graph writes its next output over this one
+
+    def _step(self, ids: Int[Tensor, "1 width"], tail: Tail | None = None) -> Tensors:
+        """Logits of every row of one forward, final hidden states after them if they are kept; or what the tail makes of both."""
+        output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=self.with_hidden)
+        logits = output.logits[0, :, : self.vocab_size]
+        hidden = output.hidden_states[-1][0] if self.with_hidden else None
+        if tail is not None:
+            return tail(logits, hidden, ids[0])
+        return (logits,) if hidden is None else (logits, hidden)
+
+    def _prepared(self, width: int) -> _Feed:
+        ids = torch.zeros(1, width, dtype=torch.long, device=self._device)
+        feed = self._feeds[width] = _Feed(ids, ids.numpy()[0] if ids.is_cpu else None)
+        return feed
+
+    def _advance(self, num_fed: int, width: int) -> None:
+        """The cache has taken `width` tokens of which the first `num_fed` count."""
+        self._length += width
+        self._cache.check_lengths(self._length)
+        if width > num_fed:
+            self._set_length(self._length - width + num_fed)
 
     def _grow(self, length: int) -> None:
         """Room for `length` tokens, empty: what was cached is fed again."""
@@ -148,20 +206,3 @@ class CompiledModel(CachedModel):
     def _set_length(self, length: int) -> None:
         self._length = length
         self._cache.set_length(length)
-
-
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Which guards to keep: the arguments, the cache's capacity, and torch's own settings (threads, inference mode)."""
-    return [guard.name in _GUARDED for guard in guards]
-
-
-def _step(
-    model: PreTrainedModel, ids: Tensor, cache: StaticBufferCache, with_hidden: bool, owner: int
-) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows hidden"] | None]:
-    """Logits, and final hidden states if asked for, of every row of one forward.
-
-    `owner` is read so that it is guarded: each `CompiledModel` has its own compilations, since what tells models apart is not looked at.
-    """
-    assert owner >= 0
-    output = model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=with_hidden)
-    return output.logits[0], output.hidden_states[-1][0] if with_hidden else None

@@ -1,0 +1,50 @@
+"""A function of tensors that stay where they are, compiled: calling it takes no arguments, checks nothing, and is the kernels alone.
+
+`torch.compile` finds out before every call whether what it compiled still holds, and gathers the tensors that it reads anew; with a small
+model that takes as long as the model. Here the first call keeps the compiled graph and the very tensors that it was given, and later ones
+call the one on the others: what a tensor holds may change, which tensors they are may not. Who makes a `Captured` knows when it no longer
+holds, and makes another.
+"""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+
+Tensors = tuple[Tensor, ...]
+
+
+class Captured:
+    """The function, compiled at its first call."""
+
+    def __init__(self, function: Callable[[], Tensors], options: dict[str, Any]) -> None:
+        """Args:
+        function: every tensor that it reads is found through its closure; returns new tensors, and has no effects but on tensors.
+        options: inductor's.
+
+        Raises:
+            torch._dynamo.exc.TorchDynamoException: at the first call, if it cannot be compiled.
+        """
+        self._options = options
+        self._kernels: Callable[..., Sequence[Tensor]] | None = None
+        self._inputs: tuple[Any, ...] = ()
+        assert isinstance(function, FunctionType)
+        # with a code object of its own: torch.compile keeps what it compiled, and counts how often, by these
+        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+        self._first = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
+
+    def __call__(self) -> Tensors:
+        """What the function returns now."""
+        return self._first() if self._kernels is None else tuple(self._kernels(*self._inputs))
+
+    def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        kernels: Any = compile_fx(graph, examples, config_patches=self._options)
+
+        def kept(*inputs: Any) -> Any:
+            self._kernels, self._inputs = kernels, inputs
+            return kernels(*inputs)
+
+        return kept
