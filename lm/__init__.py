@@ -9,7 +9,7 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 """
 
 from lm.arrays import array_of
-from lm.draws import Draws, GreedyDraws, RandomDraws
+from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
 from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
@@ -20,6 +20,7 @@ from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law,
 
 __all__ = [
     "CachedModel",
+    "Chance",
     "CompiledModel",
     "Draws",
     "GreedyDraws",

@@ -41,6 +41,15 @@ class Draws(Protocol):
         ...
 
 
+@runtime_checkable
+class Chance(Protocol):
+    """Draws that a compiled step can make itself."""
+
+    def chance(self) -> tuple[float, int]:
+        """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps use neither."""
+        ...
+
+
 class RandomDraws(Draws):
     """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
 
@@ -66,14 +75,17 @@ class RandomDraws(Draws):
             token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * BELOW_ONE))
         else:
             token = int(self.draw(law))
-        return _checked(token, law)
+        return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
         """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
         if law.device.type == "mps":  # which has no float64
             return self.draw(law.cpu()).to(law.device)
-        cumulative = law.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, cumulative[-1:] * (self._tokens.next() * BELOW_ONE), right=True)
+        return inverted(law, self._tokens.next())
+
+    def chance(self) -> tuple[float, int]:
+        """The uniform that `token` would have used."""
+        return self._tokens.next(), -1
 
     def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
         with torch.inference_mode(False):  # one made in inference mode could not be written to outside it
@@ -106,20 +118,40 @@ class GreedyDraws:
             token = token if row[token] == row[token] else row.shape[-1]  # argmax stops at the first NaN, the only number unequal to itself
         else:
             token = int(self.draw(law))
-        return _checked(token, law)
+        return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
         """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
-        best, token = law.max(-1, keepdim=True)
-        return torch.where(best.isnan(), law.shape[-1], token)
+        return greedy_token(law)
+
+    def chance(self) -> tuple[float, int]:
+        """Nothing that is used."""
+        return 0.0, -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix; between one-hot distributions every probability is 0 or 1."""
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
 
-def _checked(token: int, law: Float[Tensor, " vocab"]) -> int:
-    """The token, if it is one."""
+def inverted(law: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"]) -> Int[Tensor, " 1"]:
+    """Where the distribution function first exceeds the uniform; len(law), which is no token, where the law has NaN."""
+    cumulative = law.cumsum(-1, dtype=torch.float64)
+    # entries that do not exceed it are counted, since compiled code has no search; beside NaN nothing is less or more
+    return (~(cumulative > cumulative[-1:] * (uniform * BELOW_ONE))).sum(-1, keepdim=True)
+
+
+def greedy_token(law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+    """Where the law is largest; len(law), which is no token, where it has NaN."""
+    best, token = law.max(-1, keepdim=True)
+    return torch.where(best.isnan(), law.shape[-1], token)
+
+
+def refuse_no_token(token: int, law: Float[Tensor, " vocab"]) -> int:
+    """The token, if it is one.
+
+    Raises:
+        ValueError: it is the id beyond the last, which a law with NaN in it draws.
+    """
     if token == law.shape[-1]:
         raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
     return token

@@ -10,7 +10,7 @@ softmax runs in float32 whatever the dtype of the logits (float64 on request).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,7 @@ class Sampling:
     temperature: float | int = 1.0
     top_k: int | None = None
     top_p: float | int | None = None
+    _warpers: ClassVar[LogitsProcessorList]
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -33,11 +34,22 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
+        object.__setattr__(self, "_warpers", self._made_warpers())
 
     @property
     def is_greedy(self) -> bool:
         """True when every distribution is one-hot."""
         return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the distribution is softmax(logits) itself."""
+        return self.temperature == 1 and not self._warpers and self.sees_no_tokens
+
+    @property
+    def sees_no_tokens(self) -> bool:
+        """True unless this is of a class that looks at the tokens, each of which must then be on the host before the next."""
+        return type(self).processed is Sampling.processed
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The three settings, for manifests and head configs."""
@@ -56,7 +68,9 @@ class Sampling:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self._warpers:
             rows = logits.reshape(-1, logits.shape[-1])
-            logits = self._warpers(None, rows).reshape(logits.shape)  # type: ignore[arg-type]  # no warper reads the ids
+            for warper in self._warpers:  # the list's own call looks signatures up, each time
+                rows = warper(None, rows)  # type: ignore[arg-type]  # no warper reads the ids
+            logits = rows.reshape(logits.shape)
         return logits.softmax(-1)
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
@@ -68,11 +82,10 @@ class Sampling:
         logits = self.processed(logits, token_ids)
         return logits if self.is_greedy else self.probs(logits)
 
-    @cached_property
-    def _warpers(self) -> LogitsProcessorList:
+    def _made_warpers(self) -> LogitsProcessorList:
         """transformers' warpers in transformers' order."""
         warpers = LogitsProcessorList()
-        if self.temperature != 1.0:
+        if self.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))

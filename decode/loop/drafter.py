@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.loop.fused import fused_step
 from decode.loop.signals import reader_of
-from decode.policies.base import BeforeDraw, Outcome, Policy
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
 from lm import CachedModel, Draws, GreedyDraws, Sampling
 
 
@@ -99,6 +100,7 @@ class ModelDrafter:
     def start(self, session: Session) -> None:
         self.model.reset()
         self._session = session
+        self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
         self._state = self.policy.start()
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
@@ -107,16 +109,13 @@ class ModelDrafter:
         proposal = Proposal(num_allowed=max_tokens)
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         self._state, self._proposal = state, proposal
-        # a subclass of Sampling that looks at the tokens (transformers' processors) needs each on the host before the next
-        if self.reads_at_end and num_tokens > 0 and type(session.sampling).processed is Sampling.processed:
+        if self.reads_at_end and num_tokens > 0 and session.sampling.sees_no_tokens:
             self._propose_on_device(committed, num_tokens)
             return proposal
         ids = list(committed)
         while len(proposal.tokens) < num_tokens:
-            logits = self.model.forward(ids)
+            token, drawn, q = self._step(len(proposal.tokens), ids)
             proposal.num_draft_forwards += 1
-            q = session.sampling.laws_after(logits, ids)[0]
-            token, drawn = self._signals.draw(len(proposal.tokens), logits[0], q, session.draws)
             if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
                 proposal.stop_reason = "policy"
                 break
@@ -130,6 +129,16 @@ class ModelDrafter:
                 break
         self._state = state
         return proposal
+
+    def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        """Draw a token after `ids`: it, the signals of the step, and the law that it was drawn from."""
+        sampling, draws = self._session.sampling, self._session.draws
+        if self._fused is not None:
+            return self._fused.draw(position, ids, draws)  # type: ignore[arg-type]  # they offer a chance, or it would be None
+        logits = self.model.forward(ids)
+        q = sampling.laws_after(logits, ids)[0]
+        token, drawn = self._signals.draw(position, logits[0], q, draws, probs=q if sampling.is_plain else None)
+        return token, drawn, q
 
     def _propose_on_device(self, committed: list[int], num_tokens: int) -> None:
         """Draft without waiting for the host, then read the tokens in one transfer and keep those up to the first EOS.

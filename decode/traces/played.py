@@ -40,6 +40,11 @@ class PlayedDraws(Draws):
         drawn, recorded = self._random.draw(law), self._recorded()
         return drawn if recorded is None else drawn.fill_(recorded)
 
+    def chance(self) -> tuple[float, int]:
+        """A uniform, and the recorded token, for a compiled step."""
+        (uniform, drawn), recorded = self._random.chance(), self._recorded()
+        return uniform, drawn if recorded is None else recorded
+
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         # each probability is looked at until the first recorded rejection, as by draws that decide
         count = self._random.num_accepted(float(place < self._num_passing) for place, _ in enumerate(acceptance_probs))

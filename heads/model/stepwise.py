@@ -1,71 +1,109 @@
 """A head for one token at a time: `heads.model.formula` as bare calls on its weights.
 
-A draft step of a small model takes half a millisecond, and module calls and batched products on vectors of 64 numbers would be a sixth of
-that. So the formula is written again here; tests/decode/loop/test_signals.py holds it to `AcceptanceHead.forward`.
+What a token's embedding e adds is linear, U_e e + c to the stream and v_e . e to the logit, so it is worked out once for the whole
+vocabulary: a step looks a row up in place of an embedding and two products. `StepwiseHead` computes with tensors, on any device and inside
+a compiled step; `heads.model.on_host` does the same with numpy. tests/decode/loop/test_signals.py holds both to `AcceptanceHead.forward`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
 from heads.model.head import AcceptanceHead
 
+_LARGEST_TABLE = 2**24
+"""Numbers in a table (64 MiB). A larger one is not made: beside a draft of that size two products are nothing."""
+
+
+class Vocabulary(NamedTuple):
+    """The draft's input embeddings."""
+
+    num_tokens: int
+    embedding: Callable[[Int[Tensor, " tokens"]], Float[Tensor, "tokens hidden"]]
+    """Rows of them."""
+
+
+class OfEmbedding(NamedTuple):
+    """What embeddings of tokens add."""
+
+    stream: Float[Tensor, "tokens hidden"] | None
+    """U_e e + c; None for a head without blocks."""
+    logit: Float[Tensor, " tokens"]
+    """v_e . e."""
+
 
 class StepwiseHead:
     """One head's weights, read once, on its device."""
 
-    def __init__(self, head: AcceptanceHead, *, names: Sequence[str] | None = None) -> None:
+    def __init__(self, head: AcceptanceHead, vocabulary: Vocabulary | None = None) -> None:
         """Args:
-        names: of the numbers that `score` is given, the head's scalars among them; None: the head's scalars alone.
+        head: in evaluation; its device is where the draft's hidden states are.
+        vocabulary: for a head that takes the embedding.
         """
+        assert vocabulary is not None or not head.inputs.embedding, "a head that takes the embedding needs those of the draft"
         weights = {name: weight.detach() for name, weight in head.named_parameters()}
-        self.inputs = head.inputs
-        self._dtype = head.out.weight.dtype
-        self._blocks = [(weights[f"blocks.{d}.weight"], weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
-        self._out = weights["out.weight"], weights["out.bias"]
-        self._mix = (weights["mix.weight"], weights["mix.bias"]) if head.mix is not None else None
-        self._skip = weights.get("skip.weight")
-        scalars = head.inputs.scalars
-        self._places = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
-        columns = [] if self._mix is None else [column.contiguous() for column in self._mix[0].T[: len(scalars)]]
-        slopes = [] if self._skip is None else self._skip[0, : len(scalars)].tolist()
-        self._columns, self._slopes = list(zip(columns, self._places, strict=False)), list(zip(slopes, self._places, strict=True))
-        self._other_columns = self._columns[1:]
+        self.inputs, self.dtype = head.inputs, head.out.weight.dtype
+        self.blocks = [(weights[f"blocks.{d}.weight"], weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
+        self.out, self.out_bias = weights["out.weight"], weights["out.bias"]
+        self.mix_bias = weights.get("mix.bias")
+        self.mix_scalars, self._mix_embedding = _apart(weights.get("mix.weight"), len(head.inputs.scalars))
+        self.skip_scalars, self._skip_embedding = _apart(weights.get("skip.weight"), len(head.inputs.scalars))
+        self._vocabulary = vocabulary
+        self.table = self._made_table()
 
-    def __call__(self, hidden: Float[Tensor, " hidden"], inputs: Float[Tensor, " input"] | None = None) -> Float[Tensor, " 1"]:
-        """The logit f; `inputs` are those of the head, concatenated."""
-        stream = hidden if hidden.dtype == self._dtype else hidden.to(self._dtype)
-        if self._skip is None or inputs is None:
-            return self._of_stream(stream)
-        inputs = inputs.to(self._dtype)
-        if self._mix is not None:
-            stream = stream + torch.addmv(self._mix[1], self._mix[0], inputs)
-        return torch.addmv(self._of_stream(stream), self._skip, inputs)
+    def __call__(
+        self, hidden: Float[Tensor, " hidden"], scalars: Float[Tensor, " scalar"] | None = None, token: Int[Tensor, " 1"] | None = None
+    ) -> Float[Tensor, " 1"]:
+        """The logit f.
 
-    def score(
-        self, hidden: Float[Tensor, " hidden"], numbers: Sequence[float] = (), embedding: Float[Tensor, " hidden"] | None = None
-    ) -> float:
-        """The same as a number, with scalars that are numbers: `names` in their order."""
+        Args:
+            hidden: the draft's final hidden state at the head's timing.
+            scalars: the head's, in its order, if it takes any.
+            token: the token that is scored, read if the head takes its embedding.
+        """
+        stream, logit = hidden.to(self.dtype), self.out_bias
         if self.inputs.embedding:
-            scalars = torch.tensor([numbers[place] for place in self._places], dtype=torch.float64) if self._places else None
-            return self(hidden, self.inputs.concatenated(scalars, embedding)).item()
-        # on the CPU a tensor made of the numbers would cost as much as a block, so the columns of U are scaled by them one by one
-        stream = hidden if hidden.dtype == self._dtype else hidden.to(self._dtype)
-        if self._mix is not None:
-            column, place = self._columns[0]
-            mixed = torch.add(self._mix[1], column, alpha=numbers[place])
-            for column, place in self._other_columns:
-                mixed.add_(column, alpha=numbers[place])
-            stream = mixed.add_(stream)
-        logit = self._of_stream(stream).item()
-        for slope, place in self._slopes:
-            logit += slope * numbers[place]
-        return logit
+            assert token is not None
+            added = self.of_embedding(token)
+            stream, logit = stream if added.stream is None else stream + added.stream[0], logit + added.logit
+        elif self.mix_bias is not None:
+            stream = stream + self.mix_bias
+        if self.inputs.scalars:
+            assert scalars is not None, "the head takes scalars"
+            scalars = scalars.to(self.dtype)
+            stream = stream if self.mix_scalars is None else torch.addmv(stream, self.mix_scalars, scalars)
+            logit = torch.addmv(logit, self.skip_scalars, scalars)  # type: ignore[arg-type]
+        for weight, bias in self.blocks:
+            stream = stream + functional.silu(torch.addmv(bias, weight, stream))
+        return torch.addmv(logit, self.out, stream)
 
-    def _of_stream(self, stream: Float[Tensor, " hidden"]) -> Float[Tensor, " 1"]:
-        for weight, bias in self._blocks:
-            stream = functional.silu(torch.addmv(bias, weight, stream), True).add_(stream)
-        return torch.addmv(self._out[1], self._out[0], stream)
+    def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:
+        """What the embeddings of these tokens add; only for a head that takes it."""
+        if self.table is None:
+            return self._worked_out(tokens)
+        stream, logit = self.table
+        return OfEmbedding(None if stream is None else stream.index_select(0, tokens), logit.index_select(0, tokens))
+
+    def _made_table(self) -> OfEmbedding | None:
+        """The same for the whole vocabulary; None where it would be too large, or the head takes no embedding."""
+        if self._vocabulary is None or not self.inputs.embedding or self._vocabulary.num_tokens * self.out.shape[1] > _LARGEST_TABLE:
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # one made in inference mode could not be used outside it
+            return self._worked_out(torch.arange(self._vocabulary.num_tokens, device=self.out.device))
+
+    def _worked_out(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:
+        assert self._vocabulary is not None
+        assert self._skip_embedding is not None
+        embeddings = self._vocabulary.embedding(tokens).detach().to(self.dtype)
+        mix, bias = self._mix_embedding, self.mix_bias
+        stream = None if mix is None or bias is None else embeddings @ mix.T + bias
+        return OfEmbedding(stream, embeddings @ self._skip_embedding[0])
+
+
+def _apart(weight: Tensor | None, num_scalars: int) -> tuple[Tensor | None, Tensor | None]:
+    """The columns that read scalars, and those that read the embedding."""
+    return (None, None) if weight is None else (weight[:, :num_scalars], weight[:, num_scalars:])

@@ -91,6 +91,11 @@ class CachedModel:
         """The ids that end a sequence: those of the generation config, or else of the config."""
         return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
 
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embeddings."""
+        return next(self.model.get_input_embeddings().parameters()).shape[0]
+
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         """Rows of the input embeddings, on the device of `tokens`."""
         return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)

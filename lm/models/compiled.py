@@ -69,6 +69,8 @@ class CompiledModel(CachedModel):
         self._made_for: Hashable = None
         self._steps: dict[Hashable, Captured] = {}
         self._feeds: dict[int, _Feed] = {}
+        self.makers: dict[Hashable, Any] = {}
+        """Makers of tails, kept here by those who ask for them since each tail takes seconds to compile."""
         self._is_tried = False  # what the cache is tried with takes no compiling
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         on_gpu = self.device.type == "cuda"

@@ -109,8 +109,12 @@ class ToyModel(CachedModel):
     def max_length(self) -> float:
         return float("inf")
 
+    @property
+    def num_embeddings(self) -> int:
+        return max(self.width, 4)
+
     def embedding(self, tokens: Tensor) -> Tensor:
-        return torch.eye(max(self.width, 4), dtype=torch.float64)[tokens][:, :4]
+        return torch.eye(self.num_embeddings, dtype=torch.float64)[tokens][:, :4]
 
     def reset(self) -> None:
         self.fed: list[int] = []

@@ -9,10 +9,13 @@ from toy_loop import PROMPT, decoder_of, toy_head
 
 from data_gen.labels.scalars import Scalars
 from decode import ModelDrafter, Session
-from decode.loop.signals import DeviceSignals, HostSignals, OfToken
+from decode.loop.reading import OfToken
+from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
-from heads.model.stepwise import StepwiseHead
+from heads.model import stepwise
+from heads.model.on_host import HostHead
+from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import RandomDraws, Sampling, entropy
 
 
@@ -77,22 +80,23 @@ def test_only_what_a_policy_asks_for_is_computed():
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("scalars", [False, True])
-@pytest.mark.parametrize("embedding", [False, True])
-def test_the_stepwise_head_equals_the_head(depth, scalars, embedding):
+@pytest.mark.parametrize(("embedding", "largest_table"), [(False, 0), (True, 0), (True, 2**24)])
+def test_the_stepwise_heads_equal_the_head(depth, scalars, embedding, largest_table, monkeypatch):
+    """With what embeddings add worked out for every token, or for each anew."""
+    monkeypatch.setattr(stepwise, "_LARGEST_TABLE", largest_table)
     torch.manual_seed(depth)
-    head = AcceptanceHead(8, depth, "drawn", scalars, embedding).double()
+    head = AcceptanceHead(8, depth, "drawn", scalars, embedding).double().requires_grad_(False)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    hidden, pair, token = (
-        torch.randn(8).double(),
-        torch.randn(2).double() if scalars else None,
-        torch.randn(8).double() if embedding else None,
-    )
-    expected = head(hidden, pair, token)
-    torch.testing.assert_close(StepwiseHead(head)(hidden, head.inputs.concatenated(pair, token))[0], expected)
-    assert StepwiseHead(head).score(hidden, () if pair is None else tuple(pair.tolist()), token) == pytest.approx(
-        expected.item(), rel=1e-12
-    )
+    embeddings = torch.randn(5, 8).double()
+    step = StepwiseHead(head, Vocabulary(5, lambda tokens: embeddings[tokens]))
+    on_host = HostHead(step)
+    for token_id in (3, 0):
+        hidden, pair = torch.randn(8).double(), torch.randn(2).double() if scalars else None
+        expected = head(hidden, pair, embeddings[token_id] if embedding else None)
+        torch.testing.assert_close(step(hidden, pair, torch.tensor([token_id]))[0], expected)
+        numbers = () if pair is None else tuple(pair.tolist())
+        assert on_host.score(hidden.numpy(), numbers, token_id) == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])

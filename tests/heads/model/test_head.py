@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from heads import AcceptanceHead, Provenance
 from heads.model.head import check_shape, update_config
 from heads.model.inputs import Inputs
+from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead
 
 
@@ -70,9 +71,8 @@ def test_scalars_have_names_and_an_order_of_their_own(tmp_path: Path):
     assert again.inputs == Inputs(("entropy",), embedding=False)
     assert torch.equal(again(hidden, entropy), head(hidden, entropy))
     numbers = [0.0, float(entropy[0, 0])]
-    assert StepwiseHead(head, names=("log_token_prob", "entropy")).score(hidden[0], numbers) == pytest.approx(
-        head(hidden, entropy)[0].item()
-    )
+    stepwise = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
+    assert stepwise.score(hidden[0].numpy(), numbers) == pytest.approx(head(hidden, entropy)[0].item())
     assert json.loads((tmp_path / "config.json").read_text())["scalars"] == ["entropy"]
     for wrong in (("mood",), ("entropy", "entropy")):
         with pytest.raises(ValueError, match="each once"):

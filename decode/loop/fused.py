@@ -1,0 +1,89 @@
+"""A draft step as one compiled step: forward, sampling transform, draw, signals and heads in one graph, and one small tensor for the host.
+
+The laws are those of `decode.loop.signals`, which serves drafts that are not compiled, and tests hold the two together. A token is drawn by
+inversion from a uniform that is handed in (`lm.draws.Chance`), from the very q that comes back for verification. The token that a fed-time
+head scores is the one that is fed, and its numbers wait on the device from the step before.
+"""
+
+from math import exp
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from decode.loop.reading import OfToken, Reader, numbers_of, scored
+from decode.policies.base import AfterDraw, Policy
+from lm import Chance, CompiledModel, Draws, Sampling
+from lm.draws import greedy_token, inverted, refuse_no_token
+
+_INFINITY = float("inf")
+
+
+class FusedStep(Reader):
+    """One policy's signals and one sampling on one compiled draft."""
+
+    def __init__(self, policy: Policy, model: CompiledModel, sampling: Sampling) -> None:
+        super().__init__(policy, model)
+        self._compiled, self._sampling = model, sampling
+        with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
+            self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
+            self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
+            self._before = {name: torch.zeros(1, device=model.device) for name in ([] if self.fed is None else self.fed.inputs.scalars)}
+        self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
+        for head in (self.fed, self.drawn):
+            assert head is None or model.with_hidden, "a head scores hidden states: the draft must keep them"
+        for tensor in (self._uniform, self._forced, *self._before.values()):
+            torch._dynamo.mark_static_address(tensor)
+
+    def draw(self, position: int, token_ids: list[int], draws: Chance) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        """Draw a token after these: it, the signals of the step, and the law that it was drawn from.
+
+        Raises:
+            ValueError: the law is not finite.
+        """
+        uniform, forced = draws.chance()
+        if self._on_host is not None:
+            self._on_host[0][0], self._on_host[1][0] = uniform, forced
+        else:
+            self._uniform.fill_(uniform)
+            self._forced.fill_(forced)
+        law, numbers = self._compiled.forward_then(token_ids, self._tail)
+        token, entropy, max_prob, log_token_prob, fed_logit, drawn_logit = numbers.tolist()
+        token_id = refuse_no_token(int(token), law)
+        fed_logit = fed_logit if position > 0 else _INFINITY
+        return token_id, AfterDraw(position, entropy, max_prob, fed_logit, exp(log_token_prob), drawn_logit), law
+
+    def _tail(
+        self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
+    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 6"]]:
+        """The law, and (token, `OfToken`, fed_logit, drawn_logit); zero where nobody asks."""
+        law = self._sampling.laws_after(logits, ())[0]
+        token = greedy_token(law) if self._sampling.is_greedy else inverted(law, self._uniform)
+        token = torch.where(self._forced >= 0, self._forced, token)
+        columns: dict[str, Tensor] = {}
+        if self.needs_distribution or self.has_heads:
+            known = token.clamp(max=len(law) - 1)
+            columns = numbers_of(logits[0], known, frozenset(OfToken._fields))
+            if self.fed is not None and hidden is not None:
+                columns["fed_logit"] = scored(self.fed, hidden[0], self._before, fed)
+                for name, number in self._before.items():
+                    number.copy_(columns[name])
+            if self.drawn is not None and hidden is not None:
+                columns["drawn_logit"] = scored(self.drawn, hidden[0], columns, known)
+        wide = torch.float64 if law.is_cpu else torch.float32  # which holds every id below 2^24 exactly
+        nothing = torch.zeros(1, dtype=wide, device=law.device)
+        names = (*OfToken._fields, "fed_logit", "drawn_logit")
+        return law, torch.cat([token.to(wide), *(columns[name].to(wide) if name in columns else nothing for name in names)])
+
+
+def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) -> FusedStep | None:
+    """The step for this policy; None where the draft is not compiled, or in two places, processors look at tokens, or draws are others."""
+    if not (isinstance(model, CompiledModel) and isinstance(draws, Chance) and sampling.sees_no_tokens):
+        return None
+    if model.device != model.output_device or model.device.type == "mps":  # which has no float64
+        return None
+    made = model.makers  # which outlive the drafters that ask for them
+    key = sampling, policy.signals, policy.fed_head, policy.drawn_head
+    if key not in made:
+        made[key] = FusedStep(policy, model, sampling)
+    return made[key]
