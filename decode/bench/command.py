@@ -1,168 +1,156 @@
-"""python -m decode bench: wall clock of the loop beside transformers' assisted generation, as ratios in one interleaved run.
+"""python -m decode bench: wall clock of every policy family beside transformers' assisted generation, arms taking turns on every prompt.
 
-    outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time;
-                      outside_own_share: the same with the loop's own forwards, which are faster than bare ones
-    against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
-    against_plain     tokens per second of the loop / of the target's plain generation
-    head_share        what a head adds to a draft step / the step without it; the first of the config's heads, or where there are none an
-                      untrained one of depth 3 on the hidden state alone. Scalars cost more than a block
+    policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
+                (`decode.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
+                by layers that change nothing (`decode.bench.speeds`). Finished cells stay in DIR/bench.json
+    lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`decode.bench.lengths`)
+    overheads   what the loop spends outside forwards, and what a head adds to a draft step (`decode.bench.overheads`)
 
-With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`).
-
-Greedy, and sampled at temperature 1 without warpers (with warpers assisted generation applies them to the draft twice and would lose for
-another reason). Arms take turns on every prompt; times, and ratios prompt by prompt, are medians. The last line is one JSON document.
+With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`). The last line is one JSON document.
 """
 
 import json
-import math
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging
 
 from configs.schema import Config
-from decode.bench.generations import Arms, median_ratio, outside_share, timed_in_turns
+from data_gen.store.shards import write_atomic
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
-from decode.costs.measure import head_cost
+from decode.bench.lengths import length_rows, length_table
+from decode.bench.overheads import overheads_of
+from decode.bench.race import SAMPLINGS, Race, Terms
+from decode.bench.standings import gain_plot, standing_table, standings_of, verdict_of
+from decode.console import announce, wide_console
 from decode.experiment import Experiment
-from heads.model.head import AcceptanceHead
-from lm import CompiledModel, Pair, Sampling
 
-SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling()}
+Part = Literal["policies", "lengths", "overheads"]
+_PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
+"""Without warpers, which transformers applies to the draft twice: it would lose for another reason than its loop."""
 
 
 def bench(
     config: Config,
     *,
+    parts: tuple[Part, ...] = ("policies",),
+    ratios: tuple[float, ...] = (),
+    t_draft_ms: float = 10.0,
+    samplings: tuple[Literal["greedy", "sampled", "nucleus", "own"], ...] = ("greedy", "sampled", "nucleus"),
+    policies: tuple[str, ...] = (),
+    families: tuple[str, ...] = (),
+    constants: tuple[int, ...] = (),
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10),
     threads: tuple[int, ...] = (1, 2),
-    num_prompts: int = 8,
+    num_prompts: int = 16,
     num_tokens: int = 64,
-    compile: bool = True,
 ) -> dict[str, Any]:
     """Wall clock, side by side with transformers' assisted generation.
 
     Args:
-        config: names the pair; its sampling is not used, bench has two of its own.
-        lengths: fixed draft lengths.
-        threads: CPU threads to measure with.
-        num_prompts: generations per arm; medians over them.
+        config: names the pair; of policies also its trace, heads, costs, and whether the loop is compiled.
+        parts: what is measured.
+        ratios: of policies: make both models slow, to these t_target / t_draft; empty: the pair as it is.
+        t_draft_ms: of policies: a draft step with ratios, unless the draft is slower as it is.
+        samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's (own).
+        policies: these instead of each family's best, one a fixed length: fixed_length:k=5, head:PATH,max_rejection_prob=0.4.
+        families: of policies: only these and the best fixed length; empty: all.
+        constants: of policies: lengths of transformers' constant schedule; empty: our best fixed length and half of it.
+        lengths: of lengths: fixed draft lengths.
+        threads: of lengths and overheads: CPU threads to measure with.
+        num_prompts: generations per arm.
         num_tokens: per generation; EOS is switched off.
-        compile: also time the loop with both models compiled (each width of a verification compiles once, for seconds).
     """
     logging.disable_progress_bar()
-    experiment, console = Experiment(config, needs_micro=config.decode.hierarchies), Console(highlight=False)
-    head = next(iter(experiment.heads.values()), None)
-    pair = experiment.pair
-    head = head or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
-    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=experiment.data.num_test)[:num_prompts]
-    rows: dict[str, list[dict[str, Any]]] = {"grid": [], "overheads": [], "hierarchies": []}
-    for num_threads in threads:
-        torch.set_num_threads(num_threads)
-        arms = Arms(pair, num_tokens, _compiled(pair, max(map(len, prompts)) + num_tokens, max(lengths)) if compile else None)
-        for kind, row in _measured(arms, head, prompts=prompts, lengths=lengths, hierarchies=experiment.decode.hierarchies):
-            rows[kind].append({"threads": num_threads, **row})
-            console.print(_line(rows[kind][-1]), soft_wrap=True)
-    console.print(_table(rows["grid"]))
-    if rows["hierarchies"]:
-        console.print(hierarchy_table(rows["hierarchies"]))
-    models = {"target": experiment.models.target.path, "draft": experiment.models.draft.path}
-    document = {"where": _where() | models, "num_tokens": num_tokens, "num_prompts": len(prompts), **rows}
+    document: dict[str, Any] = {"where": where(config), "num_tokens": num_tokens, "num_prompts": num_prompts}
+    if "policies" in parts:
+        terms = Terms(
+            num_prompts=num_prompts, num_tokens=num_tokens, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants
+        )
+        document["cells"] = race(Race(config, terms), ratios, samplings)
+    document |= Bare(config, lengths=lengths, num_prompts=num_prompts, num_tokens=num_tokens).measured(parts, threads)
+    return _printed(document)
+
+
+def _printed(document: dict[str, Any]) -> dict[str, Any]:
     print(json.dumps(document))
     return document
 
 
-def _measured(
-    arms: Arms, head: AcceptanceHead, *, prompts: list[list[int]], lengths: tuple[int, ...], hierarchies: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind, row), each as soon as it is measured."""
-    for row in _grid(arms, prompts, lengths):
-        yield "grid", row
-    yield "overheads", _extras(arms, head, prompts)
-    if hierarchies:
-        for row in hierarchy_rows(arms.pair, prompts, SAMPLINGS, lengths=lengths, num_tokens=arms.num_tokens):
-            yield "hierarchies", row
+def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
+    """Print each cell as soon as it is there; then the plot."""
+    cells, console = [], wide_console(240)
+    print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
+    for cell in race.cells(ratios, samplings):
+        cells.append((cell, standings_of(cell)))
+        console.print(standing_table(*cells[-1]))
+        console.print(verdict_of(*cells[-1]), soft_wrap=True)
+    plot, path = gain_plot(cells), race.experiment.directory / "plots" / "bench.svg"
+    write_atomic(path, plot.svg.encode())
+    announce([race.path, path])
+    return [{**cell, "arms": [one.as_dict() for one in standings]} for cell, standings in cells]
 
 
-def _compiled(pair: Pair, num_tokens: int, longest: int) -> tuple[CompiledModel, CompiledModel]:
-    """Target and draft with room for so many tokens and a padded draft, compiled for drafts of up to `longest` tokens."""
-    capacity = 64 * math.ceil((num_tokens + 32) / 64)
-    target, draft = (CompiledModel(model, vocab_size=pair.vocab_size, capacity=capacity) for model in (pair.target, pair.draft))
-    target.warm_up(longest + 1)
-    draft.warm_up(1)
-    return target, draft
+class Bare:
+    """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
+
+    def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
+        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+        self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        return self._experiment.prompt_ids(next(iter(self._experiment.datasets)), "test", num=self._num_prompts)
+
+    def measured(self, parts: Sequence[Part], threads: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+        """Rows of every part that is asked for, printed as they come, and their tables."""
+        rows: dict[str, list[dict[str, Any]]] = {"lengths": [], "overheads": [], "hierarchies": []}
+        console = wide_console()
+        is_asked = self._experiment.decode.hierarchies or not {"lengths", "overheads"}.isdisjoint(parts)
+        for num_threads in threads if is_asked else ():
+            torch.set_num_threads(num_threads)
+            for kind, row in self._rows(parts):
+                rows[kind].append({"threads": num_threads, **row})
+                console.print(_line(rows[kind][-1]), soft_wrap=True)
+        for kind, table in (("lengths", length_table), ("hierarchies", hierarchy_table)):
+            if rows[kind]:
+                console.print(table(rows[kind]))
+        return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
+
+    def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
+        pair, prompts, num_tokens, decode = self._experiment.pair, self._prompts, self._num_tokens, self._experiment.decode
+        if "lengths" in parts:
+            how: dict[str, Any] = {"lengths": self._lengths, "num_tokens": num_tokens, "has_compiled": decode.compile}
+            for row in length_rows(pair, prompts, _PLAIN, **how):
+                yield "lengths", row
+        if "overheads" in parts:
+            head = next(iter(self._experiment.heads.values()), None)
+            yield "overheads", overheads_of(pair, head, prompts, _PLAIN, num_tokens=num_tokens)
+        if decode.hierarchies:
+            for row in hierarchy_rows(pair, prompts, _PLAIN, lengths=self._lengths, num_tokens=num_tokens):
+                yield "hierarchies", row
 
 
-def _grid(arms: Arms, prompts: list[list[int]], lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """One row per sampling and draft length."""
-    for name, sampling in SAMPLINGS.items():
-        for k in lengths:
-            timed = {"plain": partial(arms.assisted, k=0, sampling=sampling), "assisted": partial(arms.assisted, k=k, sampling=sampling)}
-            timed["ours"] = partial(arms.ours, k=k, sampling=sampling)
-            if arms.compiled is not None:
-                timed["compiled"] = partial(arms.ours_compiled, k=k, sampling=sampling)
-            seconds = dict(zip(timed, timed_in_turns(list(timed.values()), prompts), strict=True))
-            row: dict[str, Any] = {"sampling": name, "k": k}
-            row |= {f"{arm}_tokens_per_s": arms.num_tokens / median(taken_s) for arm, taken_s in seconds.items()}
-            row["against_plain"] = median_ratio(seconds["plain"], seconds["ours"])
-            row["against_assisted"] = median_ratio(seconds["assisted"], seconds["ours"])
-            if "compiled" in seconds:
-                row["compiled_against_assisted"] = median_ratio(seconds["assisted"], seconds["compiled"])
-                if sampling.is_greedy:
-                    row["compiled_tokens_differ"] = arms.num_differing(prompts, k)
-            yield row
-
-
-def _extras(arms: Arms, head: AcceptanceHead, prompts: list[list[int]]) -> dict[str, Any]:
-    """Time outside forwards at K = 5, and what a head adds."""
-    row: dict[str, Any] = {}
-    for name, sampling in SAMPLINGS.items():
-        outside = outside_share(arms.pair, prompts, 5, sampling, arms.num_tokens)
-        row |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
-    row["draft_step_s"], row["head_s"] = head_cost(arms.pair, head, prompts[0])
-    row["head_share"], row["head_depth"] = row["head_s"] / row["draft_step_s"], head.depth
-    return row
-
-
-def _where() -> dict[str, Any]:
-    """Hardware, versions, commit, date."""
+def where(config: Config) -> dict[str, Any]:
+    """Models, hardware, versions, commit, date."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
     )
     return {
+        "target": config.pair.target.path,
+        "draft": config.pair.draft.path,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip() or None,
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """Ratios against assisted generation: draft lengths down, threads and samplings across."""
-    table = Table(title="tokens/s of the loop / of assisted generation (compiled)")
-    table.add_column("K", justify="right")
-    arms = sorted({(row["threads"], row["sampling"]) for row in rows})
-    for num_threads, name in arms:
-        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
-    for k in sorted({row["k"] for row in rows}):
-        by_arm = {(row["threads"], row["sampling"]): row for row in rows if row["k"] == k}
-        table.add_row(str(k), *(_ratios(by_arm[arm]) for arm in arms))
-    return table
-
-
-def _ratios(row: dict[str, Any]) -> str:
-    compiled = row.get("compiled_against_assisted")
-    return f"{row['against_assisted']:.2f}" + (f" ({compiled:.2f})" if compiled else "")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -8,16 +8,12 @@ prompts themselves: a favour to plain speculation, so that a hierarchy that stil
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from decode.bench.generations import timed_in_turns
+from decode.bench.arms import generations_of, timed_in_turns
 from decode.hierarchies.contenders import contenders_of
 from decode.hierarchies.trio import Trio
 from decode.loop.decoder import SpeculativeDecoder
@@ -34,21 +30,14 @@ def hierarchy_rows(
     Raises:
         ValueError: the pair has no micro model.
     """
-    trio, seeds = Trio(lambda: pair), count()
-
-    def seconds_of(decoder: SpeculativeDecoder, prompt: list[int]) -> float:
-        generator = torch.Generator().manual_seed(next(seeds))
-        started_s = perf_counter()
-        decoder.generate(prompt, num_tokens, generator=generator)
-        return perf_counter() - started_s
-
+    trio = Trio(lambda: pair)
     for name, sampling in samplings.items():
         decoders = {
             drafter_name: SpeculativeDecoder(trio.target, drafter, sampling=sampling, eos_ids=frozenset())
             for drafter_name, drafter in _drafters(trio, lengths).items()
         }
-        taken_s = timed_in_turns([partial(seconds_of, decoder) for decoder in decoders.values()], prompts)
-        seconds = dict(zip(decoders, map(median, taken_s), strict=True))
+        timed = {drafter_name: generations_of(decoder, num_tokens) for drafter_name, decoder in decoders.items()}
+        seconds = {drafter_name: median(taken_s) for drafter_name, taken_s in timed_in_turns(timed, prompts).items()}
         best_s = min(seconds[f"sd K={k}"] for k in lengths)
         for drafter_name, own_s in seconds.items():
             yield {

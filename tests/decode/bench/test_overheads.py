@@ -1,0 +1,44 @@
+"""What the loop spends outside forwards: every forward of a timed generation is in the log."""
+
+import pytest
+import torch
+from small_pair import PROMPTS
+
+from decode import ModelDrafter, SpeculativeDecoder
+from decode.bench.overheads import Call, TalliedModel, outside_share
+from decode.costs.measure import head_cost
+from decode.policies import FixedLength
+from heads import AcceptanceHead
+from lm import Sampling
+
+NUM_TOKENS = 12
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("is_unread", [False, True])
+def test_the_log_holds_every_forward_of_a_generation(pair, k, is_unread):
+    log: list[Call] = []
+    drafter = ModelDrafter(TalliedModel("draft", pair, log), FixedLength(k))
+    drafter.is_unread = is_unread  # as on an accelerator, where drafted tokens are fed without a word to the host
+    decoder = SpeculativeDecoder(TalliedModel("target", pair, log), drafter, max_draft_length=k, eos_ids=frozenset())
+    counts = decoder.generate(PROMPTS[0], NUM_TOKENS, generator=torch.Generator().manual_seed(0)).counts
+    assert counts.num_draft_forwards > 0
+    assert sum(call.name == "draft" for call in log) == counts.num_draft_forwards
+    assert sum(call.name == "target" for call in log) == counts.num_target
+    fed = sum(call.num_fed for call in log if call.name == "target")
+    assert fed == len(PROMPTS[0]) + counts.num_drafted + counts.num_target - 1
+    lengths = [call.length for call in log if call.name == "draft"]
+    assert lengths[:k] == [0, *range(len(PROMPTS[0]), len(PROMPTS[0]) + k - 1)]
+
+
+def test_time_outside_forwards_is_less_than_all_of_it(pair):
+    outside = outside_share(pair, PROMPTS[:2], 3, Sampling(), NUM_TOKENS)
+    assert outside.wall_s > 0
+    assert outside.share < 1
+    assert outside.own_share < 1
+
+
+def test_what_a_head_adds_is_measured_beside_a_step_without_it(pair):
+    step_s, head_s = head_cost(pair, AcceptanceHead(16, 1), PROMPTS[0], num_steps=2, repeats=3)
+    assert step_s > 0
+    assert head_s > -step_s
