@@ -4,23 +4,24 @@
     SpecDec       seconds on (N_draft, N_target), over generations at every K of the paper
     SpecDec++     the same at every threshold of the paper, by one of its heads
 
-Generations of all settings take turns, on a few prompts at several lengths, in the eager loop. Departure: the first round of each, which
-reads the prompt, is left out.
+Generations of all settings take turns, on a few prompts at several lengths, in the loop that is configured. Departure: the first round of
+each, which reads the prompt, is left out.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from decode.costs.machine import loop_of
 from decode.costs.measure import fit_costs
 from decode.experiment import Experiment
-from decode.loop.decoder import Generation, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
+from decode.loop.decoder import Generation
 from decode.papers.sheet import Sheet
-from decode.policies import FixedLength, HeadPolicy, Policy
+from decode.policies import FixedLength, HeadPolicy
 from heads.model.head import AcceptanceHead
 
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)
@@ -55,7 +56,7 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
             fit = fit_costs(generated[setting])
             times[setting][dataset] = Times(fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}")
     rows = [row for setting, by_dataset in times.items() for row in rows_of(setting, by_dataset)]
-    return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked in the eager loop", rows)
+    return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
 def rows_of(setting: str, times: Mapping[str, Times]) -> list[dict[str, str]]:
@@ -72,19 +73,13 @@ def rows_of(setting: str, times: Mapping[str, Times]) -> list[dict[str, str]]:
 
 def generations(experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead) -> dict[str, list[Generation]]:
     """Generations of every setting over the prompts, in turns, none ended by an EOS; the first of each decoder is a warm-up."""
-    pair, decode = experiment.pair, experiment.decode
-    never = FixedLength(0)
-
-    def decoder(target: object, policy: Policy) -> SpeculativeDecoder:
-        drafter = ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size)
-        limits = {"max_draft_length": decode.max_draft_length, "eos_ids": frozenset[int](), "vocab_size": pair.vocab_size}
-        return SpeculativeDecoder(target, drafter, sampling=experiment.sampling, **limits)  # type: ignore[arg-type]
-
+    loop, decode = loop_of(experiment), experiment.decode
+    of_draft = replace(loop, pair=replace(loop.pair, target=loop.pair.draft))
     decoders = {
-        "draft": [decoder(pair.draft, never)],
-        "target": [decoder(pair.target, never)],
-        "SpecDec": [decoder(pair.target, FixedLength(length)) for length in LENGTHS],
-        "SpecDec++": [decoder(pair.target, HeadPolicy(head, threshold)) for threshold in THRESHOLDS],
+        "draft": [of_draft.decoder(FixedLength(0))],
+        "target": [loop.decoder(FixedLength(0))],
+        "SpecDec": [loop.decoder(FixedLength(length)) for length in LENGTHS],
+        "SpecDec++": [loop.decoder(HeadPolicy(head, threshold)) for threshold in THRESHOLDS],
     }
     generator = torch.Generator().manual_seed(decode.seed)
     generated: dict[str, list[Generation]] = {name: [] for name in decoders}

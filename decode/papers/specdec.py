@@ -95,7 +95,7 @@ def ablation_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mappi
 
 def described(cost: CostModel) -> str:
     """Where a replayed figure comes from."""
-    return f"replayed on test, predicted at t_target/t_draft = {cost.ratio:.2f} ({cost.origin})"
+    return f"replayed on test, predicted at {cost.title}"
 
 
 def _best(speeds: np.ndarray, settings: np.ndarray) -> Best:
