@@ -10,10 +10,11 @@ from decode.costs.model import CostModel
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
 from decode.policies.bounds import PerfectHead
-from decode.policies.scores import sigmoid
+from decode.policies.scores import Scores, sigmoid
 from decode.traces.replay import replay_settings
 from decode.tuning.index import Pairs, index_of, pairs_of, scores_of, solve
 from decode.tuning.rule import auto_for
+from heads import AcceptanceHead
 from lm import Sampling
 
 GOOD, BAD = 0.95, 0.2
@@ -130,3 +131,12 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     for is_online in (False, True):
         replayed = replay_settings(traced, auto_for(PerfectHead("drawn"), traced, cost, is_online=is_online))
         assert cost.tokens_per_s(replayed)[0] > 0.9
+
+
+def test_the_rule_pays_for_its_own_stops():
+    head = AcceptanceHead(4, 1, "drawn")
+    cost = CostModel(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
+    assert cost.line(Scores(head).stop_kind).t_draft_s == pytest.approx(0.13)
+    assert cost.line().t_draft_s == 0.1
+    dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
+    assert auto_for(PerfectHead("drawn"), dev, cost).t_draft_s == 0.1, "a perfect head costs nothing"
