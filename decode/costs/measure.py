@@ -1,9 +1,10 @@
 """t_draft and t_target(k) of this machine, measured inside the real loop.
 
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
-is the median over rounds of seconds per draft forward; t_target(k) a line through the medians at each k, so that one noisy k cannot bend
-the cost of long drafts. `fit_costs` gets both from totals of whole generations by regression, with its R² (the paper's Table 2);
-`time_forwards` times bare forwards, `head_cost` draft steps with and without a head.
+is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k), which
+rises with k as the medians at each k do (in steps, where widths are compiled). `fit_costs` gets both times from totals of whole
+generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards, `head_cost` draft steps with and
+without a head.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
 from decode.costs.model import CostModel
@@ -22,6 +24,7 @@ from decode.intervals import TimeErrors
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Session
 from decode.policies import FixedLength, HeadPolicy, Policy
+from decode.traces.trace import Array
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
 
@@ -86,33 +89,54 @@ def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Ge
 def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostModel:
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
+    A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is part of t_target(k).
+
     Raises:
         ValueError: generations of one round only.
     """
     rounds = [one for generation in generations for one in generation.rounds[1:]]
     drafting = [one for one in rounds if one.counts.num_draft_forwards]
+    drafts: dict[int, list[float]] = {}
     by_length: dict[int, list[float]] = {}
     for one in rounds:
+        drafts.setdefault(one.counts.num_draft_forwards, []).append(one.draft_s)
         by_length.setdefault(len(one.drafted), []).append(one.target_s)
     if not drafting or 0 not in by_length:
         raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
     t_draft_s = median(one.draft_s / one.counts.num_draft_forwards for one in drafting)
-    return CostModel(t_draft_s, _line(by_length, max_draft_length), "measured", errors=_errors(drafting, by_length))
+    begin_s, step_s = _line(drafts)
+    if begin_s > 0 and step_s > 0:
+        t_draft_s = step_s
+    else:  # one length only, or noise
+        begin_s = 0.0
+    alone_s = median(by_length[0]) + median(drafts[0])
+    longer_s = _rising({length: seconds for length, seconds in by_length.items() if length}, max_draft_length)
+    # verifying drafted tokens never costs less than verifying none
+    return CostModel(
+        t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()), "measured", errors=_errors(drafting, by_length)
+    )
 
 
-def _line(by_length: dict[int, list[float]], max_draft_length: int) -> tuple[float, ...]:
-    """a + b k with b >= 0 through the median at each k, weighted by how often it was seen; k = 0 keeps its own median."""
-    lengths = np.array(sorted(length for length in by_length if length > 0))
-    base = median(by_length[0])
-    if not len(lengths):
-        return (base,)
-    medians = np.array([median(by_length[length]) for length in lengths])
-    weights = np.sqrt([len(by_length[length]) for length in lengths])
-    slope, offset = np.polyfit(lengths, medians, 1, w=weights) if len(lengths) > 1 else (0.0, medians[0])
-    if slope < 0:  # noise: no verification gets cheaper with what it verifies
-        slope, offset = 0.0, float(np.average(medians, weights=weights**2))
-    # Verifying drafted tokens never costs less than verifying none.
-    return (base, *(max(base, float(offset + slope * length)) for length in range(1, max_draft_length + 1)))
+def _medians(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
+    """(lengths, median seconds at each, how often each was seen)."""
+    lengths = sorted(by_length)
+    return np.array(lengths), np.array([median(by_length[k]) for k in lengths]), np.array([len(by_length[k]) for k in lengths])
+
+
+def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
+    """(a, b) of a + b k through the median at each k > 0, weighted by how often it was seen; (0, 0) for fewer than two lengths."""
+    lengths, medians, seen = _medians({length: seconds for length, seconds in by_length.items() if length})
+    if len(lengths) < 2:
+        return 0.0, 0.0
+    slope, offset = np.polyfit(lengths, medians, 1, w=np.sqrt(seen))
+    return float(offset), float(slope)
+
+
+def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
+    """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a straight line."""
+    lengths, medians, seen = _medians(by_length)
+    rising = isotonic_regression(medians, weights=seen).x
+    return np.interp(np.arange(1, longest + 1), lengths, rising)
 
 
 def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:

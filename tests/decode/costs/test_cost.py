@@ -1,5 +1,6 @@
 """What rounds cost (law 4.9)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import sleep
 
@@ -27,12 +28,17 @@ def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:
     return Round((0,) * num_drafted, 0, (0,), "limit", counts, draft_s, target_s)
 
 
-def generations(t_draft_s: float, t_target_s: float, slope_s: float = 0.0) -> list[Generation]:
+def generations(
+    t_draft_s: float, t_target_s: float, slope_s: float = 0.0, *, begin_s: float = 0.0, lengths: Sequence[int] = (0, 1, 3, 6)
+) -> list[Generation]:
     """Rounds with exactly those times; the first of each reads a prompt and is slow."""
     made = []
-    for length in (0, 1, 3, 6):
+    for length in lengths:
         rounds = [played(length, draft_s=9.0, target_s=9.0)]
-        rounds += [played(length, draft_s=length * t_draft_s, target_s=t_target_s + slope_s * length) for _ in range(4 + length)]
+        rounds += [
+            played(length, draft_s=(length > 0) * begin_s + length * t_draft_s, target_s=t_target_s + slope_s * length)
+            for _ in range(4 + length)
+        ]
         made.append(Generation((), tuple(rounds), Counts()))
     return made
 
@@ -60,6 +66,18 @@ def test_costs_are_found_in_rounds_that_have_them():
     cost = costs_of(generations(0.02, 0.1, 0.005), 6)
     assert cost.t_draft_s == pytest.approx(0.02)
     assert cost.t_target_s == pytest.approx([0.1 + 0.005 * length for length in range(7)])
+
+
+def test_what_a_draft_takes_whatever_its_length_is_paid_once_a_round():
+    cost = costs_of(generations(0.02, 0.1, 0.005, begin_s=0.01), 6)
+    assert cost.t_draft_s == pytest.approx(0.02)
+    assert cost.t_target_s == pytest.approx([0.1, *(0.11 + 0.005 * length for length in range(1, 7))])
+
+
+def test_drafts_of_one_length_are_all_steps():
+    cost = costs_of(generations(0.02, 0.1, lengths=(0, 3)), 3)
+    assert cost.t_draft_s == pytest.approx(0.02)
+    assert cost.t_target_s == pytest.approx([0.1] * 4)
 
 
 def test_a_verification_never_gets_cheaper_with_length():
