@@ -184,6 +184,9 @@ class DecodeConfig:
     seed: int = 0
     prompts_per_shard: int = 16
     """A trace is recorded, and resumed, in shards of so many prompts."""
+    draws_per_prompt: int = 1
+    """Responses, each with coins of its own, that a trace holds of every prompt; more than one where prompts are few. Raised, it keeps
+    what was recorded. Intervals resample prompts, each with all its draws."""
     trace_hidden: bool = True
     """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
     perfect_head: bool = True

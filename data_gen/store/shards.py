@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data_gen.store.json_files import read_json
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -74,7 +76,9 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
 
 def read_sidecar(path: Path) -> dict[str, Any]:
     """The facts about a shard."""
-    return dict(json.loads(sidecar_path(path).read_text()))
+    return read_json(
+        sidecar_path(path), remedy="delete it and run the same command again: it makes the shard anew", keys=("bytes", "sha256")
+    )
 
 
 def is_whole(path: Path) -> bool:
@@ -82,19 +86,23 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
-def verify(path: Path) -> None:
-    """Raise ValueError unless the shard's content is what was written; readers call this first."""
+def verify(path: Path, *, command: str = "data_gen") -> None:
+    """Raise ValueError unless the shard's content is what was written; readers call this first.
+
+    Args:
+        path: of the shard.
+        command: the part after `python -m` of the command that makes it, for the message.
+    """
+    again = f"run `python -m {command}` again"
     if not sidecar_path(path).is_file():
-        raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; run `python -m data_gen` again")
+        raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; {again}")
     facts = read_sidecar(path)
     if path.stat().st_size != facts["bytes"]:
-        raise ValueError(
-            f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; run `python -m data_gen` again"
-        )
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; {again}")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != facts["sha256"]:
-        raise ValueError(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and run `python -m data_gen` again")
+        raise ValueError(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and {again}")
 
 
 def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:

@@ -68,7 +68,8 @@ class Pick(NamedTuple):
 
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""
-        return Spent(self.arm.test.counts.num_emitted[self.setting], cost.time_s(self.arm.test)[self.setting])
+        test, here = self.arm.test, slice(self.setting, self.setting + 1)
+        return Spent(test.per_prompt(test.counts.num_emitted[here])[0], test.per_prompt(cost.time_s(test)[here])[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Replays:
     @property
     def num_prompts(self) -> int:
         """On test."""
-        return len(self.traces.test.rows)
+        return self.traces.test.num_prompts
 
     def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
         """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Int
 from rich.table import Table
 
 from decode.console import right
@@ -53,6 +54,8 @@ class DecodedHierarchies:
     """Each contender at every setting that one of the evaluation's costs chose on dev."""
     micro_ratio: float
     """t_micro / t_draft."""
+    prompt_of_row: Int[np.ndarray, " decoded"]
+    """Of the generations on test: the later turns of a conversation belong to its prompt."""
 
     def picks(self, cost: CostModel) -> dict[str, Run]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""
@@ -62,7 +65,7 @@ class DecodedHierarchies:
         return {FAMILIES[run.contender.name]: run for run in self.test if run.setting.key == keys[run.contender.name]}
 
     def spent(self, run: Run, cost: CostModel) -> Spent:
-        """Tokens and T of every prompt."""
+        """Tokens and T of every generation."""
         return run.spent(
             [
                 cost.t_draft_s * (self.micro_ratio * counts.num_micro_forwards + counts.num_draft_forwards)
@@ -79,7 +82,7 @@ class DecodedHierarchies:
                 name=run.contender.name,
                 setting=dict(part.split("=", 1) for part in run.label.split()),
                 counts=run.counts,
-                spent=self.spent(run, cost),
+                spent=Spent(*(np.bincount(self.prompt_of_row, amounts) for amounts in self.spent(run, cost))),
                 yardstick=yardstick,
             )
             for family, run in self.picks(cost).items()
@@ -116,16 +119,16 @@ def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[C
 
     Args:
         loop: of the dataset.
-        traces: of the dataset, whose prompts are used.
+        traces: of the dataset, whose prompts are used, each once.
         costs: of this machine first.
         t_micro_s: seconds of a micro forward; None: fitted over the generations on dev, in proportion to t_draft.
     """
     contenders = [one for one in contenders_of(loop.trio) if one.name in FAMILIES]
-    on_dev, on_test = ([list(row.prompt_ids) for row in trace.rows] for trace in traces)
+    on_dev, on_test = ([list(trace.rows[row].prompt_ids) for row in trace.first_draws] for trace in traces)
     dev = loop.play(contenders, on_dev)
     times = times_of(dev) if t_micro_s is None else None
     ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
-    decoded = DecodedHierarchies(dev, [], ratio)
+    decoded = DecodedHierarchies(dev, [], ratio, traces.test.prompt_of_row[traces.test.first_draws])
     for cost in costs:
         done = {(run.contender.name, run.setting.key) for run in decoded.test}
         best = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]

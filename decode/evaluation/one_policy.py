@@ -96,7 +96,7 @@ def row_of(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split
     return Row(
         dataset=dataset,
         split=split,
-        num_prompts=len(trace.rows),
+        num_prompts=trace.num_prompts,
         counts=total(replayed.counts, 0),
         tokens_per_s=speed,
         speed_up=speed * cost.t_target_s[0],

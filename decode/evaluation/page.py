@@ -101,7 +101,8 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
 
 def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy], stops: Mapping[str, float]) -> dict[str, Any]:
     arms = [entry for entry in entries if isinstance(entry, ReportArm)]
-    shapes = {split: getattr(arms[0].arm, split).counts.num_emitted[0] for split in ("dev", "test")}
+    first = {split: getattr(arms[0].arm, split) for split in ("dev", "test")}
+    shapes = {split: replayed.per_prompt(replayed.counts.num_emitted)[0] for split, replayed in first.items()}
     num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
     step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))  # rounded up
     return {
@@ -170,17 +171,16 @@ def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
     }
 
 
-def _counts(replayed: Replayed, settings: list[int]) -> dict[str, str]:
+def _counts(replayed: Replayed, settings: list[int]) -> dict[str, dict[str, Any]]:
     counts = replayed.counts
     names = {"forwards": "num_draft_forwards", "target": "num_target", "drafted": "num_drafted", "accepted": "num_accepted"}
-    return {short: _packed(getattr(counts, name)[settings]) for short, name in names.items()}
+    return {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
 
 
-def _packed(values: Array) -> str:
-    """Little-endian unsigned 16-bit numbers in base64: a generation has fewer than 65,536 tokens of each kind."""
-    if values.max(initial=0) >= 2**16:
-        raise ValueError(f"a count of {values.max()} on one prompt is more than the report holds; lower decode.max_new_tokens")
-    return base64.b64encode(values.astype("<u2").tobytes()).decode()
+def _packed(values: Array) -> dict[str, Any]:
+    """Little-endian unsigned numbers in base64, of 16 bits each, or of 32 where one of them needs more."""
+    bits = 16 if values.max(initial=0) < 2**16 else 32
+    return {"bits": bits, "numbers": base64.b64encode(values.astype(f"<u{bits // 8}").tobytes()).decode()}
 
 
 def _short(value: Any) -> str:

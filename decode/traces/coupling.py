@@ -11,13 +11,16 @@ verification's probability. From each rejected b the draft goes on alone (`decod
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.traces.branches import DrawnTokens, Tree, grow, read_signals, target_log_probs, trunk
+from decode.traces.inputs import TokenInputs
 from decode.traces.probe import check_branches, check_length
+from decode.traces.trace import Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
@@ -181,3 +184,31 @@ class Recorder:
             is_rest[starts] = False
             result[is_rest] = (log_p.to(result.device) - drawn.log_q[is_rest]).clamp(max=0.0).exp()
         return result
+
+
+def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace:
+    """The recording of one response, in memory as replay reads it."""
+    arrays = {name: value.detach().cpu() for name, value in vars(recorded).items()}
+    hidden = arrays.pop("hidden")
+    token = arrays["token"].numpy()
+    names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
+    return Trace(
+        (row,),
+        recorder.sampling,
+        recorder.max_draft_length,
+        token,
+        np.isin(token, sorted(recorder.eos_ids)),
+        {name: arrays[name].float().numpy() for name in names},
+        arrays["is_rejected"].numpy(),
+        arrays["acceptance_rate"].float().numpy(),
+        arrays["branch_lengths"].numpy(),
+        _inputs_of(recorder.draft, hidden, arrays["token"]),
+    )
+
+
+@torch.inference_mode()
+def _inputs_of(draft: PreTrainedModel, hidden: torch.Tensor, token: torch.Tensor) -> TokenInputs:
+    """Hidden states, and the embeddings of the tokens that occur: far fewer than the vocabulary has."""
+    ids = token.unique()
+    layer = draft.get_input_embeddings()
+    return TokenInputs.of(hidden, ids, layer(ids.to(next(layer.parameters()).device)).cpu())

@@ -4,23 +4,26 @@
     DIR/{dataset}/rows/{split}-{index:05d}.parquet              id, category, prompt, prompt_ids, response_ids, limit
     DIR/{dataset}/signals/{split}-{index:05d}.safetensors       the arrays of `decode.traces.trace.Trace`, path first, then branches
 
-Written atomically with sidecars (`data_gen.store.shards`): present means whole.
+Further draws of the coins for the same prompts are shards of their own, {split}-{index:05d}-draw{draw} from draw 1 on. Written atomically
+with sidecars (`data_gen.store.shards`): present means whole.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import is_whole, verify, write_shard
-from decode.traces.trace import TokenInputs, Trace, TraceRow, join
+from decode.traces.inputs import InputTensors, TokenInputs
+from decode.traces.trace import Trace, TraceRow, join
 from lm import Sampling
 
 _SIGNALS = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
@@ -35,22 +38,29 @@ _ROWS = pa.schema(
 )
 
 
-def shard_paths(directory: Path, dataset: str, split: str, index: int) -> tuple[Path, Path]:
-    """Rows and signals of one shard."""
-    name = f"{split}-{index:05d}"
-    return directory / dataset / "rows" / f"{name}.parquet", directory / dataset / "signals" / f"{name}.safetensors"
+class Place(NamedTuple):
+    """Which shard."""
+
+    dataset: str
+    split: str
+    index: int
+    draw: int = 0
+    """Of the coins, each independent of the others."""
+
+    def paths(self, directory: Path) -> tuple[Path, Path]:
+        """Rows and signals."""
+        name = f"{self.split}-{self.index:05d}" + (f"-draw{self.draw}" if self.draw else "")
+        folder = directory / self.dataset
+        return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
+
+    def is_done(self, directory: Path) -> bool:
+        """Whether it is there and whole."""
+        return all(map(is_whole, self.paths(directory)))
 
 
-def is_done(directory: Path, dataset: str, split: str, index: int) -> bool:
-    """Whether a shard is there and whole."""
-    return all(map(is_whole, shard_paths(directory, dataset, split, index)))
-
-
-def write_trace(
-    directory: Path, dataset: str, split: str, index: int, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]
-) -> None:
+def write_trace(directory: Path, place: Place, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
     """Write one shard; `trace` is None when no prompt of it could be answered."""
-    rows_path, signals_path = shard_paths(directory, dataset, split, index)
+    rows_path, signals_path = place.paths(directory)
     tensors = {} if trace is None else _tensors(trace)
     rows = () if trace is None else trace.rows
     write_shard(signals_path, safetensors.torch.save(tensors), rows=len(rows))
@@ -60,8 +70,8 @@ def write_trace(
     write_shard(rows_path, bytes(sink.getvalue()), rows=len(rows), tokens=num_tokens, problems=list(problems))
 
 
-def read_trace(directory: Path, dataset: str, split: str, num_shards: int) -> Trace:
-    """All shards of one split as one trace.
+def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, num_draws: int = 1) -> Trace:
+    """All shards of one split as one trace, draw after draw; what heads read stays on disk until one asks for it.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -69,15 +79,15 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int) -> Tr
     """
     manifest = read_manifest(directory, command="decode trace")
     traces = []
-    for index in range(num_shards):
-        paths = shard_paths(directory, dataset, split, index)
+    for place in (Place(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)):
+        paths = place.paths(directory)
         for path in paths:
             if not path.is_file():
                 raise FileNotFoundError(f"no {path}: run `python -m decode trace` with this config to go on")
-            verify(path)
+            verify(path, command="decode trace")
         rows = pq.read_table(paths[0]).to_pylist()
         if rows:
-            traces.append(_trace(rows, safetensors.torch.load_file(paths[1]), manifest))
+            traces.append(_trace([_row(row, dataset) for row in rows], paths[1], manifest))
     if not traces:
         raise ValueError(f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}")
     return join(traces)
@@ -94,15 +104,20 @@ def _tensors(trace: Trace) -> dict[str, Tensor]:
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
     if trace.inputs is not None:
-        tensors |= {name: tensor.contiguous() for name, tensor in vars(trace.inputs).items()}
+        tensors |= {name: tensor.contiguous() for name, tensor in trace.inputs.tensors._asdict().items()}
     return tensors
 
 
-def _trace(rows: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], manifest: Mapping[str, Any]) -> Trace:
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name not in TokenInputs.__dataclass_fields__}
-    inputs = TokenInputs(**{name: tensors[name] for name in TokenInputs.__dataclass_fields__}) if "hidden" in tensors else None
+def _row(row: Mapping[str, Any], dataset: str) -> TraceRow:
+    return TraceRow(row["id"], row["category"], tuple(row["prompt_ids"]), tuple(row["response_ids"]), row["limit"], dataset)
+
+
+def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) -> Trace:
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        arrays = {name: file.get_tensor(name).numpy() for name in sorted(names.difference(InputTensors._fields))}
     return Trace(
-        tuple(TraceRow(row["id"], row["category"], tuple(row["prompt_ids"]), tuple(row["response_ids"]), row["limit"]) for row in rows),
+        tuple(rows),
         Sampling(**manifest["sampling"]),
         manifest["max_draft_length"],
         arrays["token"],
@@ -111,6 +126,11 @@ def _trace(rows: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], manife
         arrays["is_rejected"],
         arrays["acceptance_rate"],
         arrays["branch_lengths"].astype(np.int64),
-        inputs,
+        TokenInputs(lambda: _inputs(path)) if "hidden" in names else None,
         {name.removeprefix("score."): values for name, values in arrays.items() if name.startswith("score.")},
     )
+
+
+def _inputs(path: Path) -> InputTensors:
+    with safe_open(path, framework="pt") as file:
+        return InputTensors(*map(file.get_tensor, InputTensors._fields))

@@ -1,7 +1,8 @@
 """Recording a trace: once, so that everything else can replay it (law 4.10).
 
 Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All chance comes from
-seeds of (run seed, dataset, split, shard index), so an interrupted run resumes to the same trace.
+seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same trace. `decode.draws_per_prompt` decodes
+every prompt several times, each time with a response and coins of its own; raising it keeps what is there.
 """
 
 import json
@@ -11,23 +12,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from configs.schema import DataConfig, DecodeConfig
 from data_gen.pipeline.command import cut
 from data_gen.prompts.splits import Split
-from data_gen.responses.conversation import ShardSpec, ask
+from data_gen.responses.conversation import ShardSpec, ask, row_id
 from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import read_manifest, settle
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
 from decode.experiment import Experiment
 from decode.traces import disk
-from decode.traces.coupling import Recorder, RowRecording
-from decode.traces.trace import TokenInputs, Trace, TraceRow, join
+from decode.traces.coupling import Recorder, trace_of
+from decode.traces.trace import Trace, TraceRow, join
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling
 from lm.uniforms import seed_of, uniforms
@@ -68,7 +66,7 @@ class TraceFolder:
         Raises:
             ValueError: a trace of other settings lies there.
         """
-        missing = [(dataset, spec) for dataset, spec in self._every() if not disk.is_done(self.directory, dataset, spec.split, spec.index)]
+        missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
         if not missing:
             settle(self.directory, self._manifest(read_manifest(self.directory, command="decode trace")["eos_ids"]), setting="decode.dir")
             return
@@ -78,9 +76,9 @@ class TraceFolder:
             pair = self.pair()
             settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
             clean_partial(self.directory)
-            for dataset, spec in missing:
-                bar.set_description(f"trace: {dataset} {spec.split}-{spec.index:05d}")
-                self._record(dataset, spec, pair, bar.update)
+            for place, spec in missing:
+                bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
+                self._record(place, spec, pair, bar.update)
         self._write_errors()
 
     def load(self, dataset: str) -> Traces:
@@ -91,21 +89,25 @@ class TraceFolder:
             ValueError: a shard is corrupted, or no prompt could be answered.
         """
         counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
-        return Traces(*(disk.read_trace(self.directory, dataset, split, num_shards) for split, num_shards in counts.items()))
+        draws = self.decode.draws_per_prompt
+        return Traces(*(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items()))
 
-    def _every(self) -> Iterator[tuple[str, ShardSpec]]:
-        return ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs)
+    def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
+        for draw in range(self.decode.draws_per_prompt):
+            for dataset, specs in self.shards.items():
+                yield from ((disk.Place(dataset, spec.split, spec.index, draw), spec) for spec in specs)
 
-    def _record(self, dataset: str, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
+    def _record(self, place: disk.Place, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
         """Record one shard and write it."""
         decode = self.decode
-        seed = seed_of(decode.seed, "trace", dataset, spec.split, spec.index)
+        draw = ("draw", place.draw) if place.draw else ()
+        seed = seed_of(decode.seed, "trace", place.dataset, spec.split, spec.index, *draw)
         data = replace(self.data, seed=seed, max_new_tokens=decode.max_new_tokens)
         limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
         source = TargetInProcess(pair.target, self.sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
         exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
         progress(spec.num_requests - len(exchanges))
-        categories = {prompt.id: prompt.category for prompt in spec.prompts}
+        categories = {row_id(prompt, turn): prompt.category for prompt in spec.prompts for turn in range(len(prompt.turns))}
         trace = None
         if exchanges:
             trace = record_trace(
@@ -113,15 +115,14 @@ class TraceFolder:
                 exchanges,
                 max_new_tokens=decode.max_new_tokens,
                 seed=seed_of(seed, "outcomes"),
-                categories=[categories[exchange.id.split("#")[0]] for exchange in exchanges],  # id#turn, of a conversation
+                categories=[categories[exchange.id] for exchange in exchanges],
                 progress=progress,
             )
         if trace is not None and not decode.trace_hidden:
             for head in self.heads:
                 trace.logit(head)  # leaves its scores in the trace, which outlive the hidden states
             trace = replace(trace, inputs=None)
-        listed = [problem._asdict() for problem in problems]
-        disk.write_trace(self.directory, dataset, spec.split, spec.index, trace=trace, problems=listed)
+        disk.write_trace(self.directory, place, trace=trace, problems=[problem._asdict() for problem in problems])
 
     def _recorder(self, pair: Pair) -> Recorder:
         decode = self.decode
@@ -131,16 +132,17 @@ class TraceFolder:
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts that have no row, with the reason."""
         lines = []
-        for dataset, spec in self._every():
-            rows_path, _ = disk.shard_paths(self.directory, dataset, spec.split, spec.index)
-            lines += read_sidecar(rows_path)["problems"]
+        for place, _ in self._every():
+            rows_path, _ = place.paths(self.directory)
+            draw = {"draw": place.draw} if place.draw else {}
+            lines += [problem | draw for problem in read_sidecar(rows_path)["problems"]]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_atomic(self.directory / "errors.jsonl", text.encode())
 
     def _manifest(self, eos_ids: Sequence[int]) -> dict[str, object]:
         """What decides the trace; a run that resumes it must agree."""
         prompts: dict[str, str] = {}
-        for dataset, spec in self._every():
+        for dataset, spec in ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs):
             key = f"{dataset}.{spec.split}"
             prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()  # a chain over the shards
         return {
@@ -163,9 +165,15 @@ def trace_folder(experiment: Experiment) -> TraceFolder:
         ValueError: a setting that is out of range.
     """
     data, decode = experiment.data, experiment.decode
-    for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard"):
+    for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard", "draws_per_prompt"):
         if getattr(decode, name) < 1:
             raise ValueError(f"decode.{name} is {getattr(decode, name)}; it must be at least 1")
+
+    if decode.draws_per_prompt > 1 and (experiment.sampling.temperature == 0 or experiment.sampling.top_k == 1):
+        raise ValueError(
+            f"decode.draws_per_prompt is {decode.draws_per_prompt}, and greedy sampling ({experiment.sampling}) leaves nothing to chance: "
+            "all draws of a prompt would be equal; set it to 1"
+        )
 
     def shards(dataset: str) -> list[ShardSpec]:
         return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
@@ -213,33 +221,6 @@ def record_trace(
         category = categories[index] if categories else ""
         row = TraceRow(exchange.id, category, tuple(exchange.prompt_ids), tuple(exchange.response_ids), limit)
         recorded = recorder.record(exchange.prompt_ids, exchange.response_ids, limit, chance[index])
-        traces.append(_trace_of(row, recorded, recorder))
+        traces.append(trace_of(row, recorded, recorder))
         progress(1)
     return join(traces)
-
-
-def _trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace:
-    arrays = {name: value.detach().cpu() for name, value in vars(recorded).items()}
-    hidden = arrays.pop("hidden")
-    token = arrays["token"].numpy()
-    names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
-    return Trace(
-        (row,),
-        recorder.sampling,
-        recorder.max_draft_length,
-        token,
-        np.isin(token, sorted(recorder.eos_ids)),
-        {name: arrays[name].float().numpy() for name in names},
-        arrays["is_rejected"].numpy(),
-        arrays["acceptance_rate"].float().numpy(),
-        arrays["branch_lengths"].numpy(),
-        _inputs_of(recorder.draft, hidden, arrays["token"]),
-    )
-
-
-@torch.inference_mode()
-def _inputs_of(draft: PreTrainedModel, hidden: torch.Tensor, token: torch.Tensor) -> TokenInputs:
-    """Hidden states, and the embeddings of the tokens that occur: far fewer than the vocabulary has."""
-    ids = token.unique()
-    layer = draft.get_input_embeddings()
-    return TokenInputs(hidden, ids, layer(ids.to(next(layer.parameters()).device)).cpu())

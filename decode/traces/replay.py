@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State
@@ -38,8 +38,16 @@ class Replayed:
     """Arrays [setting, row]."""
     lengths: Int[Array, "setting row lengths"]
     """Rounds by the number of tokens drafted, 0 to max_draft_length."""
+    prompt_of_row: Int[Array, " row"]
+    """As the trace has it."""
     stop_kind: str = ""
     """`Policy.stop_kind`."""
+
+    def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
+        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the next."""
+        order = self.prompt_of_row.argsort(kind="stable")
+        starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
+        return np.add.reduceat(amounts[:, order], starts, axis=1)
 
 
 def replay(trace: Trace, policy: Policy) -> Counts:
@@ -70,7 +78,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
             _Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
     shape = (num_settings, num_rows)
     counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
-    return Replayed(counts, totals.lengths.reshape(*shape, -1), policy.stop_kind)
+    return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
 
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")

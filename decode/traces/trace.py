@@ -9,6 +9,7 @@ path order). With start s of a round and j tokens drafted before,
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,16 +19,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.bounds import PerfectHead
+from decode.traces.inputs import TokenInputs, join_inputs
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
 Array = np.ndarray
 _ROWS_AT_ONCE = 65536
+_LATER_TURN = re.compile(r"#\d+$")
 
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One prompt and the target's response to it."""
+    """One prompt and one response of the target to it; prompts have as many rows as they have turns and draws of the coins."""
 
     id: str
     category: str
@@ -35,18 +38,8 @@ class TraceRow:
     response_ids: tuple[int, ...]
     limit: int
     """The length limit of the generation, at least len(response_ids)."""
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """What heads read: hidden states and embeddings of the draft."""
-
-    hidden: torch.Tensor
-    """[num_drafts, hidden] the state that produced each token's distribution."""
-    embedding_ids: torch.Tensor
-    """[known] token ids, ascending."""
-    embedding: torch.Tensor
-    """[known, hidden] rows of the draft's input embeddings."""
+    dataset: str = field(default="", compare=False)
+    """Told apart by it, prompts of several datasets may have one id."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,27 @@ class Trace:
     def offsets(self) -> Int[Array, " row_offsets"]:
         """Row r covers path positions offsets[r] to offsets[r + 1]."""
         return np.cumsum([0, *(len(row.response_ids) for row in self.rows)])
+
+    @cached_property
+    def prompt_of_row(self) -> Int[Array, " rows"]:
+        """Which prompt each row belongs to, numbered by first appearance. Its draws, and its later turns (81#2 after 81), are not
+        independent of each other, so whoever resamples takes or leaves them together.
+        """
+        known = {(row.dataset, row.id) for row in self.rows}
+        firsts = [(row.dataset, _LATER_TURN.sub("", row.id)) for row in self.rows]
+        prompts = [first if first in known else (row.dataset, row.id) for first, row in zip(firsts, self.rows, strict=True)]
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        return np.array([numbers[prompt] for prompt in prompts])
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of all rows."""
+        return int(self.prompt_of_row.max()) + 1
+
+    @property
+    def first_draws(self) -> list[int]:
+        """One row of each prompt and turn: the first of its draws."""
+        return list({(row.dataset, row.id): index for index, row in reversed([*enumerate(self.rows)])}.values())[::-1]
 
     @property
     def num_positions(self) -> int:
@@ -136,7 +150,7 @@ class Trace:
         lengths = self.branch_lengths[here]
         first = int(starts[here][0]) if len(lengths) else 0
         positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
-        inputs = self.inputs and TokenInputs(self.inputs.hidden[positions], self.inputs.embedding_ids, self.inputs.embedding)
+        inputs = self.inputs and self.inputs.at(torch.from_numpy(positions))
         return Trace(
             (replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
             self.sampling,
@@ -161,12 +175,12 @@ class Trace:
 
     @torch.inference_mode()
     def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
-        inputs = self.inputs
-        if inputs is None:
+        if self.inputs is None:
             raise ValueError(
                 "this head has no scores in the trace and the trace holds no hidden states to compute them from; record it again with "
                 "decode.trace_hidden=true, or with the head in decode.heads"
             )
+        inputs = self.inputs.tensors
         if head.hidden_size != inputs.hidden.shape[-1]:
             raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
         if not set(head.inputs.scalars) <= self.signals.keys():
@@ -215,22 +229,6 @@ def join(traces: Sequence[Trace]) -> Trace:
         np.concatenate([trace.is_rejected for trace in traces]),
         np.concatenate([trace.acceptance_rate for trace in traces]),
         np.concatenate([trace.branch_lengths for trace in traces]),
-        _join_inputs(traces),
+        join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
         {name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
     )
-
-
-def _join_inputs(traces: Sequence[Trace]) -> TokenInputs | None:
-    inputs = [trace.inputs for trace in traces if trace.inputs is not None]
-    if len(inputs) < len(traces):
-        return None
-    ends = [trace.num_positions for trace in traces]
-    hidden = [part.hidden[:end] for part, end in zip(inputs, ends, strict=True)] + [
-        part.hidden[end:] for part, end in zip(inputs, ends, strict=True)
-    ]
-    every = torch.cat([part.embedding_ids for part in inputs])
-    ids, place = every.unique(return_inverse=True)
-    rows = torch.cat([part.embedding for part in inputs])
-    embedding = rows.new_empty(len(ids), rows.shape[-1])
-    embedding[place] = rows
-    return TokenInputs(torch.cat(hidden), ids, embedding)

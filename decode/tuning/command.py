@@ -102,7 +102,7 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostMode
             "is_calibrated": False,
             **{name: getattr(rule, name) for name in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
-            "num_prompts": len(traces.dev.rows),
+            "num_prompts": traces.dev.num_prompts,
         },
     )
 

@@ -13,7 +13,8 @@ from enumeration import ToyModel
 from toy_loop import PROMPT, SAMPLINGS
 
 from decode import Trace
-from decode.traces.trace import TokenInputs, TraceRow
+from decode.traces.inputs import TokenInputs
+from decode.traces.trace import TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 
 EOS = 2
@@ -109,7 +110,7 @@ class Toys:
             is_rejected,
             acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
             np.array(lengths, dtype=np.int64),
-            TokenInputs(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
+            TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )
 
 

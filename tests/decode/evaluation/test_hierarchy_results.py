@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from small_pair import trace
 
@@ -50,7 +51,7 @@ def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
         run_of(FIXED, SHORT, 10, 4, 3, num_prompts=num_prompts),
         run_of(FIXED, LONG, 20, 16, 2, num_prompts=num_prompts),
     ]
-    return DecodedHierarchies(runs, runs, 0.25)
+    return DecodedHierarchies(runs, runs, 0.25, np.arange(num_prompts))
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,26 @@
 """The page is self-contained, and a browser ranks policies as Python does, at every position of its slider."""
 
+import base64
 import html
+import json
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from small_pair import trace
 
 from decode.costs.model import CostModel, StopShares
 from decode.evaluation.arms import replay_arms
 from decode.evaluation.grids import bounds, default_values, make_grid
-from decode.evaluation.page import Page, ReportArm, write_report
+from decode.evaluation.page import Page, ReportArm, _packed, write_report
 from decode.evaluation.plots import entropies, pareto
 from decode.evaluation.results import results_of, yardstick_of
 from decode.traces.recording import Traces
 from lm import Sampling
 
+NODE = shutil.which("node")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 STOPS = {"entropy": 0.05, "token_prob": 0.02}
@@ -44,6 +48,21 @@ def test_the_page_fetches_nothing_and_is_small(page):
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "__DATA__" not in text
+
+
+@pytest.mark.parametrize("most", [9, 2**16 - 1, 2**16, 10**6])
+def test_counts_of_any_size_fit_into_the_page(most):
+    values = np.array([[0, 1], [most, 2]])
+    packed = _packed(values)
+    assert np.frombuffer(base64.b64decode(packed["numbers"]), f"<u{packed['bits'] // 8}").tolist() == values.ravel().tolist()
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+@pytest.mark.parametrize("most", [9, 2**16])
+def test_the_page_reads_what_was_packed(page, most):
+    reader = next(line for line in page.read_text().splitlines() if line.startswith("const numbers"))
+    script = f"{reader}\nconsole.log([...numbers({json.dumps(_packed(np.array([1, most])))})].join())"
+    assert subprocess.run([str(NODE), "-e", script], capture_output=True, text=True, check=True).stdout.strip() == f"1,{most}"
 
 
 @pytest.mark.browser

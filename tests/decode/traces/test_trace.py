@@ -1,5 +1,7 @@
 """A recorded trace holds what the models say, and replays to what decoding does (law 4.10)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from data_gen.store.manifest import settle
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, SelfVerify, TokenProb
 from decode.policies.bounds import PerfectHead
-from decode.traces.disk import read_trace, write_trace
+from decode.traces.disk import Place, read_trace, write_trace
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace, join
 from heads import AcceptanceHead
@@ -87,7 +89,7 @@ def test_every_signal_of_path_and_branches_is_that_of_a_forward_over_its_own_pre
         }
         for name, value in expected.items():
             assert part.signals[name][index] == pytest.approx(float(value), abs=2e-5), (name, index)
-        assert torch.allclose(part.inputs.hidden[index], hidden, atol=1e-5)
+        assert torch.allclose(part.inputs.tensors.hidden[index], hidden, atol=1e-5)
         if index < part.num_positions:
             assert part.acceptance_rate[index] == pytest.approx(float(acceptance_rate(q, p)), abs=1e-5)
 
@@ -180,7 +182,7 @@ def test_a_trace_is_the_same_after_writing_and_reading(tmp_path, warm):
     settle(tmp_path, {"sampling": WARM.as_dict(), "max_draft_length": LENGTH, "eos_ids": [EOS]})
     parts = [warm.select(range(25)), warm.select(range(25, 40))]
     for index, part in enumerate(parts):
-        write_trace(tmp_path, "made", "dev", index, trace=part, problems=[])
+        write_trace(tmp_path, Place("made", "dev", index), trace=part, problems=[])
     back, expected = read_trace(tmp_path, "made", "dev", 2), join(parts)
     assert back.rows == warm.rows
     assert head("fed").fingerprint() in back.scores
@@ -189,9 +191,27 @@ def test_a_trace_is_the_same_after_writing_and_reading(tmp_path, warm):
         assert np.array_equal(ours.num_drafted, theirs.num_drafted)
 
 
+def test_a_policy_that_reads_no_hidden_state_loads_none(tmp_path, warm):
+    """The file is gone once the trace is read: what the entropy needs is there, what a head needs is not."""
+    settle(tmp_path, {"sampling": WARM.as_dict(), "max_draft_length": LENGTH, "eos_ids": [EOS]})
+    for index, rows in enumerate((range(25), range(25, 40))):
+        write_trace(tmp_path, Place("made", "dev", index), trace=warm.select(rows), problems=[])
+    back, kept = read_trace(tmp_path, "made", "dev", 2), read_trace(tmp_path, "made", "dev", 2)
+    unscored = replace(warm, scores={})
+    assert np.array_equal(kept.logit(head("drawn")), unscored.logit(head("drawn")))
+    for path in (tmp_path / "made" / "signals").glob("*.safetensors"):
+        path.unlink()
+    assert np.array_equal(*(replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (back, warm)))
+    part = back.select(range(5))
+    assert np.array_equal(*(replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (part, warm.select(range(5)))))
+    for each in (back, part):
+        with pytest.raises(FileNotFoundError):
+            each.logit(head("drawn"))
+
+
 def test_a_corrupted_shard_is_refused_by_name(tmp_path, warm):
     settle(tmp_path, {"sampling": WARM.as_dict(), "max_draft_length": LENGTH, "eos_ids": [EOS]})
-    write_trace(tmp_path, "made", "dev", 0, trace=warm, problems=[])
+    write_trace(tmp_path, Place("made", "dev", 0), trace=warm, problems=[])
     path = tmp_path / "made" / "signals" / "dev-00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

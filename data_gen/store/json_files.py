@@ -1,0 +1,37 @@
+"""JSON that the project wrote itself, read so that a file which was truncated, or broken by hand, is named with its line and the remedy."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a file.
+
+    Args:
+        path: of the file.
+        remedy: what the user can do about a broken one, the end of the message.
+        keys: that the object must have.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no whole JSON object, or one without these keys.
+    """
+    return parse_json(path.read_bytes(), place=str(path), remedy=remedy, keys=keys)
+
+
+def parse_json(text: bytes, *, place: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in some text; `place` is what messages call it, the other arguments are those of `read_json`."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = place if error.lineno == 1 else f"{place}:{error.lineno}"
+        raise ValueError(f"{where}: no whole JSON ({error.msg} at column {error.colno}); {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: no JSON, its bytes are no text; {remedy}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: expected a JSON object, got {type(value).__name__}; {remedy}")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"{place}: no {missing[0]!r} in it; {remedy}")
+    return value
