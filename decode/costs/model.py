@@ -92,16 +92,22 @@ class CostModel:
 
     def work(self, replayed: Replayed) -> Work:
         """Tokens and seconds of every setting on every prompt, by what they were spent on."""
-        forwards, per_round = replayed.counts.num_draft_forwards, self.target_s(np.arange(replayed.lengths.shape[-1]))
+        forwards = replayed.per_prompt(replayed.counts.num_draft_forwards)
+        verifying_s = replayed.lengths @ self.target_s(np.arange(replayed.lengths.shape[-1]))
         return Work(
-            tokens=replayed.counts.num_emitted,
+            tokens=replayed.per_prompt(replayed.counts.num_emitted),
             drafting_s=self.t_draft_s * forwards,
             stopping_s=self.stop_s(replayed.stop_kind) * forwards,
-            verifying_s=replayed.lengths @ per_round,
+            verifying_s=replayed.per_prompt(verifying_s),
             stop_kind=replayed.stop_kind,
         )
 
-    def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
+    def round_s(self, max_draft_length: int) -> tuple[float, ...]:
+        """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps."""
+        lengths = np.arange(max_draft_length + 1)
+        return tuple((self.t_draft_s * lengths + self.target_s(lengths)).tolist())
+
+    def time_s(self, replayed: Replayed) -> Float[Array, "setting prompt"]:
         """T of every setting on every prompt."""
         return self.work(replayed).seconds
 

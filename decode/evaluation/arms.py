@@ -16,6 +16,7 @@ from decode.evaluation.grids import Grid, both_grid, bounds
 from decode.intervals import Contestant, Spent
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
+from decode.policies.bounds import Oracle
 from decode.traces.recording import Traces
 from decode.traces.replay import Replayed, replay_settings
 from decode.tuning.rule import auto_for
@@ -64,12 +65,12 @@ class Pick(NamedTuple):
         """This setting alone on the first test prompts."""
         test, here = self.arm.test, ([self.setting], slice(num_prompts))
         counts = {name: values[here] for name, values in vars(test.counts).items() if isinstance(values, np.ndarray)}
-        return replace(test, counts=Counts(**counts), lengths=test.lengths[here])
+        return replace(test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[:num_prompts])
 
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""
-        test, here = self.arm.test, slice(self.setting, self.setting + 1)
-        return Spent(test.per_prompt(test.counts.num_emitted[here])[0], test.per_prompt(cost.time_s(test)[here])[0])
+        work = cost.work(self.arm.test)
+        return Spent(work.tokens[self.setting], work.seconds[self.setting])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class Replays:
             for learns in is_online
         }
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
+
+    def oracle_arm(self, cost: CostModel) -> Arm:
+        """What knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an accepted token pays."""
+        oracle = Oracle(cost.round_s(self.traces.dev.max_draft_length))
+        return next(replay_arms([Grid("oracle", "oracle", oracle, ({},))], self.traces))
 
 
 def replay_dataset(

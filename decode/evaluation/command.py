@@ -74,7 +74,7 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
 
 def compare(replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot."""
-    arms = [*replays.arms, *replays.auto_arms(cost)]
+    arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost)
     results = ordered([*results_of(arms, cost, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
     frame = frame_of(results, cost, dataset=dataset)

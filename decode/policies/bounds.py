@@ -1,19 +1,54 @@
 """The bounds that stand beside every result (law 4.10). Only a trace can offer them: the real loop refuses them."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+from jaxtyping import Int
+
 from decode.policies.base import Number, Policy
+
+Array = np.ndarray
 
 
 @dataclass(frozen=True)
 class Oracle(Policy):
-    """Knows the outcomes: drafts exactly the tokens that will be accepted, and leaves the last token of a response to the target.
+    """Knows the outcomes, and drafts none but tokens that will be accepted; the last token of a response it leaves to the target.
 
-    N_discarded = 0 and N_target = |rejected| + 1 (SpecDec++, arXiv 2405.19715, Lemma 2.1; more where max_draft_length ends a round).
+    With no times it drafts all of them: N_discarded = 0 and N_target = |rejected| + 1 (SpecDec++, arXiv 2405.19715, Lemma 2.1; more where
+    max_draft_length ends a round). That is the least time as long as a drafted token costs less than the target's own: with d = t_draft and
+    t_target(k) = t + v k, T = (d + v) N + (t - d - v) N_target. Else it may be best to draft none, and where t_target(k) is no line, some
+    of them, or long runs only; so with times it takes the shortest way through each response,
+
+        left(i) = min over k <= accepted ahead of (k d + t_target(k) + left(i + k + 1))
     """
 
+    round_s: tuple[float, ...] = ()
+    """Seconds of a round that drafts 0, 1, … max_draft_length tokens, k d + t_target(k); empty: all are drafted."""
+
     signals: ClassVar[frozenset[str]] = frozenset({"outcomes"})
+
+    def lengths(self, rejected: Int[Array, " positions"], offsets: Int[Array, " row_offsets"]) -> Int[Array, " positions"]:
+        """Tokens drafted by a round that starts at each position.
+
+        Args:
+            rejected: the first rejected position from each on, or any beyond the row.
+            offsets: row r covers positions offsets[r] to offsets[r + 1].
+        """
+        ends = np.repeat(offsets[1:], np.diff(offsets))
+        ahead = np.minimum(rejected, ends - 1) - np.arange(len(rejected))
+        if not self.round_s:
+            return ahead
+        round_s, lengths = np.array(self.round_s), np.minimum(ahead, len(self.round_s) - 1)
+        for start, end in pairwise(offsets):
+            left_s = np.zeros(end - start + 1)
+            for place in reversed(range(end - start)):
+                longest = lengths[start + place]
+                options = round_s[: longest + 1] + left_s[place + 1 : place + longest + 2]
+                best = longest - options[::-1].argmin()  # the longest of equals
+                lengths[start + place], left_s[place] = best, options[best]
+        return lengths
 
 
 @dataclass(frozen=True)

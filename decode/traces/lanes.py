@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.base import AfterDraw, Policy
+from decode.policies.bounds import Oracle
 from decode.traces.trace import Array, Trace
 
 
@@ -18,6 +19,8 @@ class Tokens(NamedTuple):
     is_eos: Bool[Array, " drafts+1"]
     signals: dict[str, Float[Array, " drafts+1"]]
     max_draft_length: int
+    oracle: Int[Array, " positions+1"] | None
+    """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
@@ -28,7 +31,8 @@ class Tokens(NamedTuple):
             values = trace.logit(heads[name]) if name in heads else trace.signal(name)  # type: ignore[arg-type]
             signals[name] = np.append(values, values[-1:])
         rejected, branch = np.append(trace.rejected, trace.num_positions), np.append(trace.branch, 0)
-        return cls(rejected, branch, np.append(trace.is_eos, True), signals, trace.max_draft_length)
+        oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
+        return cls(rejected, branch, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle)
 
 
 @dataclass

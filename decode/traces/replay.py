@@ -17,7 +17,6 @@ from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State
-from decode.policies.bounds import Oracle
 from decode.traces.lanes import Lanes, Tokens
 from decode.traces.trace import Array, Trace
 
@@ -115,7 +114,7 @@ class _Lockstep:
         lanes, tokens = self.lanes, self.tokens
         self.state = _merged(begins, self.policy.begin(state), self.state)
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
-        limit = self._oracle_limit() if isinstance(self.policy, Oracle) else self.policy.limit(self.state)
+        limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
         allowed = np.minimum(limit, lanes.room).astype(np.int64)
         first_rejected = tokens.rejected.take(lanes.start)
         if begins.all():  # with a fixed length always, and cheaper than the masks
@@ -125,10 +124,6 @@ class _Lockstep:
             lanes.allowed = np.where(begins, allowed, lanes.allowed)
             lanes.stop = np.where(begins, first_rejected, lanes.stop)
         lanes.shift = tokens.branch.take(lanes.stop) - lanes.stop
-
-    def _oracle_limit(self) -> Array:
-        """As far as all is accepted, but for the token that the target adds anyway."""
-        return np.minimum(self.tokens.rejected.take(self.lanes.start), self.lanes.end - 1) - self.lanes.start
 
     def _step(self, totals: _Totals) -> None:
         """One draft step of every lane, and verification where the draft ended."""

@@ -1,14 +1,21 @@
 """What replay counts: settings side by side, draft lengths, the oracle's bound, totals, and parts of a trace."""
 
+from functools import cache
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from small_pair import LENGTH
+from small_pair import trace as small_trace
 from toy_loop import POLICIES, decoder_of
 from toy_traces import EOS, traced
 
 from decode import replay
+from decode.costs.model import CostModel
 from decode.policies import CumulativeTokenProb
 from decode.policies.bounds import Oracle
 from decode.traces.replay import replay_settings
+from lm import Sampling
 
 COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 
@@ -50,6 +57,42 @@ def test_no_policy_beats_the_oracle_on_any_row():
             assert np.all(
                 counts.num_draft_forwards + ratio * counts.num_target >= oracle.num_draft_forwards + ratio * oracle.num_target - 1e-9
             )
+
+
+@cache
+def least_s(is_rejected: tuple[bool, ...], round_s: tuple[float, ...]) -> float:
+    """The least time of one response, over every draft length of every round, drafts past a rejection included."""
+    if not is_rejected:
+        return 0.0
+    ahead = is_rejected.index(True) if any(is_rejected) else len(is_rejected)
+    longest = min(len(round_s), len(is_rejected))
+    return min(round_s[k] + least_s(is_rejected[min(k, ahead) + 1 :], round_s) for k in range(longest))
+
+
+TIMES = {
+    "drafting an accepted token costs more than the target's own": CostModel.constant(1.5, 1.0),
+    "as much": CostModel.constant(1.0, 1.0),
+    "less": CostModel.constant(0.2, 1.0),
+    "verification grows": CostModel(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
+    "verification has a start": CostModel(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
+    "verification jumps": CostModel(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_the_oracle_takes_the_least_time_that_any_choice_takes(name):
+    cost, traced = TIMES[name], small_trace(Sampling(temperature=0.6))
+    oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
+    brute = [least_s(tuple(traced.is_rejected[slice(*ends)].tolist()), cost.round_s(LENGTH)) for ends in pairwise(traced.offsets)]
+    assert cost.time_s(oracle)[0] == pytest.approx(brute)
+    all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.t_target_s[0] * np.diff(traced.offsets)
+    assert oracle.counts.num_discarded.sum() == 0
+    if name == "less":
+        assert cost.time_s(oracle)[0] == pytest.approx(all_drafted)
+    elif name.startswith("verification"):
+        assert cost.time_s(oracle).sum() < min(all_drafted.sum(), alone.sum()) - 1e-9 or name == "verification grows"
+    elif name.startswith("drafting"):
+        assert cost.time_s(oracle)[0] == pytest.approx(alone)
 
 
 def test_the_loop_refuses_the_oracle():
