@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from configs.schema import Config
+from data_gen.store.json_files import read_json
 from heads.measures.tables import best_heads
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
@@ -135,4 +136,5 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
 
 def _results(run: Path) -> dict[str, Any]:
     path = run / "val_metrics.json"
-    return dict(json.loads(path.read_text())["results"]) if path.is_file() else {}
+    remedy = "train again, or name a head and delete it"
+    return dict(read_json(path, remedy=remedy, keys=("results",))["results"]) if path.is_file() else {}

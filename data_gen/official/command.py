@@ -28,6 +28,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
+from data_gen.store.json_files import read_json
 from data_gen.store.manifest import FORMAT, describe_model, settle
 from data_gen.store.shards import clean_partial, is_whole, rows_path, write_atomic
 
@@ -134,7 +135,7 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
     settle(directory, manifest)
     path = directory / "imported" / f"{split}.json"
     source = {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    earlier = json.loads(path.read_text()) if path.is_file() else source
+    earlier = read_json(path, remedy="delete it if its split is this file's", keys=source) if path.is_file() else source
     if earlier["sha256"] != source["sha256"]:
         raise ValueError(
             f"{directory} holds {split} rows of another file ({earlier['name']}, sha256 {earlier['sha256'][:12]}); choose another data.dir"

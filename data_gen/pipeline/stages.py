@@ -26,6 +26,7 @@ from data_gen.labels.layout import layout_of
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Progress
 from data_gen.store import features, rows
+from data_gen.store.json_files import read_json
 from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
 from lm.uniforms import seed_of, uniforms
 
@@ -111,7 +112,9 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """What `save_responses` saved."""
-    content = json.loads(_stage_path(spec, data, "respond").read_text())
+    content = read_json(
+        _stage_path(spec, data, "respond"), remedy="delete it and run the same command again", keys=("exchanges", "problems")
+    )
     return Answers([Exchange(**exchange) for exchange in content["exchanges"]], [Problem(**problem) for problem in content["problems"]])
 
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
+from data_gen.store.json_files import read_json
 from data_gen.store.shards import write_atomic
 
 FORMAT = 1
@@ -97,7 +98,7 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen") -> dict[s
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: run `python -m {command}` with this config first")
-    return dict(json.loads(path.read_text()))
+    return read_json(path, remedy=f"put the original back, or delete {directory} to start anew")
 
 
 def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:

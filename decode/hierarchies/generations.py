@@ -3,18 +3,19 @@
     DIR/manifest.json        what decides the tokens
     DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds
 
-Hierarchies cannot be reone from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
+Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from hashlib import sha256
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from data_gen.store.json_files import parse_json
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation
 
@@ -57,6 +58,10 @@ class Decoded:
         )
 
 
+_FIELDS = (*Key._fields, *(field.name for field in fields(Decoded)))
+"""Of a line."""
+
+
 def prompt_key(prompt_ids: Sequence[int]) -> str:
     """The same for the same tokens, whatever their prompt is called."""
     return sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]
@@ -79,10 +84,14 @@ def read_decoded(directory: Path) -> dict[Key, Decoded]:
     if len(finished) < len(whole):
         with path.open("r+b") as file:
             file.truncate(len(finished))
-    return dict(_parsed(json.loads(line)) for line in finished.splitlines())
+    remedy = "delete the line, and its prompt is decoded again"
+    return dict(
+        _parsed(parse_json(line, place=f"{path}:{number}", remedy=remedy, keys=_FIELDS))
+        for number, line in enumerate(finished.splitlines(), start=1)
+    )
 
 
-def _parsed(line: dict[str, object]) -> tuple[Key, Decoded]:
+def _parsed(line: dict[str, Any]) -> tuple[Key, Decoded]:
     key = Key(*(str(line.pop(name)) for name in Key._fields))
     counts, later = (Counts(**line.pop(name)) for name in ("counts", "later"))  # type: ignore[arg-type]
     return key, Decoded(counts=counts, later=later, lengths=tuple(line.pop("lengths")), **line)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from data_gen.store.json_files import read_json
 from heads.model.card import model_card
 from heads.model.files import read_head_files, write_head_files
 from heads.model.formula import stack_forward
@@ -29,6 +30,7 @@ from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 
 Timing = Literal["fed", "drawn"]
+_EXPORT_AGAIN = "export the head again with `python -m heads export`"
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -158,11 +160,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         Raises:
             FileNotFoundError: a path, not a name on the hub, and nothing there.
+            ValueError: its config.json is no whole JSON object.
         """
         path = Path(pretrained_model_name_or_path)
         is_path = path.is_absolute() or len(path.parts) != 2 or path.parent.exists()  # the hub's names are owner/name
         if is_path and not path.is_dir():
             raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+        if (path / "config.json").is_file():
+            read_json(path / "config.json", remedy=_EXPORT_AGAIN)
         return super().from_pretrained(pretrained_model_name_or_path, **how)
 
     @classmethod
@@ -217,7 +222,7 @@ def check_shape(hidden_size: int, depth: int, timing: str) -> None:
 def update_config(directory: str | Path, **changes: Any) -> None:
     """Change keys of a saved head's config.json, as `decode tune` does with `recommended`; written to a temporary name and renamed."""
     path = Path(directory) / "config.json"
-    config = json.loads(path.read_text()) | changes
+    config = read_json(path, remedy=_EXPORT_AGAIN) | changes
     Provenance.from_dict(config)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

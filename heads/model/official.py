@@ -10,13 +10,13 @@ softmax(z)_1 = sigmoid(z_1 - z_0), so one logit with the difference of the two r
 times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoding there uses top-k 50), trained with w_acc = 1.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data_gen.store.json_files import read_json
 from heads.model.files import IS_PICKLED, PICKLES, check_tensors, read_safetensors
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -45,7 +45,7 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             raise FileNotFoundError(
                 f"no {needed.name} at {needed.parent}; an official head is a directory with config.json and model.safetensors"
             )
-    hidden_size, depth = _shape(json.loads(config_path.read_text()), config_path)
+    hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
     tensors = _with_aliases(path, depth)
     check_tensors(tensors, _official_shapes(hidden_size, depth), source=path)
     head = AcceptanceHead(hidden_size, depth, provenance=provenance)

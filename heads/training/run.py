@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema import Config
+from data_gen.store.json_files import read_json
 from data_gen.store.shards import clean_partial
 from heads.batches.module import FeatureData
 from heads.batches.online import DraftFeatures, RowData
@@ -66,7 +67,9 @@ class RunDirectory:
         if goes_on:
             check_whole(self.checkpoint)
         if goes_on and (self.path / "run.json").is_file():
-            _refuse_difference(json.loads((self.path / "run.json").read_text()), described, path=self.path)
+            _refuse_difference(
+                read_json(self.path / "run.json", remedy="delete it to go on without comparing configs"), described, path=self.path
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         clean_partial(self.path)
         (self.path / "run.json").write_text(json.dumps(described, indent=1) + "\n")

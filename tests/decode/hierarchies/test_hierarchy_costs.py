@@ -76,3 +76,12 @@ def test_kept_generations_are_read_back_and_a_torn_line_is_cut_off(tmp_path):
     append_decoded(tmp_path, {other: decoded(1, 1, 1)})
     assert read_decoded(tmp_path) == {one: decoded(5, 2, 1), other: decoded(1, 1, 1)}
     assert read_decoded(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("broken", ['{"prompt": "ha', '{"prompt": "half"}', "[]"])
+def test_a_line_that_was_broken_by_hand_is_named(tmp_path, broken):
+    append_decoded(tmp_path, {Key("ab", "HSDDW", "K<=10"): decoded(5, 2, 1)})
+    with (tmp_path / "decoded.jsonl").open("a") as file:
+        file.write(f"{broken}\n")
+    with pytest.raises(ValueError, match=r"decoded\.jsonl:2: .*; delete the line"):
+        read_decoded(tmp_path)

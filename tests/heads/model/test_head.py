@@ -166,6 +166,15 @@ def test_a_head_without_config_is_refused(tmp_path: Path):
         AcceptanceHead.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("content", ['{"hidden_size": 4,', "[]", ""])
+def test_a_broken_config_is_named(tmp_path: Path, content: str):
+    filled(2).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    for read in (AcceptanceHead.from_pretrained, update_config):
+        with pytest.raises(ValueError, match=r"config\.json: .*heads export"):
+            read(tmp_path)
+
+
 def test_config_holds_what_the_design_names(tmp_path: Path):
     filled(2, reject_weight=6.0).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
