@@ -20,6 +20,10 @@ class Plot(NamedTuple):
     caption: str
     svg: str
 
+    def of(self, dataset: str) -> "Plot":
+        """The same, told apart from those of other datasets."""
+        return self._replace(name=f"{self.name}-{dataset}", caption=f"{dataset}: {self.caption}")
+
 
 def figure_of(height: float) -> tuple[Figure, Axes]:
     """A figure with one pair of axes."""

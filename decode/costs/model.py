@@ -107,9 +107,10 @@ class CostModel:
         lengths = np.arange(max_draft_length + 1)
         return tuple((self.t_draft_s * lengths + self.target_s(lengths)).tolist())
 
-    def time_s(self, replayed: Replayed) -> Float[Array, "setting prompt"]:
-        """T of every setting on every prompt."""
-        return self.work(replayed).seconds
+    def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
+        """T of every setting on every row."""
+        per_round, step_s = self.target_s(np.arange(replayed.lengths.shape[-1])), self.t_draft_s + self.stop_s(replayed.stop_kind)
+        return step_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
 
     def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""

@@ -42,11 +42,12 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
-    folder.complete()  # may take hours, so heads and grids were made, and checked, before it
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
+    folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
     every: dict[str, Replays] = {}
-    frames, page = [], Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
+    frames: list[pd.DataFrame] = []
+    page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
@@ -54,11 +55,10 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
         if experiment.decode.hierarchies:
             loop = resumable_loop(experiment, dataset, trio)
             decoded = decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
-        for each in costs:
-            frame, bars = compare(replays, decoded, cost=each, dataset=dataset)
-            frames.append(frame)
-            page.plots.append(bars)
-        page.plots.extend(all_plots(replays, cost, names=NAMES))
+        compared = [compare(replays, decoded, cost=each, dataset=dataset) for each in costs]
+        frames.extend(frame for frame, _ in compared)
+        plots = [*(bars for _, bars in compared), *all_plots(replays, cost, names=NAMES)]
+        page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
         page.datasets[dataset] = [*report_arms(replays, cost), *(report_hierarchies(decoded) if decoded else [])]
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
     results = pd.concat(frames)

@@ -49,6 +49,10 @@ def grids_of(own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str,
     for name, parameters in values.items():
         if name not in POLICIES:
             raise ValueError(f"decode.grid names the policy {name!r}; one of {', '.join(POLICIES)}")
+        if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
+            raise ValueError(
+                f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is {max_draft_length}, raise it"
+            )
         if name == "head":
             grids += [head_grid(head_name, head, parameters) for head_name, head in heads.items()]
         else:
@@ -62,6 +66,8 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
     Args:
         fixed: further arguments of the policy, such as a head.
     """
+    if empty := [key for key, values in parameters.items() if not len(values)]:
+        raise ValueError(f"decode.grid gives {name} no value of {empty[0]}; give at least one, or leave {name} out for the built-in grid")
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`decode.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}

@@ -14,8 +14,8 @@ class FixedLength(Policy):
     k: Number = 5
 
     def __post_init__(self) -> None:
-        if np.any(np.asarray(self.k) < 0):
-            raise ValueError(f"k is {self.k}; a draft length is at least 0")
+        if np.any(np.asarray(self.k) < 0) or np.any(np.asarray(self.k) % 1):
+            raise ValueError(f"k is {self.k}; a draft length is a whole number of at least 0")
 
     def limit(self, state: State) -> Number:
         return self.k

@@ -43,13 +43,13 @@ class Place(NamedTuple):
 
     dataset: str
     split: str
-    index: int
+    shard: int
     draw: int = 0
     """Of the coins, each independent of the others."""
 
     def paths(self, directory: Path) -> tuple[Path, Path]:
         """Rows and signals."""
-        name = f"{self.split}-{self.index:05d}" + (f"-draw{self.draw}" if self.draw else "")
+        name = f"{self.split}-{self.shard:05d}" + (f"-draw{self.draw}" if self.draw else "")
         folder = directory / self.dataset
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
 

@@ -50,6 +50,16 @@ ENTRANCES = {
 }
 
 
+@pytest.mark.parametrize(
+    "own", [["--decode.ratios", "[5, -1]"], ["--decode.t_target_s", "null"], ["--decode.grid", '{"entropy": {"scale": []}}']]
+)
+def test_what_an_evaluation_cannot_use_is_refused_before_it_records(own, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["evaluate", *flags(tmp_path), *own])
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "decode" / "trace").exists()
+
+
 @pytest.mark.parametrize("name", [*ENTRANCES, "hierarchy"])
 @pytest.mark.parametrize("what", ["draft", "target", "sampling"])
 def test_a_foreign_head_is_refused_at_every_entrance_before_anything_is_written(name, what, tmp_path, capsys):

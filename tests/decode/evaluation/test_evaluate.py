@@ -7,7 +7,7 @@ from small_pair import trace
 
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, best_heads, picks_of, replay_arms
-from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
+from decode.evaluation.grids import bounds, default_values, grids_of, head_grid, make_grid
 from decode.evaluation.results import Result, results_of, yardstick_of
 from decode.intervals import Spent, gain_over
 from decode.policies.auto import Auto
@@ -40,6 +40,19 @@ def results_at(cost: CostModel, arms) -> list[Result]:
 
 def test_every_policy_has_a_built_in_grid():
     assert set(default_values(20)) == set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"entropy": {"max_sqrt_entropy": []}}, "no value of max_sqrt_entropy"),
+        ({"fixed_length": {"k": [2, 9]}}, "fixed length of 9; decode.max_draft_length is 5"),
+        ({"fixed_length": {"k": [2.5]}}, "whole number"),
+    ],
+)
+def test_a_grid_that_cannot_be_replayed_is_refused(own, says):
+    with pytest.raises(ValueError, match=says):
+        grids_of(own, {}, max_draft_length=5)
 
 
 def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
@@ -84,9 +97,8 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
 def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
     cost = CostModel.constant(1 / ratio, 1.0)
-    replays = Replays(traces=splits, arms=arms, best={})
-    picks = picks_of([*arms, replays.oracle_arm(cost)], cost)
-    results = results_of(picks, yardstick_of(picks, cost))
+    replays = Replays(traces=splits, arms=arms, heads={})
+    results = results_at(cost, [*arms, replays.oracle_arm(cost)])
     assert max(result.percent_of_oracle for result in results) == pytest.approx(100)
     assert next(result.speed_up for result in results if result.family == "oracle") >= 1 - 1e-9
 

@@ -13,6 +13,7 @@ from small_pair import trace
 
 from decode.costs.model import CostModel, StopShares
 from decode.evaluation.arms import replay_arms
+from decode.evaluation.command import write_plots
 from decode.evaluation.grids import bounds, default_values, make_grid
 from decode.evaluation.page import Page, ReportArm, _packed, write_report
 from decode.evaluation.plots import entropies, pareto
@@ -48,6 +49,13 @@ def test_the_page_fetches_nothing_and_is_small(page):
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "__DATA__" not in text
+
+
+def test_plots_of_two_datasets_lie_side_by_side(arms, tmp_path):
+    plot = pareto(arms[0], {})
+    write_plots(tmp_path, [plot.of("one"), plot.of("two")])
+    assert {path.name for path in tmp_path.iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
+    assert plot.of("one").caption == f"one: {plot.caption}"
 
 
 @pytest.mark.parametrize("most", [9, 2**16 - 1, 2**16, 10**6])

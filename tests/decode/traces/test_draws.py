@@ -12,7 +12,6 @@ from configs.command import config_of, parser_for, run
 from decode.__main__ import COMMANDS
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Arm, Pick
-from decode.evaluation.decoded import decode_hierarchies
 from decode.evaluation.grids import make_grid
 from decode.experiment import Experiment
 from decode.intervals import gain_over
@@ -69,8 +68,7 @@ def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
     for prompt in range(3):
         draws = [three.rows[row] for row in (three.prompt_of_row == prompt).nonzero()[0]]
         assert len({row.prompt_ids for row in draws}) == 1
-        chances = [three.select([row]) for row in (three.prompt_of_row == prompt).nonzero()[0]]
-        assert len({(draw.token.tobytes(), draw.is_rejected.tobytes()) for draw in chances}) == 3
+        assert len({row.response_ids for row in draws}) > 1
     assert len({row.response_ids for row in three.rows}) > 6
 
 
@@ -125,19 +123,3 @@ def test_amounts_of_rows_become_those_of_their_prompts():
     replayed = replay_settings(traced, make_grid("fixed_length", "fixed_length", {"k": [1, 2]}).policy)
     amounts = np.array([[1, 2, 4, 8, 16, 32], [1, 1, 1, 1, 1, 1]])
     assert replayed.per_prompt(amounts).tolist() == [[33, 14, 16], [2, 3, 1]]
-
-
-def test_hierarchies_decode_each_prompt_once(recorded):
-    asked = []
-
-    class Loop:
-        trio = None
-
-        def play(self, contenders, prompts):
-            asked.append(prompts)
-            raise StopIteration
-
-    traces = loaded(recorded, 3)
-    with pytest.raises(StopIteration):
-        decode_hierarchies(Loop(), traces, costs=[CostModel.constant(0.2, 1.0)], t_micro_s=0.1)  # type: ignore[arg-type]
-    assert asked == [[list(row.prompt_ids) for row in traces.dev.rows[:3]]]
