@@ -21,7 +21,6 @@ from decode.traces.recording import Traces
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
-from lm.models import compiled
 
 WARM = Sampling(temperature=0.8)
 POLICIES: dict[str, Policy] = {"fixed_length": FixedLength(2), "cumulative_token_prob": CumulativeTokenProb(0.3), "ada_edl": AdaEDL(0.4)}
@@ -70,7 +69,7 @@ def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
 def test_a_primed_model_says_what_an_unprimed_one_says(kind):
     primed, plain = kind(model(1, 2), vocab_size=VOCAB), CachedModel(model(1, 2), vocab_size=VOCAB)
     if kind is PrimedCompiledModel:
-        primed._compiled, primed._capacity = compiled._step, 16  # uncompiled, and soon too small
+        primed._is_tried, primed._capacity = False, 16  # uncompiled, and soon too small
     for prompt in (PROMPTS[0], PROMPTS[1][:1], PROMPTS[2] * 4):
         primed.prime(prompt)
         for tokens in ([1, 2], [3], [4, 5, 6] * 4):
