@@ -121,7 +121,7 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
 def measure(loop: Loop) -> dict[str, Any]:
     """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
     generations = time_generations(loop)
-    cost = costs_of(generations, loop.max_draft_length)
+    cost = costs_of(generations, loop.max_draft_length, in_steps=loop.is_compiled)
     return {
         "t_draft_s": cost.t_draft_s,
         "t_target_s": list(cost.t_target_s),

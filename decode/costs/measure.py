@@ -1,10 +1,10 @@
 """t_draft and t_target(k) of this machine, measured inside the real loop.
 
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
-is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k), which
-rises with k as the medians at each k do (in steps, where widths are compiled). `fit_costs` gets both times from totals of whole
-generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards, `head_cost` draft steps with and
-without a head.
+is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k): a line
+through the medians at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
+totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards, `head_cost` draft steps
+with and without a head.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
+_TURNS = 2
+"""Generations per prompt and length."""
 
 
 class Fit(NamedTuple):
@@ -83,13 +85,19 @@ def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Ge
     decoders = [loop.decoder(FixedLength(length)) for length in sorted({min(length, loop.max_draft_length) for length in lengths})]
     generator = torch.Generator().manual_seed(0)
     decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
-    return [decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in loop.prompts for decoder in decoders]
+    turns = [prompt for _ in range(_TURNS) for prompt in loop.prompts]
+    return [decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in turns for decoder in decoders]
 
 
-def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostModel:
+def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> CostModel:
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
     A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is part of t_target(k).
+
+    Args:
+        generations: with drafts of several lengths, 0 among them.
+        max_draft_length: the last k of t_target(k).
+        in_steps: t_target(k) rises as the medians do, since compiled widths rise in steps; False: on a line, which noise bends less.
 
     Raises:
         ValueError: generations of one round only.
@@ -110,7 +118,8 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int) -> CostMo
     else:  # one length only, or noise
         begin_s = 0.0
     alone_s = median(by_length[0]) + median(drafts[0])
-    longer_s = _rising({length: seconds for length, seconds in by_length.items() if length}, max_draft_length)
+    longer = {length: seconds for length, seconds in by_length.items() if length}
+    longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
     return CostModel(
         t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()), "measured", errors=_errors(drafting, by_length)
@@ -130,6 +139,14 @@ def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
         return 0.0, 0.0
     slope, offset = np.polyfit(lengths, medians, 1, w=np.sqrt(seen))
     return float(offset), float(slope)
+
+
+def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
+    """Seconds at k = 1 … longest on a line that does not fall."""
+    offset, slope = _line(by_length)
+    if slope <= 0:  # noise, or one length only
+        offset, slope = median(value for values in by_length.values() for value in values), 0.0
+    return offset + slope * np.arange(1, longest + 1)
 
 
 def _rising(by_length: dict[int, list[float]], longest: int) -> Array:

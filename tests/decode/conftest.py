@@ -17,4 +17,5 @@ def one_turn():
     """No test reads how long a stop takes, beyond a bound that one turn keeps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("decode.costs.stops._MOST_TURNS", 1)
+        patch.setattr("decode.costs.measure._TURNS", 1)
         yield
