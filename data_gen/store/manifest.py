@@ -46,7 +46,7 @@ def make_manifest(
         "split": {name: {"prompts": len(prompts), "sha256": _digest(repr(list(prompts)))} for name, prompts in splits.items()},
         "versions": {name: _version(name) for name in _PACKAGES},
         "recorded": {
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
             "python": platform.python_version(),
             "machine": f"{platform.system()} {platform.machine()}",
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -172,7 +172,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
     try:
         answer = subprocess.run(

@@ -4,24 +4,23 @@
                 (`decode.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
                 by layers that change nothing (`decode.bench.speeds`). Finished cells stay in DIR/bench.json
     lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`decode.bench.lengths`)
-    overheads   what the loop spends outside forwards, and what a head adds to a draft step (`decode.bench.overheads`)
+    overheads   what the loop spends outside forwards (`decode.bench.overheads`); `decode costs` prints what stops add
 
 With `decode.hierarchies` also three models beside two (`decode.bench.hierarchies`). The last line is one JSON document.
 """
 
 import json
 import platform
-import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers.utils import logging
 
 from configs.schema import Config
+from data_gen.store.manifest import git_commit
 from data_gen.store.shards import write_atomic
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.bench.lengths import length_rows, length_table
@@ -130,8 +129,7 @@ class Bare:
             for row in length_rows(pair, prompts, _PLAIN, **how):
                 yield "lengths", row
         if "overheads" in parts:
-            head = next(iter(self._experiment.heads.values()), None)
-            yield "overheads", overheads_of(pair, head, prompts, _PLAIN, num_tokens=num_tokens)
+            yield "overheads", overheads_of(pair, prompts, _PLAIN, num_tokens=num_tokens)
         if decode.hierarchies:
             for row in hierarchy_rows(pair, prompts, _PLAIN, lengths=self._lengths, num_tokens=num_tokens):
                 yield "hierarchies", row
@@ -139,14 +137,11 @@ class Bare:
 
 def where(config: Config) -> dict[str, Any]:
     """Models, hardware, versions, commit, date."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
-    )
     return {
         "target": config.pair.target.path,
         "draft": config.pair.draft.path,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        "commit": git_commit(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,

@@ -1,9 +1,7 @@
-"""What the loop spends outside model forwards, and what a head adds to a draft step.
+"""What the loop spends outside model forwards.
 
 outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time;
                   outside_own_share: the same with the loop's own forwards, which are faster than bare ones
-head_share        what a head adds to a draft step / the step without it; the first of the config's heads, or where there are none an
-                  untrained one of depth 3 on the hidden state alone. Scalars cost more than a block
 """
 
 from collections import defaultdict
@@ -15,28 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from decode.costs.measure import head_cost
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
-from heads.model.head import AcceptanceHead
 from lm import CachedModel, Pair, Sampling
 
 Seconds = list[float]
 _DRAFT_LENGTH = 5
 
 
-def overheads_of(
-    pair: Pair, head: AcceptanceHead | None, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, num_tokens: int
-) -> dict[str, Any]:
-    """Time outside forwards with drafts of 5 tokens, and what `head` adds."""
-    head = head or AcceptanceHead(pair.draft.config.get_text_config().hidden_size, 3)
+def overheads_of(pair: Pair, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, num_tokens: int) -> dict[str, Any]:
+    """Time outside forwards with drafts of 5 tokens."""
     row: dict[str, Any] = {}
     for name, sampling in samplings.items():
         outside = outside_share(pair, prompts, _DRAFT_LENGTH, sampling, num_tokens)
         row |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
-    row["draft_step_s"], row["head_s"] = head_cost(pair, head, prompts[0])
-    row["head_share"], row["head_depth"] = row["head_s"] / row["draft_step_s"], head.depth
     return row
 
 

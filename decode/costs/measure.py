@@ -3,8 +3,7 @@
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
 is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k): a line
 through the medians at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
-totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards, `head_cost` draft steps
-with and without a head.
+totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,10 @@ from transformers import PreTrainedModel
 from decode.costs.model import CostModel
 from decode.intervals import TimeErrors
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter, Session
-from decode.policies import FixedLength, HeadPolicy, Policy
+from decode.loop.drafter import ModelDrafter
+from decode.policies import FixedLength, Policy
 from decode.traces.trace import Array
-from heads.model.head import AcceptanceHead
-from lm import CachedModel, CompiledModel, Pair, RandomDraws, Sampling
+from lm import CachedModel, CompiledModel, Pair, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
@@ -212,25 +210,3 @@ def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: in
             seconds[name, length].append(perf_counter() - started_s)
     draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
     return CostModel(draft_s, tuple(target_s), "bare forwards")
-
-
-@torch.inference_mode()  # as the loop drafts
-def head_cost(
-    pair: Pair, head: AcceptanceHead, prompt_ids: Sequence[int], *, num_steps: int = 10, repeats: int = 60
-) -> tuple[float, float]:
-    """(seconds of a draft step without a head, seconds that the head adds), medians of alternating drafts of num_steps tokens."""
-    policies = [FixedLength(num_steps), HeadPolicy(head, 1.0)]
-    drafters = [ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size) for policy in policies]
-    for drafter in drafters:
-        drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
-        drafter.propose(list(prompt_ids), num_steps)
-        drafter.conclude(list(prompt_ids), num_steps)
-    times: list[list[float]] = [[], []]
-    for _ in range(repeats):
-        for drafter, seconds in zip(drafters, times, strict=True):
-            started_s = perf_counter()
-            drafter.propose(list(prompt_ids), num_steps)
-            seconds.append((perf_counter() - started_s) / num_steps)
-            drafter.conclude(list(prompt_ids), num_steps)
-    plain_s, with_head_s = map(median, times)
-    return plain_s, with_head_s - plain_s

@@ -28,7 +28,7 @@ _STEPS = 10
 """Tokens of a draft that is timed."""
 _TOKENS = 48
 """Of a generation that is timed."""
-_MOST_TURNS = 8
+_MOST_TURNS = 4
 _ENOUGH = 0.005
 """Share of a draft step: a standard error below which no more turns are taken."""
 

@@ -6,9 +6,7 @@ from small_pair import PROMPTS
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.bench.overheads import Call, TalliedModel, outside_share
-from decode.costs.measure import head_cost
 from decode.policies import FixedLength
-from heads import AcceptanceHead
 from lm import Sampling
 
 NUM_TOKENS = 12
@@ -36,9 +34,3 @@ def test_time_outside_forwards_is_less_than_all_of_it(pair):
     assert outside.wall_s > 0
     assert outside.share < 1
     assert outside.own_share < 1
-
-
-def test_what_a_head_adds_is_measured_beside_a_step_without_it(pair):
-    step_s, head_s = head_cost(pair, AcceptanceHead(16, 1), PROMPTS[0], num_steps=2, repeats=3)
-    assert step_s > 0
-    assert head_s > -step_s
