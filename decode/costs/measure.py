@@ -2,7 +2,7 @@
 
 Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
 is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k): a line
-through the medians at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
+through those at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
 totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards.
 """
 
@@ -29,6 +29,7 @@ from lm import CachedModel, CompiledModel, Pair, Sampling
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
 """Generations per prompt and length."""
+_RESAMPLES = 200
 
 
 class Fit(NamedTuple):
@@ -95,7 +96,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     Args:
         generations: with drafts of several lengths, 0 among them.
         max_draft_length: the last k of t_target(k).
-        in_steps: t_target(k) rises as the medians do, since compiled widths rise in steps; False: on a line, which noise bends less.
+        in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise bends less.
 
     Raises:
         ValueError: generations of one round only.
@@ -109,13 +110,13 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
         by_length.setdefault(len(one.drafted), []).append(one.target_s)
     if not drafting or 0 not in by_length:
         raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
-    t_draft_s = median(one.draft_s / one.counts.num_draft_forwards for one in drafting)
+    t_draft_s = typical([one.draft_s / one.counts.num_draft_forwards for one in drafting])
     begin_s, step_s = _line(drafts)
     if begin_s > 0 and step_s > 0:
         t_draft_s = step_s
     else:  # one length only, or noise
         begin_s = 0.0
-    alone_s = median(by_length[0]) + median(drafts[0])
+    alone_s = typical(by_length[0]) + typical(drafts[0])
     longer = {length: seconds for length, seconds in by_length.items() if length}
     longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
@@ -124,18 +125,18 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     )
 
 
-def _medians(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
-    """(lengths, median seconds at each, how often each was seen)."""
+def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
+    """(lengths, typical seconds at each, how often each was seen)."""
     lengths = sorted(by_length)
-    return np.array(lengths), np.array([median(by_length[k]) for k in lengths]), np.array([len(by_length[k]) for k in lengths])
+    return np.array(lengths), np.array([typical(by_length[k]) for k in lengths]), np.array([len(by_length[k]) for k in lengths])
 
 
 def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
-    """(a, b) of a + b k through the median at each k > 0, weighted by how often it was seen; (0, 0) for fewer than two lengths."""
-    lengths, medians, seen = _medians({length: seconds for length, seconds in by_length.items() if length})
+    """(a, b) of a + b k through the typical seconds at each k > 0, weighted by how often it was seen; (0, 0) for fewer than two lengths."""
+    lengths, typicals, seen = _typical({length: seconds for length, seconds in by_length.items() if length})
     if len(lengths) < 2:
         return 0.0, 0.0
-    slope, offset = np.polyfit(lengths, medians, 1, w=np.sqrt(seen))
+    slope, offset = np.polyfit(lengths, typicals, 1, w=np.sqrt(seen))
     return float(offset), float(slope)
 
 
@@ -143,30 +144,35 @@ def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
     """Seconds at k = 1 … longest on a line that does not fall."""
     offset, slope = _line(by_length)
     if slope <= 0:  # noise, or one length only
-        offset, slope = median(value for values in by_length.values() for value in values), 0.0
+        offset, slope = typical([value for values in by_length.values() for value in values]), 0.0
     return offset + slope * np.arange(1, longest + 1)
 
 
 def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
     """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a straight line."""
-    lengths, medians, seen = _medians(by_length)
-    rising = isotonic_regression(medians, weights=seen).x
+    lengths, typicals, seen = _typical(by_length)
+    rising = isotonic_regression(typicals, weights=seen).x
     return np.interp(np.arange(1, longest + 1), lengths, rising)
 
 
 def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:
     """Relative standard errors of t_draft, and of t_target over the lengths seen."""
     steps_s = [one.draft_s / one.counts.num_draft_forwards for one in drafting]
-    relative = [value / median(values) - 1 for values in by_length.values() for value in values]
-    return TimeErrors(error_of_median(steps_s) / median(steps_s), error_of_median(relative))
+    relative = [value / typical(values) for values in by_length.values() for value in values]
+    return TimeErrors(error_of(steps_s) / typical(steps_s), error_of(relative))
 
 
-def error_of_median(values: Sequence[float]) -> float:
-    """Standard error of the median of values that are normal but for outliers, 1.2533 sigma / sqrt(n); 0 for fewer than two."""
+def typical(values: Sequence[float]) -> float:
+    """The first quartile: other work on the machine lengthens a time, and nothing shortens it."""
+    return float(np.quantile(values, 0.25))
+
+
+def error_of(values: Sequence[float]) -> float:
+    """Standard error of `typical`, by bootstrap; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
-    sigma = 1.4826 * float(np.median(np.abs(np.array(values) - median(values))))
-    return float(1.2533 * sigma / len(values) ** 0.5)
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
+    return float(np.quantile(drawn, 0.25, axis=1).std())
 
 
 def fit_costs(generations: Sequence[Generation]) -> Fit:

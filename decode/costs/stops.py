@@ -1,8 +1,8 @@
 """What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
 
 Policies take turns on every prompt with the same draws, and none of them ever stops before the end of its draft: so all write the same
-text in the same rounds, and the round of one differs from the same round of the fixed length by the work of its stop alone. t_stop is the
-median of these differences per draft step.
+text in the same rounds, which differ from those of the fixed length by the work of the stop alone. t_stop is the difference of the first
+quartiles of their seconds per draft step.
 
 On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a large model is
 reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
@@ -10,13 +10,13 @@ reading its weights; signals of the distribution are then free. `decode.stop_sha
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from math import hypot
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from decode.costs.measure import Loop, error_of_median
+from decode.costs.measure import Loop, error_of, typical
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, Number, Outcome, State
@@ -28,7 +28,7 @@ _STEPS = 10
 """Tokens of a draft that is timed."""
 _TOKENS = 48
 """Of a generation that is timed."""
-_MOST_TURNS = 4
+_MOST_TURNS = 6
 _ENOUGH = 0.005
 """Share of a draft step: a standard error below which no more turns are taken."""
 
@@ -88,15 +88,14 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     decoders = {kind: loop.decoder(policy, max_draft_length=min(_STEPS, loop.max_draft_length)) for kind, policy in arms.items()}
     _turn(decoders, loop, loop.prompts[0])  # a warm-up
     steps_s: dict[str, list[float]] = {kind: [] for kind in arms}
-    added_s: dict[str, list[float]] = {}
     for _ in tqdm(range(_MOST_TURNS), desc="costs: stops", unit="turn"):
         for prompt in loop.prompts:
             for kind, seconds in _turn(decoders, loop, prompt).items():
                 steps_s[kind] += seconds
-        added_s = {kind: [own - plain for own, plain in zip(steps_s[kind], steps_s[""], strict=True)] for kind in policies}
-        if max(map(error_of_median, added_s.values())) < _ENOUGH * median(steps_s[""]):
+        if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
             break
-    return {kind: Stop(max(0.0, median(found)), error_of_median(found)) for kind, found in added_s.items()}
+    plain_s, plain_error_s = typical(steps_s[""]), error_of(steps_s[""])
+    return {kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s)) for kind in policies}
 
 
 def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
