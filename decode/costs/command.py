@@ -1,8 +1,8 @@
 """python -m decode costs: the times of this machine, three ways side by side, and what stops add.
 
-*In the loop* are first quartiles over rounds of real generations, with everything that a draft step and a verification do: what evaluations use.
-*By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare forwards, measured at
-each call. Below, what each kind of stop adds to a draft step (law 4.9), which evaluations charge.
+*In the loop* are first quartiles over rounds of real generations, with everything that a draft step and a verification do: what
+evaluations use. *By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare
+forwards, measured at each call. Below, what each kind of stop adds to a draft step (law 4.9), which evaluations charge.
 """
 
 import json
