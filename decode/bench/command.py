@@ -67,14 +67,14 @@ def bench(
         num_tokens: per generation; EOS is switched off.
     """
     logging.disable_progress_bar()
+    bare = Bare(config, lengths=lengths, num_prompts=num_prompts, num_tokens=num_tokens)  # first, for what it refuses
     document: dict[str, Any] = {"where": where(config), "num_tokens": num_tokens, "num_prompts": num_prompts}
     if "policies" in parts:
         terms = Terms(
             num_prompts=num_prompts, num_tokens=num_tokens, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants
         )
         document["cells"] = race(Race(config, terms), ratios, samplings)
-    document |= Bare(config, lengths=lengths, num_prompts=num_prompts, num_tokens=num_tokens).measured(parts, threads)
-    return _printed(document)
+    return _printed(document | bare.measured(parts, threads))
 
 
 def _printed(document: dict[str, Any]) -> dict[str, Any]:

@@ -69,14 +69,17 @@ class Reader:
             raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
         self.asked = policy.signals
         placed = [None if head is None else _placed(head, model) for head in (policy.fed_head, policy.drawn_head)]
-        vocabulary = Vocabulary(model.num_embeddings, model.embedding)
-        self.fed, self.drawn = (None if head is None else StepwiseHead(head, vocabulary) for head in placed)
+        self.fed, self.drawn = (None if head is None else _stepwise(head, model) for head in placed)
         heads = [head for head in (self.fed, self.drawn) if head is not None]
         self.has_heads = bool(heads)
         self._scalars = frozenset(name for head in heads for name in head.inputs.scalars)
         self.wanted = self.asked | self._scalars
         self.needs_distribution = bool(self._scalars) or bool(self.asked & _OF_DISTRIBUTION)
         self.model = model
+
+
+def _stepwise(head: AcceptanceHead, model: CachedModel) -> StepwiseHead:
+    return StepwiseHead(head, Vocabulary(model.num_embeddings, model.embedding) if head.inputs.embedding else None)
 
 
 def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position vocab"]:
