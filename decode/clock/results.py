@@ -95,7 +95,10 @@ class ClockReport:
         if not beyond:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
         listed = ", ".join(f"{row.family} {row.difference:+.1%} (most of it: {row.largest_part})" for row in beyond)
-        return f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {self.common:+.1%} is the median of all families, the machine's pace"
+        own = {row.family: (1 + row.difference) / (1 + self.common) - 1 for row in self.rows}
+        apart = ", ".join(f"{family} {difference:+.1%}" for family, difference in own.items() if abs(difference) > TOLERANCE)
+        pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
+        return f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {pace}; beyond {TOLERANCE:.0%} of that pace: {apart or 'none'}"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
