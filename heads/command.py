@@ -17,6 +17,7 @@ from heads.model.provenance import Provenance
 from heads.training.run import RunDirectory
 from heads.training.sweep import Sweep
 
+_FILES = {"config.json", "model.safetensors", "README.md"}
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 
 
@@ -109,14 +110,32 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
 
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
-    """Save a head under a temporary name and put it in place of what is there: a directory is never half a head."""
-    temporary = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Save a head under a temporary name and put it in place of the head that is there: a directory is never half a head.
+
+    Raises:
+        ValueError: something else than a head is there; nothing is touched.
+    """
+    if path.exists() and not _is_head(path):
+        raise ValueError(f"{path} is there and is no exported head, and what it holds would be lost; name another directory")
+    temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
+    for left_over in (temporary, replaced):
+        shutil.rmtree(left_over, ignore_errors=True)
     with torch.no_grad():
         head.save_pretrained(temporary)
-    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
     temporary.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
     return path
+
+
+def _is_head(path: Path) -> bool:
+    """Does a directory hold what `save_whole` writes, or nothing?"""
+    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= _FILES:
+        return False
+    config = path / "config.json"
+    kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]
+    return bool(kinds == [AcceptanceHead.__name__])
 
 
 def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:

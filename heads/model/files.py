@@ -17,7 +17,8 @@ WEIGHTS = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
-    "`safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')`"
+    "`safetensors.torch.save_file({name: t.clone() for name, t in torch.load(path, weights_only=True).items()}, 'model.safetensors')` "
+    "(clone, since the official blocks share their tensors)"
 )
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from made_up import make_config
 from safetensors.torch import load_file, save_file, save_model
@@ -75,17 +76,30 @@ def test_a_pickled_official_head_is_refused_with_the_remedy(tmp_path: Path):
         read_official_head(tmp_path / "official", Provenance())
 
 
-@pytest.mark.parametrize("change", ["missing", "extra", "one logit"])
-def test_a_head_that_is_not_official_is_refused(tmp_path: Path, change: str):
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_the_remedy_for_a_pickle_works_as_printed(tmp_path: Path, monkeypatch, num_layers: int):
+    official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
+    (tmp_path / "official" / "model.safetensors").unlink()
+    pickled = tmp_path / "official" / "pytorch_model.bin"
+    torch.save(official.state_dict(), pickled)
+    with pytest.raises(ValueError, match="pickled") as refused:
+        read_official_head(tmp_path / "official", Provenance())
+    monkeypatch.chdir(tmp_path / "official")
+    eval(str(refused.value).split("`")[1], {"safetensors": safetensors, "torch": torch, "path": pickled})
+    head = read_official_head(tmp_path / "official", Provenance())
+    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+
+
+def test_an_import_destroys_nothing_but_a_head(tmp_path: Path):
     write_official(tmp_path / "official", 1)
-    path = tmp_path / "official" / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    if change == "missing":
-        del tensors["model.0.linear.bias"]
-    elif change == "extra":
-        tensors["model.9.weight"] = torch.zeros(1)
-    else:
-        tensors["model.1.weight"] = tensors["model.1.weight"][:1].clone()
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"model\.\d"):
-        read_official_head(path, Provenance())
+    mine, how = tmp_path / "mine", {"source": str(tmp_path / "official")}
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    for out in (mine, tmp_path / "official", mine / "thesis.tex"):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match="is no exported head"):
+            import_(make_config(tmp_path, tmp_path), **how, out=str(out), reject_weight=6.0)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for reject_weight in (6.0, 3.0):
+        path = import_(make_config(tmp_path, tmp_path), **how, out=str(tmp_path / "new"), reject_weight=reject_weight)
+        assert AcceptanceHead.from_pretrained(path).provenance.reject_weight == reject_weight
