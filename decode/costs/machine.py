@@ -39,7 +39,9 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Ite
     if ratio is not None:
         check_ratio(ratio)
         return costs_for(experiment, others=others).with_ratio(ratio)
-    draft_s, target_s = experiment.decode.t_draft_s, experiment.decode.t_target_s
+    draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
+    if not isinstance(share, str) and not 0 <= share < float("inf"):
+        raise ValueError(f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, measured")
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
     policies = policies_by_kind(experiment.heads.values(), others)
@@ -64,8 +66,6 @@ def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: 
     by_size = sizes(policies, experiment.num_draft_weights)
     if isinstance(share, str):
         return StopShares("stops' shares by size", by_size)
-    if not 0 <= share < float("inf"):
-        raise ValueError(f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, measured")
     weights = measured or by_size
     dearest = max(weights.values(), default=0.0) or 1.0
     return StopShares(f"dearest stop {share:.1%} of a draft step", {kind: share * weight / dearest for kind, weight in weights.items()})

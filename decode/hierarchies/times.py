@@ -11,7 +11,8 @@ handed; for the configurations that do not loop the program counts what micro an
     T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
 
 fitted by non-negative least absolute deviations over generations of all arms (a stall of the machine moves no time), drafting and verifying
-each by its own clock, the rounds that read the prompt left out. A verifying forward counts like a drafting one. R² is of the whole, stalls
+each by its own clock, the rounds that read the prompt left out. What stops cost is in the forwards that were timed, not charged apart.
+A verifying forward counts like a drafting one. R² is of the whole, stalls
 included: a low one says that the machine was not quiet, or that verification grows with what it verifies.
 """
 

@@ -51,13 +51,20 @@ ENTRANCES = {
 
 
 @pytest.mark.parametrize(
-    "own", [["--decode.ratios", "[5, -1]"], ["--decode.t_target_s", "null"], ["--decode.grid", '{"entropy": {"scale": []}}']]
+    "own",
+    [
+        ["--decode.ratios", "[5, -1]"],
+        ["--decode.t_target_s", "null"],
+        ["--decode.stop_share=-1", "--decode.t_draft_s", "null", "--decode.t_target_s", "null"],
+        ["--decode.grid", '{"entropy": {"scale": []}}'],
+    ],
 )
 def test_what_an_evaluation_cannot_use_is_refused_before_it_records(own, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["evaluate", *flags(tmp_path), *own])
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert not (tmp_path / "decode" / "trace").exists()
+    assert not (tmp_path / "decode" / "costs.json").exists()
 
 
 @pytest.mark.parametrize("name", [*ENTRANCES, "hierarchy"])
