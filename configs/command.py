@@ -2,7 +2,7 @@
 
 A command is a function whose first parameter is the whole `config: Config` (or that has none); its other, keyword-only parameters become
 flags of that command alone.
-What a user can cause is a `ValueError` or a `FileNotFoundError` anywhere below: it ends here as one line on stderr and exit code 2.
+What a user can cause is a `ValueError` or an `OSError` anywhere below: it ends here as one line on stderr and exit code 2.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from configs.limits import check
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
@@ -53,11 +54,13 @@ def takes_config(command: Command) -> bool:
 
 
 def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
-    """The experiment that `parser` read into `parsed`."""
+    """The experiment that `parser` read into `parsed`; ValueError for a setting beyond its limit."""
     built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
     sections = {name: built[name] for name in _SECTIONS}
-    return Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
+    config = Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
+    check(config)
+    return config
 
 
 class _Experiment(ActionConfigFile):
@@ -91,14 +94,22 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
         return commands[name](*configs, **own)
-    except (ValueError, FileNotFoundError) as error:
-        _fail(str(error))
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except (ValueError, OSError) as error:
+        _fail(_told(error))
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _told(error: ValueError | OSError) -> str:
+    """The problem in one line; of an error that the system raised, also the file and the remedy."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, OSError) or error.strerror is None:
+        return text
+    return f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the disk, then run the same command again"
 
 
 def _fail(problem: str) -> NoReturn:

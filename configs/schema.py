@@ -1,7 +1,7 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
 Plain frozen dataclasses that import nothing of the project, so that every room may read them. The docstring under a field is its help text
-on the command line. Ranges are checked where a section is used, by the room that owns it; the schema only knows types.
+on the command line. The schema only knows types; ranges are in `configs.limits`.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class ModelSource:
     """A local directory or a hub id."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    dtype: str = "auto"
-    """float64, float32, bfloat16, float16, or auto: as stored."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """auto: as stored."""
     device_map: str | dict[str, str | int] | None = None
     """Anything accelerate takes: auto, cpu, cuda:0, a map of modules; null: GPU 0 if there is one, else the CPU."""
     extra_layers: int = 0
@@ -126,7 +126,7 @@ class DataConfig:
     """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at once."""
     features: tuple[Literal["fed", "drawn"], ...] = ("fed", "drawn")
     """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from (law 4.8b)."""
-    feature_dtype: str = "bfloat16"
+    feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     engine: Literal["local", "ray"] = "local"
     """Both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)

@@ -11,7 +11,7 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.local import run_here
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.stages import is_done, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Job
+from data_gen.pipeline.worker import Job
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS, Split
@@ -68,17 +68,8 @@ def cut(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSpec]:
 
 
 def check(pair: PairConfig, data: DataConfig) -> None:
-    """Raise ValueError for a setting that is out of range, before anything is loaded."""
+    """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
-    for name in ("rows_per_shard", "batch_size", "max_new_tokens", "max_prompt_tokens", "mixes", "chunk_mb"):
-        _at_least(f"data.{name}", getattr(data, name), 1)
-    _at_least("data.server.concurrency", data.server.concurrency, 1)
-    _at_least("data.server.max_retries", data.server.max_retries, 0)
-    _at_least("data.ray.num_workers", data.ray.num_workers, 1)
-    if not 0 <= data.mixing_ratio <= 1:
-        raise ValueError(f"data.mixing_ratio is {data.mixing_ratio}; it is a probability, from 0 to 1")
-    if data.feature_dtype not in FEATURE_DTYPES:
-        raise ValueError(f"data.feature_dtype is {data.feature_dtype!r}; one of {', '.join(FEATURE_DTYPES)}")
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():
@@ -87,12 +78,6 @@ def check(pair: PairConfig, data: DataConfig) -> None:
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
     if data.source == "server":
         _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
-
-
-def _at_least(name: str, value: int, limit: int) -> None:
-    """Raise ValueError if a setting is below its limit."""
-    if value < limit:
-        raise ValueError(f"{name} is {value}; it must be at least {limit}")
 
 
 def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:

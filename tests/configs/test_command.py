@@ -62,6 +62,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.C
     assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
 
 
+def test_a_file_that_the_system_refuses_is_one_line_with_its_name(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        run({"read": lambda config: tmp_path.read_text()}, argv=["read", "--config", yaml])
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: Is a directory; check the path")
+
+
 def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         run({"show": show}, argv=["shw"])

@@ -34,7 +34,7 @@ def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monke
     with pytest.raises(FileNotFoundError, match="neither a local model directory"):
         load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path / "nothing"))))
     with pytest.raises(ValueError, match="dtype"):
-        load_model(ModelSource(path=str(TINY / "draft"), dtype="int3"))
+        load_model(ModelSource(path=str(TINY / "draft"), dtype="int3"))  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="CUDA"):
             load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))

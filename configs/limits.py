@@ -1,0 +1,138 @@
+"""The limits of every number of an experiment's YAML, and the check that a config keeps them, before any command begins.
+
+A limit is written beside the setting's dotted name. What depends on more than the setting itself (the prompts that there are, the positions
+that a model reads) is checked by the room that knows it.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from configs.schema import Config
+
+
+class Limit(NamedTuple):
+    """Numbers from `low` to `high`."""
+
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+    """`low` itself is too low."""
+
+    def admits(self, value: Any) -> bool:
+        """Whether the value is a finite number within the limit."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number and self.low <= value <= self.high and not (self.is_open and value == self.low)
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.is_open else f"at least {self.low:g}"
+        return low if math.isinf(self.high) else f"{low} and at most {self.high:,.10g}"
+
+
+_MOST = 10**9
+_COUNT, _COUNT_OR_NONE, _POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(1, _MOST), Limit(0, _MOST), Limit(0, is_open=True), Limit(0), Limit(0, 1)
+_SEED = Limit(0, 2**32 - 1)
+_EXTRA_LAYERS, _THREADS, _CONNECTIONS = Limit(0, 1000), Limit(1, 1024), Limit(1, 4096)
+LIMITS = {
+    **{f"pair.{model}.extra_layers": _EXTRA_LAYERS for model in ("target", "draft", "micro")},
+    "pair.sampling.temperature": _AT_LEAST_ZERO,
+    "pair.sampling.top_k": _COUNT,
+    "pair.sampling.top_p": Limit(0, 1, is_open=True),
+    "pair.num_threads": _THREADS,
+    **{f"data.num_{split}": _COUNT_OR_NONE for split in ("train", "dev", "test")},
+    **{f"data.{name}": _COUNT for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")},
+    "data.split_weights": _AT_LEAST_ZERO,
+    "data.seed": _SEED,
+    "data.mixing_ratio": _SHARE,
+    "data.server.concurrency": _CONNECTIONS,
+    "data.server.max_retries": _COUNT_OR_NONE,
+    "data.server.timeout_s": _POSITIVE,
+    "data.ray.num_workers": _COUNT,
+    "data.ray.num_cpus": _AT_LEAST_ZERO,
+    "data.ray.num_gpus": _AT_LEAST_ZERO,
+    "heads.depths": Limit(0, 1000),
+    "heads.reject_weights": _POSITIVE,
+    "heads.accept_weight": _POSITIVE,
+    **{f"heads.{name}": _COUNT for name in ("num_train", "batch_size", "checkpoint_every_n_steps")},
+    "heads.learning_rate": _POSITIVE,
+    "heads.warmup_ratio": _SHARE,
+    "heads.seed": _SEED,
+    **{f"trainer.{name}": _COUNT for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes")},
+    **{f"trainer.limit_{part}_batches": _POSITIVE for part in ("train", "val", "test")},
+    "trainer.val_check_interval": _POSITIVE,
+    "trainer.gradient_clip_val": _AT_LEAST_ZERO,
+    "trainer.log_every_n_steps": _COUNT_OR_NONE,
+    "trainer.num_sanity_val_steps": Limit(-1),
+    **{f"decode.{name}": _COUNT_OR_NONE for name in ("max_draft_length", "num_dev", "num_test")},
+    **{f"decode.{name}": _COUNT for name in ("max_new_tokens", "prompts_per_shard", "draws_per_prompt")},
+    "decode.seed": _SEED,
+    **{f"decode.{name}": _POSITIVE for name in ("t_draft_s", "t_target_s", "t_micro_s", "ratios")},
+    "decode.stop_share": _AT_LEAST_ZERO,
+}
+"""Dotted name -> the limit of its number, of each number of its list; null is within every limit, where the schema allows it."""
+_FOLDERS = ("data", "heads", "decode")
+_PROCESSES_PER_CORE = 4
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for the first setting that no command can honour: what, its value, the limit."""
+    values = asdict(config)
+    for name, limit in LIMITS.items():
+        value = _entry(values, name)
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if number is not None and not isinstance(number, str) and not limit.admits(number):
+                raise ValueError(f"{name} is {number}; it must be a number, {limit}")
+    for section in _FOLDERS:
+        _check_folder(f"{section}.dir", values[section]["dir"])
+    for model in ("target", "draft", "micro"):
+        if (values["pair"][model] or {}).get("path") == "":
+            raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
+    url = config.data.server.url
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1")
+    _check_trainer(config.trainer)
+
+
+def _entry(values: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name; None where a section on the way is null or lacks it."""
+    found: Any = values
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _check_folder(name: str, folder: str) -> None:
+    """Raise ValueError unless a folder of this path is there or can be made."""
+    if not folder.strip() or "\0" in folder:
+        raise ValueError(f"{name} is {folder!r}; name a directory")
+    path = Path(folder)
+    try:
+        nearest = next((place for place in (path, *path.parents) if place.exists()), Path())
+    except OSError as error:  # a name too long, a circle of links
+        raise ValueError(f"{name} is {folder[:80]!r}: {error.strerror}; name another directory") from error
+    if not nearest.is_dir():
+        raise ValueError(f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file away")
+
+
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Raise ValueError for a run that would never end, would train nothing, or would start more processes than the machine can hold."""
+    epochs, steps = trainer.get("max_epochs"), trainer.get("max_steps", -1)
+    for name, value in (("max_epochs", epochs), ("max_steps", steps)):
+        if value is not None and value != -1 and not _COUNT.admits(value):
+            raise ValueError(f"trainer.{name} is {value}; it must be a number, {_COUNT}, or -1 for no limit")
+    devices, cores = trainer.get("devices"), os.cpu_count() or 1
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if isinstance(devices, int) and (devices == 0 or devices < -1):
+        raise ValueError(f"trainer.devices is {devices}; it must be at least 1, -1 for all, auto, or a list of devices")
+    is_on_cpu = trainer.get("accelerator") in (None, "auto", "cpu") and not torch.cuda.is_available()
+    if is_on_cpu and isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores:
+        raise ValueError(
+            f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it to at most "
+            f"{_PROCESSES_PER_CORE * cores}"
+        )
