@@ -1,0 +1,86 @@
+"""One writer per directory: a second is refused by name, and a dead one is no obstacle."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from on_disk import in_a_child
+
+from data_gen.store.lock import LOCK, only_writer
+
+
+def hold_until_killed(directory: Path) -> None:
+    with only_writer(directory, setting="data.dir"):
+        time.sleep(60)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of tmp_path/d."""
+    child = os.fork()
+    if child == 0:
+        hold_until_killed(tmp_path / "d")
+        os._exit(1)
+    while not (tmp_path / "d" / LOCK).is_file() or not (tmp_path / "d" / LOCK).read_text():
+        time.sleep(0.01)
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_second_process_is_told_who_writes(holder, tmp_path):
+    message = rf"d is in use by process {holder} on \S+ since 20.*choose another data\.dir"
+    with pytest.raises(ValueError, match=message), only_writer(tmp_path / "d", setting="data.dir"):
+        pass
+    assert [path.name for path in (tmp_path / "d").iterdir()] == [LOCK]
+
+
+def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_path):
+    def die():
+        with only_writer(tmp_path, setting="data.dir"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WTERMSIG(in_a_child(die)) == signal.SIGKILL
+    assert (tmp_path / LOCK).is_file()
+    (tmp_path / "kept").touch()
+    with only_writer(tmp_path, setting="data.dir"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_thousand_handovers_never_let_two_in(tmp_path):
+    """Four processes take turns as fast as they can; each adds one to a number in a file, which two at once would lose."""
+    total = tmp_path / "total"
+    total.write_text("0")
+
+    def add() -> None:
+        done = 0
+        while done < 250:
+            try:
+                with only_writer(tmp_path / "d", setting="data.dir"):
+                    total.write_text(str(int(total.read_text()) + 1))
+                    done += 1
+            except ValueError:
+                time.sleep(0)
+
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                add()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert total.read_text() == "1000"
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_directory_that_is_a_file_is_refused(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data\.dir is .*file"), only_writer(tmp_path / place, setting="data.dir"):
+        pass
