@@ -26,7 +26,7 @@ from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.bench.lengths import length_rows, length_table
 from decode.bench.overheads import overheads_of
 from decode.bench.race import SAMPLINGS, Race, Terms
-from decode.bench.standings import gain_plot, standing_table, standings_of, verdict_of
+from decode.bench.standings import gain_plot, standing_table, standings_of, summary_table, verdict_of
 from decode.console import announce, wide_console
 from decode.experiment import Experiment
 
@@ -90,6 +90,8 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
         cells.append((cell, standings_of(cell)))
         console.print(standing_table(*cells[-1]))
         console.print(verdict_of(*cells[-1]), soft_wrap=True)
+    if len(cells) > 1:
+        console.print(summary_table(cells))
     plot, path = gain_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])

@@ -3,8 +3,8 @@
     gain      tokens per second over all prompts / of the other arm - 1, with the 95 % interval of the paired bootstrap over prompts
     median    of the ratios prompt by prompt, which a prompt on which the machine was disturbed cannot move
 
-The best fixed length is the one that dev chose, or of those that were named the fastest on the timed prompts; the best constant schedule is
-the fastest on the timed prompts: a favour to transformers.
+The best fixed length is the one that dev chose, or of those that were named the fastest on the timed prompts. The best training-free policy
+and the best constant schedule are the fastest on the timed prompts: a favour to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,11 @@ from decode.bench.race import ALONE
 from decode.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from decode.console import right
 from decode.evaluation.arms import BASELINE
+from decode.evaluation.results import TRAINING_FREE
 from decode.evaluation.tables import NAMES
 from decode.figure import GREY, Plot, panels_of, plot_of
 from decode.intervals import Gain, Spent, gain_over
+from decode.policies.registry import POLICIES
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 _LABELS = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -36,7 +38,7 @@ class Standing:
     is_foreign: bool
     tokens_per_s: float
     over: Mapping[str, Gain]
-    """Arm -> the gain over it: the best fixed length, the target alone, each schedule."""
+    """Rival -> the gain over it: the best fixed length, the best training-free policy, the target alone, each schedule."""
     median_over: Mapping[str, float]
     """The same as the median of ratios prompt by prompt, minus 1."""
 
@@ -52,11 +54,12 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
         ValueError: no fixed length among the arms.
     """
     spent = [_spent(arm, cell["num_tokens"]) for arm in cell["arms"]]
+    groups = {rival: (rival,) for rival in (BASELINE, ALONE, *SCHEDULES)} | {TRAINING_FREE: tuple(POLICIES.keys() - {"head"})}
     rivals = {}
-    for family in (BASELINE, ALONE, *SCHEDULES):
-        of_family = [own for arm, own in zip(cell["arms"], spent, strict=True) if arm["family"] == family]
-        if of_family:
-            rivals[family] = max(of_family, key=lambda own: own.tokens_per_s)
+    for rival, families in groups.items():
+        members = [own for arm, own in zip(cell["arms"], spent, strict=True) if arm["family"] in families]
+        if members:
+            rivals[rival] = max(members, key=lambda own: own.tokens_per_s)
     if BASELINE not in rivals:
         raise ValueError("no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5")
     return [
@@ -94,6 +97,20 @@ def standing_table(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Ta
             f"x{1 + one.over[ALONE].value:.2f}",
             *gains,
         )
+    return table
+
+
+def summary_table(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Table:
+    """One row per cell and family of heads: where trained heads stand."""
+    rivals = (BASELINE, TRAINING_FREE, *SCHEDULES)
+    table = Table(title="trained heads", caption="gain in per cent over each rival, and its 95 % interval over prompts")
+    for column in right("ratio", "sampling", "policy", "setting", *(f"over {_name(rival)}" for rival in rivals)):
+        table.columns.append(column)
+    for cell, standings in cells:
+        for one in standings:
+            if one.family.startswith(("head_", "auto_")):
+                gains = (_short(one.over[rival]) if rival in one.over else "" for rival in rivals)
+                table.add_row(f"{ratio_of(cell):.2f}", _LABELS[cell["sampling"]], _name(one.family), one.setting, *gains)
     return table
 
 
@@ -156,11 +173,15 @@ def _best(standings: Sequence[Standing], family: str) -> Gain | None:
 
 
 def _name(family: str) -> str:
-    return NAMES.get(family, family)
+    return f"best {family}" if family == TRAINING_FREE else NAMES.get(family, family)
 
 
 def _gain(one: Standing, rival: str) -> str:
     gain = one.over[rival]
     if gain.standard_error == 0:
         return ""
-    return f"{100 * gain.value:+.1f} ({100 * gain.low:+.0f}, {100 * gain.high:+.0f}) {100 * one.median_over[rival]:+.1f}"
+    return f"{_short(gain)} {100 * one.median_over[rival]:+.1f}"
+
+
+def _short(gain: Gain) -> str:
+    return f"{100 * gain.value:+.1f} ({100 * gain.low:+.0f}, {100 * gain.high:+.0f})"

@@ -12,7 +12,7 @@ from decode.bench.command import bench
 from decode.bench.race import ALONE, SAMPLINGS, Race
 from decode.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from decode.bench.speeds import Speed, Stopwatch
-from decode.bench.standings import gain_plot, standings_of, verdict_of
+from decode.bench.standings import gain_plot, standings_of, summary_table, verdict_of
 from decode.costs.model import CostModel
 from decode.intervals import Spent, gain_over
 from heads import AcceptanceHead
@@ -112,6 +112,17 @@ def test_a_lost_cell_says_so():
 def test_the_best_constant_schedule_is_what_gains_are_measured_from():
     arms = [*CELL["arms"], {"family": CONSTANT, "setting": "k=9", "is_foreign": False, "seconds": [2.0, 2.0]}]
     assert standings_of(CELL | {"arms": arms})[1].over[CONSTANT].value == pytest.approx(-0.2)
+
+
+def test_the_best_training_free_policy_is_what_heads_have_to_lead():
+    arms = [
+        {"family": family, "setting": "", "is_foreign": False, "seconds": [1.0, 1.0]} for family in ("head", "head_drawn", "auto_drawn")
+    ]
+    cell = CELL | {"arms": [*CELL["arms"], *arms]}
+    assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), "over entropy, and not over a head that was named"
+    table = summary_table([(cell, standings_of(cell))])
+    assert list(table.columns[2].cells) == ["best head, drawn-time", "auto, drawn-time head"]
+    assert list(table.columns[5].cells) == ["+100.0 (+0, +200)"] * 2
 
 
 def test_without_a_fixed_length_there_is_nothing_to_gain_from():
