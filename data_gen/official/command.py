@@ -29,8 +29,9 @@ from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
 from data_gen.store.json_files import read_json
+from data_gen.store.lock import only_writer
 from data_gen.store.manifest import FORMAT, describe_model, settle
-from data_gen.store.shards import clean_partial, is_whole, rows_path, write_atomic
+from data_gen.store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
@@ -65,24 +66,25 @@ def import_(
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
     claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=Path(file))
-    if Path(data.dir, "manifest.json").is_file():
-        claim()
-    clean_partial(data.dir)
-    missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
-    worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
-    for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000
-        _check_fit(row(number), worker)
-    for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
-        part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
-        spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
-        _write(spec, part, data=data, worker=worker, claim=claim)
+    with only_writer(data.dir, setting="data.dir"):
+        if Path(data.dir, "manifest.json").is_file():
+            claim()
+        clean_partial(data.dir, *SHARD_FOLDERS)
+        missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
+        worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
+        for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000
+            _check_fit(row(number), worker)
+        for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
+            part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
+            _write(split, index, part, data=data, worker=worker, claim=claim)
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}" + (", with features" if features else ", no features"))
 
 
 def _write(
-    spec: ShardSpec, part: Sequence[json_file.OfficialRow], *, data: DataConfig, worker: Worker | None, claim: Callable[[], None]
+    split: str, index: int, part: Sequence[json_file.OfficialRow], *, data: DataConfig, worker: Worker | None, claim: Callable[[], None]
 ) -> None:
     """One shard; `claim` is called only when it is about to be written, so that a file that is refused leaves no folder behind."""
+    spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
     answers = Answers([row.exchange for row in part], [])
     columns = {name: torch.cat([row.columns[name] for row in part]) for name in part[0].columns}
     if worker is None:

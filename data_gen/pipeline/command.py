@@ -1,6 +1,5 @@
 """`python -m data_gen`: check the config, settle the manifest, make the shards that are missing, account for every prompt."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -10,15 +9,16 @@ from tqdm import tqdm
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.local import run_here
 from data_gen.pipeline.on_ray import run_on_actors
-from data_gen.pipeline.stages import is_done, stages_of
+from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
 from data_gen.pipeline.worker import Job
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS, Split
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, write_errors
+from data_gen.store.lock import only_writer
 from data_gen.store.manifest import make_manifest, settle
-from data_gen.store.shards import clean_partial, rows_path
+from data_gen.store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from lm import Sampling, load_pair_tokenizer
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
@@ -30,16 +30,23 @@ def make(config: Config) -> None:
     check(pair, data)
     tokenizer = load_pair_tokenizer(pair)
     splits = {split: load_prompts(data, split) for split in SPLITS}
-    settle(data.dir, make_manifest(pair, data, tokenizer=tokenizer, splits=splits))
-    clean_partial(data.dir)
+    manifest = make_manifest(pair, data, tokenizer=tokenizer, splits=splits)
+    with only_writer(data.dir, setting="data.dir"):
+        settle(data.dir, manifest)
+        _complete(pair, data, splits)
+
+
+def _complete(pair: PairConfig, data: DataConfig, splits: Mapping[Split, Sequence[Prompt]]) -> None:
+    """Make the shards that are missing, then the account of all."""
+    clean_partial(data.dir, *SHARD_FOLDERS)
     specs = shards_of(splits, data.rows_per_shard)
     num_missing = sum(not is_done(spec, data) for spec in specs)
     for stage in stages_of(data):
         missing = [spec for spec in specs if not is_done(spec, data, stage)]
         if missing:
             _run(Job(pair=pair, data=data, stage=stage), missing)
-    clean_partial(data.dir)  # of actors that died in this very run
-    shutil.rmtree(Path(data.dir) / "stages", ignore_errors=True)
+    clean_partial(data.dir, *SHARD_FOLDERS)  # of actors that died in this very run
+    forget_all_stages(specs, data)
     paths = [rows_path(data.dir, spec.split, spec.index) for spec in specs]
     write_errors(data.dir, paths)
     totals = account(paths)

@@ -140,6 +140,15 @@ def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
             file.unlink(missing_ok=True)
 
 
+def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
+    """Remove what earlier stages left, and the folders that are empty then: the shards are whole."""
+    for spec in specs:
+        forget_stages(spec, data)
+    for folder in (*(Path(data.dir) / "stages" / stage for stage in _SUFFIXES), Path(data.dir) / "stages"):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
     """Where a stage leaves its result on a shard."""
     return Path(data.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{_SUFFIXES[stage]}"

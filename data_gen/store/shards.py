@@ -15,6 +15,7 @@ from typing import Any
 
 from data_gen.store.json_files import read_json
 
+SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -123,7 +124,13 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
     return paths
 
 
-def clean_partial(directory: str | Path) -> None:
-    """Remove the temporary files of writers that were killed."""
-    for path in Path(directory).rglob(".*.partial"):
-        path.unlink(missing_ok=True)
+def clean_partial(directory: str | Path, *folders: str) -> None:
+    """Remove the temporary files of writers that were killed; the caller holds the lock of the directory (`data_gen.store.lock`).
+
+    Args:
+        directory: what this process alone writes to.
+        folders: patterns of the folders in it that hold shards. Others may belong to another process, or to the user.
+    """
+    for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
+        if path.with_suffix("").suffix[1:].isdigit():  # .{name}.{pid}.partial
+            path.unlink(missing_ok=True)

@@ -29,6 +29,8 @@ from data_gen.tiny.figures import NAMES, measure, report
 from data_gen.tiny.tokenizer import MAX_TOKENS, train_tokenizer
 from data_gen.tiny.training import Batch, batches, distil, encode_story, train
 
+_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+"""What a model's directory holds; a directory with anything else is never overwritten."""
 _STORY_SEED = 1 << 32
 """Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that the trio learned."""
 
@@ -76,6 +78,9 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     present = [name for name in NAMES if (out_dir / name).exists()]
     if present and not overwrite:
         raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
+    for path in (out_dir / name for name in present):
+        if foreign := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
+            raise ValueError(f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory")
     torch.set_num_threads(recipe.num_threads)
     with _progress() as progress:
         models, tokenizer = _train_trio(seed, recipe, progress)

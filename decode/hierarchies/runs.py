@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from data_gen.store.lock import only_writer
 from data_gen.store.manifest import settle
 from decode.experiment import LEVELS, Experiment
 from decode.hierarchies.contenders import Contender, Setting
@@ -89,6 +90,10 @@ class ResumableLoop:
 
         A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
         """
+        with only_writer(self.directory, setting="decode.dir"):
+            return self._play(contenders, prompts)
+
+    def _play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]]) -> list[Run]:
         pairs = [(contender, setting) for contender in contenders for setting in contender.settings]
         keys = [[Key(prompt_key(ids), contender.name, setting.key) for contender, setting in pairs] for ids in prompts]
         stored = read_decoded(self.directory)

@@ -20,6 +20,7 @@ from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask, row_id
 from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
+from data_gen.store.lock import only_writer
 from data_gen.store.manifest import read_manifest, settle
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
 from decode.experiment import Experiment
@@ -66,20 +67,12 @@ class TraceFolder:
         Raises:
             ValueError: a trace of other settings lies there.
         """
-        missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
-        if not missing:
+        if all(place.is_done(self.directory) for place, _ in self._every()):
             settle(self.directory, self._manifest(read_manifest(self.directory, command="decode trace")["eos_ids"]), setting="decode.dir")
             return
-        num_requests = sum(spec.num_requests for _, spec in missing)
-        with tqdm(total=num_requests, desc="trace: loading models", bar_format=_BAR, mininterval=0.2) as bar:
-            bar.refresh()
-            pair = self.pair()
-            settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
-            clean_partial(self.directory)
-            for place, spec in missing:
-                bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
-                self._record(place, spec, pair, bar.update)
-        self._write_errors()
+        with only_writer(self.directory, setting="decode.dir"):
+            self._record_missing()
+            self._write_errors()
 
     def load(self, dataset: str) -> Traces:
         """Both splits of one dataset.
@@ -91,6 +84,19 @@ class TraceFolder:
         counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
         draws = self.decode.draws_per_prompt
         return Traces(*(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items()))
+
+    def _record_missing(self) -> None:
+        clean_partial(self.directory, "*/rows", "*/signals")
+        missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
+        with tqdm(
+            total=sum(spec.num_requests for _, spec in missing), desc="trace: loading models", bar_format=_BAR, mininterval=0.2
+        ) as bar:
+            bar.refresh()
+            pair = self.pair()
+            settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
+            for place, spec in missing:
+                bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
+                self._record(place, spec, pair, bar.update)
 
     def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
         for draw in range(self.decode.draws_per_prompt):

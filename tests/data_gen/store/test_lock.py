@@ -1,4 +1,4 @@
-"""One writer per directory: a second is refused by name, and a dead one is no obstacle."""
+"""One writer per directory: a second is refused by name, a dead one is no obstacle, and nothing that is not ours is deleted."""
 
 import os
 import signal
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from on_disk import in_a_child
 
+from data_gen.pipeline.command import make
 from data_gen.store.lock import LOCK, only_writer
+from data_gen.store.shards import clean_partial
 
 
 def hold_until_killed(directory: Path) -> None:
@@ -30,10 +32,9 @@ def holder(tmp_path):
     os.waitpid(child, 0)
 
 
-def test_a_second_process_is_told_who_writes(holder, tmp_path):
-    message = rf"d is in use by process {holder} on \S+ since 20.*choose another data\.dir"
-    with pytest.raises(ValueError, match=message), only_writer(tmp_path / "d", setting="data.dir"):
-        pass
+def test_a_second_process_is_told_who_writes(holder, tmp_path, toy_config, with_data):
+    with pytest.raises(ValueError, match=rf"d is in use by process {holder} on \S+ since 20.*choose another data\.dir"):
+        make(with_data(toy_config, dir=str(tmp_path / "d")))
     assert [path.name for path in (tmp_path / "d").iterdir()] == [LOCK]
 
 
@@ -84,3 +85,15 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"data\.dir is .*file"), only_writer(tmp_path / place, setting="data.dir"):
         pass
+
+
+def test_only_the_partial_files_of_writers_are_removed(tmp_path):
+    ours, theirs = (
+        ("rows/.a.parquet.12.partial", ".manifest.json.7.partial"),
+        ("rows/.a.partial", "decode/.b.json.9.partial", "mine.partial"),
+    )
+    for name in (*ours, *theirs):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    clean_partial(tmp_path, "rows")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(theirs)
