@@ -48,6 +48,8 @@ class PairConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trust_remote_code: bool = False
     """Run model code that comes with a repository. Off unless you have read it."""
+    gpus: str | None = None
+    """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this machine."""
     num_threads: int | None = None
     """CPU threads of torch; null: as torch chooses. Same seed, machine and thread count give the same bytes."""
 
@@ -160,8 +162,8 @@ class HeadsConfig:
     """Sequences per optimiser step and device."""
     select: Literal["best", "last"] = "best"
     """Which weights of each head count: those of its best calibrated KL on dev, or the last."""
-    checkpoint_every_n_steps: int = 200
-    """A killed run goes on from there."""
+    checkpoint_every_n_steps: int | None = None
+    """A killed run goes on from the last checkpoint. null: as often as writing them takes a twentieth of the time, at most every 30 s."""
     seed: int = 0
 
 

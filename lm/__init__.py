@@ -14,7 +14,20 @@ from lm.entropy import cross_entropy, entropy
 from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
 from lm.models.compiled import CompiledModel
-from lm.pair import Pair, check_width, eos_ids_of, load_model, load_pair, load_pair_tokenizer, load_tokenizer, vocab_size_of
+from lm.pair import (
+    Pair,
+    check_width,
+    emitted_vocab_size,
+    eos_ids_of,
+    free_memory,
+    load_config,
+    load_model,
+    load_pair,
+    load_pair_tokenizer,
+    load_tokenizer,
+    num_weights,
+    vocab_size_of,
+)
 from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
 
@@ -33,9 +46,12 @@ __all__ = [
     "array_of",
     "check_width",
     "cross_entropy",
+    "emitted_vocab_size",
     "entropy",
     "eos_ids_of",
+    "free_memory",
     "keep",
+    "load_config",
     "load_model",
     "load_pair",
     "load_pair_tokenizer",
@@ -43,6 +59,7 @@ __all__ = [
     "make_cache",
     "next_law",
     "num_accepted",
+    "num_weights",
     "residual_probs",
     "verify",
     "vocab_size_of",

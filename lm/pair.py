@@ -5,6 +5,7 @@ the extra ids get probability zero in every model, by cutting logits to `Pair.vo
 tokenizer has an id for images that no logit has): such ids are never emitted.
 """
 
+import gc
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,11 +105,18 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> P
         raise FileNotFoundError(_not_found(source)) from error
 
 
-def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled checkpoint is refused."""
+def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: torch.device | None = None) -> PreTrainedModel:
+    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled checkpoint is refused.
+
+    Args:
+        source: where it is.
+        trust_remote_code: as in the config.
+        device: where it goes, whatever `source.device_map` says.
+    """
     if source.dtype not in _DTYPES:
         raise ValueError(f"dtype {source.dtype!r} of {source.path} is unknown; one of {', '.join(_DTYPES)}")
     device_map = source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
+    device_map = device_map if device is None else str(device)
     if "cuda" in str(device_map) and not torch.cuda.is_available():
         raise ValueError(f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu")
     try:
@@ -126,18 +134,40 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False) -> PreTr
     return model
 
 
+def free_memory() -> None:
+    """Give back what forgotten models held: their modules and hooks refer to each other, and CUDA keeps what it once had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config.json of a model, which says everything of it but the weights.
+
+    Raises:
+        FileNotFoundError: no model there.
+    """
+    try:
+        return AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(_not_found(source)) from error
+
+
 def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
     """How many parameters a model has, by its config alone.
 
     Raises:
         FileNotFoundError: no model there.
     """
-    try:
-        config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise FileNotFoundError(_not_found(source)) from error
+    config = load_config(source, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).num_parameters()
+
+
+def emitted_vocab_size(config: PairConfig) -> int:
+    """`Pair.vocab_size`, with no model loaded."""
+    target = load_config(config.target, trust_remote_code=config.trust_remote_code)
+    return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
 
 
 def _not_found(source: ModelSource) -> str:

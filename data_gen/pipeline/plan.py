@@ -1,7 +1,8 @@
 """`python -m data_gen plan`: what a run will take, before anything large starts.
 
-The run is made for a few prompts in a temporary folder and timed; the rest is extrapolated per row. Without a sample (`--sample 0`, which
-loads no model) sizes are upper bounds from `max_new_tokens` and the draft's width, and no time is estimated.
+First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then the run is made for a
+few prompts in a temporary folder and timed, one stage's models at a time; the rest is extrapolated per row. Without a sample (`--sample 0`,
+which needs each model's config.json and nothing else of it) sizes are upper bounds from the YAML, and no time is estimated.
 """
 
 import math
@@ -14,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config, DataConfig, PairConfig
+from data_gen.pipeline import memory
 from data_gen.pipeline.command import check, shards_of
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
-from data_gen.prompts.templates import encode
 from data_gen.responses.conversation import ShardSpec
-from data_gen.store.manifest import describe_model
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import rows_path
-from lm import load_pair_tokenizer
+from lm import free_memory, load_config
 
 _ROW_BYTES_PER_TOKEN = 40
 """Upper bound of the Parquet bytes of one response position: six float32, two ids, a coin, and the text."""
@@ -55,19 +55,44 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     """
     pair, data = config.pair, config.data
     check(pair, data)
-    specs = shards_of({split: load_prompts(data, split) for split in SPLITS}, data.rows_per_shard)
-    missing = [spec for spec in specs if not is_done(spec, data)]
-    prompts = [prompt for spec in missing for prompt in spec.prompts]
-    num_rows = sum(spec.num_requests for spec in missing)
+    _check_memory(config, is_measured=sample > 0)
+    missing = _missing(data) if sample else _missing_or_none(data)
+    prompts = [prompt for spec in missing or () for prompt in spec.prompts]
+    num_rows = data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
-    estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data, prompts)
+    estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
     totals = _totals(data, num_rows, estimate)
     origin = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
-    print(f"{data.dir}: {len(missing)} of {len(specs)} shards to make ({origin})")
+    print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
     print(_report(data, totals))
     return totals
+
+
+def _check_memory(config: Config, *, is_measured: bool) -> None:
+    """Print the arithmetic; what does not fit is refused before models are loaded, and else warned of."""
+    needs, gpus = memory.needs(config), memory.gpus_of(config.pair.gpus)
+    print(f"memory, {config.pair.gpus or 'GPUs of this machine'}:\n{memory.report(needs, gpus)}")
+    for problem in memory.problems(needs, gpus):
+        if is_measured:
+            raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
+        print(f"warning: {problem}")
+
+
+def _missing(data: DataConfig) -> list[ShardSpec]:
+    """The shards that are still to make."""
+    specs = shards_of({split: load_prompts(data, split) for split in SPLITS}, data.rows_per_shard)
+    return [spec for spec in specs if not is_done(spec, data)]
+
+
+def _missing_or_none(data: DataConfig) -> list[ShardSpec] | None:
+    """Likewise; None, and a note, where the prompts are not at hand."""
+    try:
+        return _missing(data)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"note: prompts are not at hand, so rows are data.num_train + num_dev + num_test ({error})")
+        return None
 
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
@@ -102,6 +127,8 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
             start = time.perf_counter()
             worker.make(ShardSpec("test", 0, tuple(prompts)), lambda count: None)
             seconds += time.perf_counter() - start
+            del worker
+            free_memory()  # the next stage loads models of its own
         table = read_rows(rows_path(folder, "test", 0), ["prompt_ids", "response_ids"]).to_pydict()
         num_rows = len(table["prompt_ids"])
         if num_rows == 0:
@@ -118,16 +145,14 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
         )
 
 
-def _bound(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
-    """Upper bounds without a model; prompt lengths from up to 200 prompts."""
-    tokenizer = load_pair_tokenizer(pair)
-    lengths = [len(encode(prompt, tokenizer, data.template)) for prompt in prompts[:200]]
+def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
+    """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    width = describe_model(pair.draft, trust_remote_code=pair.trust_remote_code)["hidden_size"]
+    width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
     num_features = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
-        prompt_tokens=statistics.fmean(lengths),
+        prompt_tokens=float(data.max_prompt_tokens),
         response_tokens=float(tokens),
         longest_response=tokens,
         row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),

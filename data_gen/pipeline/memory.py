@@ -1,0 +1,222 @@
+"""How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights, no tokenizer.
+
+    weights      parameters x bytes of the dtype
+    KV cache     sequences x positions x 2 x layers x KV heads x head width x bytes
+    activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP widths; the body
+                 keeps nothing for a backward, and attention does not write its matrix out
+    logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24 bytes in all;
+                 labelling: eight float32 chunks of data.chunk_mb
+    heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the stream and three more
+                 of each block's width
+
+GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments leave.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from configs.schema import Config, DataConfig, HeadsConfig, ModelSource
+from lm import load_config, num_weights
+
+GB = 1e9
+_RESERVED_BYTES = 2 * GB
+_DECODING_BYTES_PER_LOGIT = 24.0
+_LABELLING_CHUNKS = 8.0
+_FLOATS_PER_WEIGHT = 5
+_FLOATS_PER_BLOCK = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One model, in bytes."""
+
+    weights: float
+    kv_per_position: float
+    activations_per_position: float
+    hidden_size: int
+    vocab_size: int
+
+
+class Need(NamedTuple):
+    """What one stage holds at its fullest moment."""
+
+    stage: str
+    fixed: dict[str, float]
+    """Bytes by what they are for, whatever the batch."""
+    per_sequence: dict[str, float]
+    """Bytes for each sequence of a batch."""
+    batch_size: int
+    setting: str | None
+    """The key that sets the batch; None: one sequence at a time."""
+    is_per_gpu: bool = False
+    """Every GPU holds all of it."""
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.fixed.values()) + self.batch_size * sum(self.per_sequence.values())
+
+    def memory(self, gpus: "Gpus") -> float:
+        """Bytes that the stage has."""
+        return gpus.usable_bytes if self.is_per_gpu else gpus.in_all
+
+    def largest_batch(self, memory: float) -> int:
+        """The sequences of a batch that fit; 0: not even the models do."""
+        return max(0, int((memory - sum(self.fixed.values())) // sum(self.per_sequence.values())))
+
+
+def needs(config: Config) -> list[Need]:
+    """The stages of data, training and evaluation that this experiment has, in order."""
+    data, trust = config.data, config.pair.trust_remote_code
+    sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
+    sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
+    pair = {name: sizes[name] for name in ("target", "draft")}
+    makes_data = data.num_train + data.num_dev + data.num_test > 0
+    stages = (_together(pair, data) if data.mode == "together" else _apart(pair, data)) if makes_data else []
+    if data.num_train:
+        stages.append(_training(sizes["draft"], data, config.heads))
+    return [*stages, _decoding(sizes, config)]
+
+
+class Gpus(NamedTuple):
+    """What there is."""
+
+    number: int
+    usable_bytes: float
+    """Of each."""
+
+    @property
+    def in_all(self) -> float:
+        """Bytes of all."""
+        return self.number * self.usable_bytes
+
+
+def gpus_of(written: str | None) -> Gpus | None:
+    """GPUs written as `2x80` (two of 80 GB), or those of this machine; None where there are none.
+
+    Raises:
+        ValueError: they are written otherwise.
+    """
+    if written is None:
+        here = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        return Gpus(len(here), min(here) - _RESERVED_BYTES) if here else None
+    parts = re.fullmatch(r"([1-9]\d*)\s*x\s*(\d+(?:\.\d+)?)", written)
+    if parts is None or float(parts[2]) * GB <= _RESERVED_BYTES:
+        raise ValueError(f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB")
+    return Gpus(int(parts[1]), float(parts[2]) * GB - _RESERVED_BYTES)
+
+
+def report(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> str:
+    """Each stage's sum in GB, beside what there is."""
+    lines = []
+    for need in needs_of_stages:
+        terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
+        terms += [f"{name} {need.batch_size} x {size / GB:,.3f}" for name, size in need.per_sequence.items()]
+        lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB of {_room(need, gpus)} = {' + '.join(terms)}")
+    return "\n".join(lines)
+
+
+def problems(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> list[str]:
+    """One line for each stage that does not fit, with what does."""
+    found: list[str] = []
+    for need in needs_of_stages:
+        if gpus is not None and need.total > need.memory(gpus):
+            fits = need.largest_batch(need.memory(gpus))
+            remedy = (
+                f"set {need.setting} to at most {fits}" if fits and need.setting else "take more or larger GPUs, or data.mode: sequential"
+            )
+            found.append(f"{need.stage} takes {need.total / GB:,.1f} GB and the GPUs have {_room(need, gpus)}; {remedy}")
+    return found
+
+
+def _room(need: Need, gpus: Gpus | None) -> str:
+    return "no GPU" if gpus is None else f"{need.memory(gpus) / GB:,.0f} GB"
+
+
+def size_of(source: ModelSource, *, trust_remote_code: bool = False) -> Size:
+    """One model's bytes, by its config.json."""
+    whole = load_config(source, trust_remote_code=trust_remote_code)
+    text, layers = whole.get_text_config(), whole.get_text_config().num_hidden_layers
+    width = _bytes_of(source, text)
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    all_layers = layers + source.extra_layers
+    return Size(
+        weights=num_weights(source, trust_remote_code=trust_remote_code) * width * all_layers / layers,
+        kv_per_position=2.0 * all_layers * key_heads * head_width * width,
+        activations_per_position=(4.0 * text.hidden_size + 2 * inner + (heads + 2 * key_heads) * head_width) * width,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _bytes_of(source: ModelSource, config: PretrainedConfig) -> int:
+    """Bytes of one weight: of the YAML's dtype, or of the stored one."""
+    dtype: object = getattr(torch, source.dtype, None) if source.dtype != "auto" else config.dtype
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+
+
+def _weights(sizes: dict[str, Size]) -> dict[str, float]:
+    return {f"{name} weights": size.weights for name, size in sizes.items()}
+
+
+def _responses(target: Size, data: DataConfig) -> dict[str, float]:
+    """Per sequence, while the target answers."""
+    return {
+        "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens),
+        "activations": target.activations_per_position * data.max_prompt_tokens,
+        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
+
+
+def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
+    """While every position of a batch is labelled; the models take their turns."""
+    positions = data.max_prompt_tokens + data.max_new_tokens
+    per_sequence = {
+        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
+        "states": sum(4.0 * size.hidden_size for size in sizes.values()) * positions,
+    }
+    fixed = _weights(sizes) | {"logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
+    return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
+
+
+def _together(pair: dict[str, Size], data: DataConfig) -> list[Need]:
+    answers = Need("responses", _weights(pair), _responses(pair["target"], data), data.batch_size, "data.batch_size")
+    return [*([answers] if data.source == "transformers" else []), _labels("labels", pair, data)]
+
+
+def _apart(pair: dict[str, Size], data: DataConfig) -> list[Need]:
+    target, draft = {"target": pair["target"]}, {"draft": pair["draft"]}
+    answers = Need("responses", _weights(target), _responses(pair["target"], data), data.batch_size, "data.batch_size")
+    labels = [_labels("labels of the draft", draft, data), _labels("labels of the target", target, data)]
+    return [*([answers] if data.source == "transformers" else []), *labels]
+
+
+def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:
+    """On one GPU: every rank holds all heads, and with online features the draft."""
+    width, kinds = draft.hidden_size, len(heads.timings) * len(heads.scalars) * len(heads.embeddings) + heads.specdec
+    weight_count = kinds * len(heads.reject_weights) * sum(depth * (width + 1) * width + width + 1 for depth in heads.depths)
+    widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
+    per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * width * data.max_new_tokens}
+    fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * weight_count}
+    if heads.features == "online":
+        fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
+        per_sequence["draft"] = draft.activations_per_position * (data.max_prompt_tokens + data.max_new_tokens)
+    return Need("training, on each GPU", fixed, per_sequence, heads.batch_size, "heads.batch_size", is_per_gpu=True)
+
+
+def _decoding(sizes: dict[str, Size], config: Config) -> Need:
+    positions = config.data.max_prompt_tokens + config.decode.max_new_tokens
+    per_sequence = {
+        "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
+        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
+        "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
+    return Need("decoding, traces", _weights(sizes), per_sequence, 1, None)

@@ -1,0 +1,117 @@
+"""The arithmetic of `plan`, at the sizes of the papers' pairs, from config.json alone; and memory that a stage gives back."""
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.command import config_of, parser_for
+from configs.schema import Config
+from configs.shipped import NAMES
+from data_gen.pipeline import memory
+from data_gen.pipeline.command import make
+from data_gen.pipeline.plan import plan
+from data_gen.pipeline.worker import Worker
+
+GB = 1e9
+NAMED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+PUBLISHED = {
+    "Llama-2-70b-chat-hf": ("llama", 8192, 80, 64, 8, 28672, 32000),
+    "Llama-2-7b-chat-hf": ("llama", 4096, 32, 32, 32, 11008, 32000),
+    "llama-68m": ("llama", 768, 2, 12, 12, 3072, 32000),
+    "Meta-Llama-3-70B-Instruct": ("llama", 8192, 80, 64, 8, 28672, 128256),
+    "Meta-Llama-3-8B-Instruct": ("llama", 4096, 32, 32, 8, 14336, 128256),
+    "pythia-6.9b": ("gpt_neox", 4096, 32, 32, None, 16384, 50432),
+    "pythia-160m": ("gpt_neox", 768, 12, 12, None, 3072, 50304),
+    "Qwen2.5-14B-Instruct": ("qwen2", 5120, 48, 40, 8, 13824, 152064),
+    "Qwen2.5-0.5B-Instruct": ("qwen2", 896, 24, 14, 2, 4864, 151936),
+}
+
+
+def shipped(name: str, folder: Path) -> Config:
+    """A shipped experiment, its models replaced by folders that hold a config.json and nothing else."""
+    parser = parser_for(plan)
+    config = config_of(parser, parser.parse_args(["--config", name]))
+    models = {}
+    for role in ("target", "draft", "micro"):
+        source = getattr(config.pair, role)
+        if source is not None and Path(source.path).name in PUBLISHED:
+            path = folder / Path(source.path).name
+            path.mkdir()
+            values = {key: value for key, value in zip(NAMED, PUBLISHED[path.name], strict=True) if value is not None}
+            tied = {"tie_word_embeddings": True} if "0.5B" in path.name else {"tie_word_embeddings": False}
+            (path / "config.json").write_text(json.dumps(values | tied | {"max_position_embeddings": 4096}))
+            models[role] = replace(source, path=str(path))
+    return replace(config, pair=replace(config.pair, **models), data=replace(config.data, dir=str(folder / "data")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_shipped_experiment_fits_the_gpus_that_it_states(name: str, tmp_path: Path):
+    config = shipped(name, tmp_path)
+    assert (config.pair.gpus is None) == (name == "tiny")
+    assert memory.problems(memory.needs(config), memory.gpus_of(config.pair.gpus)) == []
+
+
+def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes(tmp_path: Path):
+    config = shipped("llama2-7b-70b", tmp_path)
+    target, draft = memory.size_of(config.pair.target), memory.size_of(config.pair.draft)
+    assert target.weights == pytest.approx(138 * GB, rel=0.01)
+    assert draft.weights == pytest.approx(13.5 * GB, rel=0.01)
+    assert 64 * 1024 * target.kv_per_position == pytest.approx(21.5 * GB, rel=0.01)
+
+
+def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, capsys: pytest.CaptureFixture):
+    config = shipped("llama2-7b-70b", tmp_path)
+    too_large = replace(config, data=replace(config.data, mode="together", batch_size=64))
+    gpus = memory.gpus_of("2x80")
+    [problem, *_] = memory.problems(memory.needs(too_large), gpus)
+    assert "responses takes 1" in problem
+    fits = int(problem.rsplit(" ", 1)[1])
+    smaller = replace(too_large, data=replace(too_large.data, batch_size=fits))
+    assert 1 <= fits < 64
+    assert not any(line.startswith("responses") for line in memory.problems(memory.needs(smaller), gpus))
+    plan(too_large, sample=0)
+    printed = capsys.readouterr().out
+    assert "target weights 138.0" in printed
+    assert f"warning: {problem}" in printed
+    with pytest.raises(ValueError, match="responses takes"):
+        plan(too_large)
+    [problem, *_] = memory.problems(memory.needs(too_large), memory.gpus_of("1x80"))
+    assert "take more or larger GPUs" in problem
+
+
+@pytest.mark.parametrize("written", ["2 of 80", "0x80", "2x1", "x80"])
+def test_gpus_that_cannot_be_are_refused(written: str):
+    with pytest.raises(ValueError, match=r"pair\.gpus is"):
+        memory.gpus_of(written)
+
+
+@pytest.mark.parametrize("mode", ["together", "sequential"])
+def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monkeypatch: pytest.MonkeyPatch, mode: str):
+    seen: list[list[weakref.ref]] = []
+    load = Worker._load
+
+    def remember(self: Worker, name: str):
+        assert all(model() is None for earlier in seen if earlier is not seen[-1] for model in earlier)
+        model = load(self, name)
+        seen[-1].append(weakref.ref(model))
+        return model
+
+    def fresh(self: Worker, job) -> None:
+        seen.append([])
+        start(self, job)
+
+    start = Worker.__init__
+    monkeypatch.setattr(Worker, "__init__", fresh)
+    monkeypatch.setattr(Worker, "_load", remember)
+    config = with_data(toy_config, mode=mode, num_test=0)
+    gc.disable()  # what goes, goes because the stage lets it go
+    try:
+        plan(config, sample=4)
+        make(config)
+        assert all(model() is None for models in seen for model in models)
+    finally:
+        gc.enable()
