@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.command import run
 from configs.schema import Config
-from heads.training.run import RunDirectory, build, quiet, report
+from heads.training.directory import RunDirectory
+from heads.training.run import build, report
+from heads.training.trainer import make_trainer, quiet
 
 
 def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
@@ -18,13 +21,17 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off: start over.
     """
     directory = RunDirectory(Path(config.heads.dir))
-    checkpoint = directory.prepare(config, resume=resume)
-    pl.seed_everything(config.heads.seed, verbose=False)
-    sweep, data = build(config)
-    trainer = directory.trainer(config)
-    trainer.fit(sweep, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    trainer.test(sweep, datamodule=data, verbose=False)
-    return report(sweep, directory) if trainer.is_global_zero else sweep.results
+    with directory.alone():
+        trainer = make_trainer(config)
+        start = directory.prepare(config, resume=resume)
+        pl.seed_everything(config.heads.seed, verbose=False)
+        sweep, data = build(config, run=start.run, device=trainer.strategy.root_device)
+        try:
+            trainer.fit(sweep, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
+            trainer.test(sweep, datamodule=data, verbose=False)
+        except MisconfigurationException as error:
+            raise ValueError(f"trainer: {error}") from error
+        return report(sweep, directory) if trainer.is_global_zero else sweep.results
 
 
 def main() -> None:

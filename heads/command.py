@@ -1,4 +1,4 @@
-"""The commands that move heads between formats: `export`, `import`, `inspect`."""
+"""The commands that move heads between formats and places: `export`, `import`, `push`, `inspect`."""
 
 import json
 import shutil
@@ -6,18 +6,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
 
 from configs.schema import Config
 from data_gen.store.json_files import read_json
 from heads.measures.tables import best_heads
+from heads.model import hub
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
-from heads.training.run import RunDirectory
+from heads.training.checkpoints import check_whole, run_of
+from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 
-_FILES = {"config.json", "model.safetensors", "README.md"}
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 
 
@@ -35,7 +36,13 @@ def export(
     """
     run = RunDirectory(Path(config.heads.dir))
     sweep = load_sweep(Path(checkpoint) if checkpoint else run.checkpoint)
-    results = _results(run.path)
+    there = run.read()
+    if checkpoint is None and there and there.get("run") != sweep.facts.get("run"):
+        raise ValueError(
+            f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let `python train.py` go on, or "
+            "pass --checkpoint to export the earlier run"
+        )
+    results = _results(run, sweep)
     heads = sweep.heads()
     root = Path(out) if out else run.path / "exported"
     written = []
@@ -57,7 +64,7 @@ def import_(
 
     Args:
         config: its pair says which draft and target the head belongs to, and at which Sampling it is to be used.
-        source: a directory with config.json and model.safetensors.
+        source: a directory with config.json and model.safetensors, or a hub id.
         out: where the head goes.
         reject_weight: that it was trained with (the official config does not say; its name often does).
         accept_weight: likewise.
@@ -78,6 +85,22 @@ def import_(
     path = save_whole(read_official_head(source, provenance), Path(out))
     print(path)
     return path
+
+
+def push(*, path: str, repo: str, private: bool = False) -> str:
+    """Put an exported head on the hub, with its model card.
+
+    Args:
+        path: its directory.
+        repo: owner/name; made if it is not there.
+        private: whether a new repository is.
+    """
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+    AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
+    address = hub.push(Path(path), repo, private=private)
+    print(address)
+    return address
 
 
 def inspect(*, path: str) -> dict[str, Any]:
@@ -101,9 +124,12 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
     Raises:
         FileNotFoundError: no checkpoint.
+        ValueError: it is broken, or none of a sweep.
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `python train.py` with this config first")
+    check_whole(checkpoint)
+    run_of(checkpoint)
     sweep = Sweep.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     sweep.use_selected()
     return sweep.eval()
@@ -113,15 +139,21 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     """Save a head under a temporary name and put it in place of the head that is there: a directory is never half a head.
 
     Raises:
-        ValueError: something else than a head is there; nothing is touched.
+        ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
-    if path.exists() and not _is_head(path):
-        raise ValueError(f"{path} is there and is no exported head, and what it holds would be lost; name another directory")
     temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
+    for there in (path, temporary, replaced):
+        if there.exists() and not _is_head(there):
+            raise ValueError(f"{there} is there and is no exported head, and what it holds would be lost; name another directory")
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)  # an export was killed between the two renames below
     for left_over in (temporary, replaced):
         shutil.rmtree(left_over, ignore_errors=True)
-    with torch.no_grad():
+    try:
         head.save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ValueError(f"{path} cannot be written ({error}); free some space there, or name another directory") from error
     if path.exists():
         path.rename(replaced)
     temporary.rename(path)
@@ -131,7 +163,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
 
 def _is_head(path: Path) -> bool:
     """Does a directory hold what `save_whole` writes, or nothing?"""
-    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= _FILES:
+    if not path.is_dir() or not {entry.name.removesuffix(".tmp") for entry in path.iterdir()} <= set(hub.FILES):
         return False
     config = path / "config.json"
     kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]
@@ -145,7 +177,8 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head == "best":
         if "dev" not in results:
             raise ValueError(
-                "no val_metrics.json beside the checkpoint, so no head is known to be best; let `python train.py` finish, or name a head"
+                "no val_metrics.json of this run beside the checkpoint, so no head is known to be best; let `python train.py` finish, or "
+                "name a head"
             )
         return list(best_heads(results["dev"], sweep.specs, metric=metric).values())
     if head not in names:
@@ -153,7 +186,9 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     return [head]
 
 
-def _results(run: Path) -> dict[str, Any]:
-    path = run / "val_metrics.json"
-    remedy = "train again, or name a head and delete it"
-    return dict(read_json(path, remedy=remedy, keys=("results",))["results"]) if path.is_file() else {}
+def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:
+    """What was measured of these very heads; empty if nothing was."""
+    if not run.metrics.is_file():
+        return {}
+    measured = read_json(run.metrics, remedy="train again, or name a head and delete it", keys=("results",))
+    return dict(measured["results"]) if measured.get("run") == sweep.facts.get("run") else {}

@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from data_gen.store.json_files import read_json
 
@@ -51,23 +53,35 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
     Raises:
         ValueError: the disk is full.
     """
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays as it was.
+
+    Raises:
+        ValueError: the disk is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         if error.errno in _FULL:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
-                f"no space for {path}: {len(content):,} bytes to write, {free:,} free on the disk (or a file-size limit is set); free some "
-                "space and run the same command again: it keeps the whole shards"
+                f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some space and run the same "
+                "command again: it keeps what is whole"
             ) from error
         raise
+    finally:
+        temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)  # the new name is in the folder, and is on disk only once that is
     try:
         os.fsync(folder)

@@ -75,6 +75,9 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     wide_console().print(table_of(tuned, cost))
     for each in tuned if write else []:
         path = experiment.head_paths[each.head]
+        if not Path(path).is_dir():
+            print(f"{path} is on the hub, and nothing is written there: {json.dumps(each.recommended)}")
+            continue
         update_config(path, recommended=each.recommended)
         print(f"wrote recommended into {Path(path) / 'config.json'}")
     print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))

@@ -45,6 +45,11 @@ Batch = dict[str, Features]
 """timing -> features of the same responses."""
 
 
+def has_tokens(batch: Batch) -> bool:
+    """Whether there is a token in it: of several processes one may have none."""
+    return any(len(features.token) for features in batch.values())
+
+
 class FeatureShard:
     """One safetensors file of features, mapped, read in runs of rows.
 
@@ -55,13 +60,28 @@ class FeatureShard:
         self.path, self.scalars = path, tuple(scalars)
         self.num_rows = int(read_sidecar(path)["rows"])
         self.num_tokens = int(read_sidecar(path)["tokens"])
-        self._verified = False
+        self.is_verified = False
 
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states."""
-        with self._open() as file:
+        with self._open("hidden") as file:
             return int(file.get_slice("hidden").get_shape()[-1])
+
+    def row_lengths(self) -> list[int]:
+        """Tokens of each row."""
+        with self._open("row_offsets") as file:
+            return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
+
+    def verify(self) -> None:
+        """Compare the whole file with its sidecar, once.
+
+        Raises:
+            ValueError: it is corrupted.
+        """
+        if not self.is_verified:
+            verify(self.path)
+            self.is_verified = True
 
     def read(self, start: int, stop: int) -> list[Features]:
         """Rows start … stop - 1, each by itself.
@@ -69,25 +89,24 @@ class FeatureShard:
         Raises:
             ValueError: the file is corrupted, lacks a tensor, or holds numbers that cannot be.
         """
-        if not self._verified:
-            verify(self.path)
-            self._verified = True
-        with self._open() as file:
+        self.verify()
+        names = (*_COLUMNS, *self.scalars)
+        with self._open("row_offsets", *names) as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            names = (*_COLUMNS, *self.scalars)
-            missing = sorted(set(names) - set(file.keys()))
-            if missing:
-                raise ValueError(f"{self.path} has no tensor {missing[0]!r}; make the features again with `python -m data_gen`")
             columns = {name: file.get_slice(name)[first:last] for name in names}
         self._check(columns, start, offsets - first)
         return [self._row(columns, first, last) for first, last in pairwise((offsets - first).tolist())]
 
-    def _open(self) -> safe_open:
+    def _open(self, *names: str) -> safe_open:
+        """The file, which must have these tensors."""
         try:
-            return safe_open(self.path, framework="pt")
+            file = safe_open(self.path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again") from error
+        if missing := sorted(set(names) - set(file.keys())):
+            raise ValueError(f"{self.path} has no tensor {missing[0]!r}; make the features again with `python -m data_gen`")
+        return file
 
     def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:
         for name in ("hidden", "acceptance_prob", *self.scalars):
@@ -121,3 +140,9 @@ def join(rows: Sequence[Features]) -> Features:
         token=torch.cat([row.token for row in rows]),
         row_lengths=torch.cat([row.row_lengths for row in rows]),
     )
+
+
+def none_of(shard: FeatureShard) -> Features:
+    """No row, in the types and widths of a shard."""
+    [row] = shard.read(0, 1)
+    return Features(row.hidden[:0], {name: values[:0] for name, values in row.scalars.items()}, *(values[:0] for values in row[2:]))

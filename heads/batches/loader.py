@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from heads.batches.features import Batch, Features, FeatureShard, join
-from heads.batches.order import Block, Item, batches, blocks, in_order, num_batches, shuffled
+from heads.batches.features import Batch, Features, FeatureShard, join, none_of
+from heads.batches.order import POOL_SIZE, Block, Item, Share, batches, in_order, num_batches, own_batches, shuffled
 
-BLOCK_SIZE = 16
-"""Responses that are read in one run."""
-POOL_SIZE = 16
-"""Blocks that are shuffled together, and so in memory together."""
 READ_AHEAD = 4
 """Batches made ready while the step runs."""
+ALONE = Share()
 
 
 class BlockReader:
-    """Responses of several timings, cached block by block: the last `POOL_SIZE` + 1 blocks.
+    """Responses of several timings, cached block by block: of the last `POOL_SIZE` + 1 blocks, which is more than a process has of a pool.
 
     With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
     """
@@ -35,6 +32,8 @@ class BlockReader:
 
     def batch(self, items: Sequence[Item]) -> Batch:
         """The features of some responses, timing by timing."""
+        if not items:
+            return {timing: none_of(shards[0]) for timing, shards in self.shards.items()}
         rows: dict[str, list[Features]] = {timing: [] for timing in self.shards}
         for item in items:
             for timing, block in self._block(item.block).items():
@@ -60,29 +59,29 @@ class BatchLoader:
     def __init__(
         self,
         read: Callable[[Sequence[Item]], Any],
-        shard_sizes: Sequence[int],
+        lengths: Sequence[Sequence[int]],
         *,
         batch_size: int,
         seed: int | None,
-        share: tuple[int, int] = (0, 1),
+        share: Share = ALONE,
     ) -> None:
         """Args:
         read: makes a batch of some responses; called in a thread.
-        shard_sizes: responses in each shard.
+        lengths: tokens of each response of each shard.
         batch_size: responses per batch and process.
-        seed: of the order; None: as stored, every epoch alike.
-        share: (rank, number of processes).
+        seed: of the order; None: as stored, every epoch alike, each process its own blocks.
+        share: of the processes that read the data together.
         """
-        self.read, self.batch_size, self.seed = read, batch_size, seed
-        self.rank, self.world_size = share
-        self.blocks = blocks(shard_sizes, BLOCK_SIZE)
-        self.num_items = sum(shard_sizes)
+        self.read, self.lengths, self.batch_size, self.seed, self.share = read, lengths, batch_size, seed, share
+        self.num_items = sum(map(len, lengths))
         self.sampler, self.batch_sampler = self, None  # where Lightning looks for set_epoch
         self.epoch, self._taken = 0, 0
         self._resume: dict[str, int] | None = None
 
     def __len__(self) -> int:
-        return num_batches(self.num_items, self.batch_size, self.world_size)
+        if self.seed is None:
+            return sum(1 for _ in self._order())
+        return num_batches(self.num_items, self.batch_size, self.share.world_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning's call before an epoch; the order depends on it."""
@@ -100,13 +99,16 @@ class BatchLoader:
         # A generator: its first line runs when the first batch is taken, after set_epoch.
         resume, self._resume = self._resume, None
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
-        order = batches(self._items(), self.batch_size, rank=self.rank, world_size=self.world_size, first=self._taken)
-        for batch in read_ahead(map(self.read, order), READ_AHEAD):
+        for batch in read_ahead(map(self.read, self._order()), READ_AHEAD):
             self._taken += 1  # before the consumer has it, since a checkpoint is written while it works on it
             yield batch
 
-    def _items(self) -> Iterator[Item]:
-        return in_order(self.blocks) if self.seed is None else shuffled(self.blocks, POOL_SIZE, seed=self.seed, epoch=self.epoch)
+    def _order(self) -> Iterator[list[Item]]:
+        """The batches of the epoch, from `_taken` on."""
+        if self.seed is None:
+            return own_batches(in_order(list(map(len, self.lengths))), self.batch_size, self.share)
+        turns = shuffled(self.lengths, self.share.world_size, seed=self.seed, epoch=self.epoch)
+        return batches(turns, self.batch_size, self.share, first=self._taken)
 
 
 def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """The LightningDataModule: train, dev and test batches of cached features, or of rows for online features."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from data_gen.store.manifest import describe_model, read_manifest
 from data_gen.store.shards import list_shards
 from heads.batches.features import Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
-from heads.batches.order import Item
+from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
 
 TESTED = ("dev", "train", "test")
@@ -20,7 +20,7 @@ TESTED = ("dev", "train", "test")
 
 
 class FeatureData(pl.LightningDataModule):
-    """Batches of `heads.batch_size` responses per process, from data.dir.
+    """Batches of `heads.batch_size` responses per process, from data.dir; all processes together read each block once an epoch.
 
     Attributes:
         timings: the feature sets that the sweep reads.
@@ -65,11 +65,13 @@ class FeatureData(pl.LightningDataModule):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
         """Batches of one split, or of its first `num` responses; shuffled if there is a seed."""
-        shards = self._shards[split]
-        first = self.timings[0]
-        sizes = [shard.num_rows // self._rows_per_item[first] for shard in shards[first]]
+        shards, first = self._shards[split], self.timings[0]
+        times = self._rows_per_item[first]
+        lengths = [[sum(rows[i : i + times]) for i in range(0, len(rows), times)] for rows in (s.row_lengths() for s in shards[first])]
+        if self.share.world_size > 1:
+            _verify_together(shards, self.share)
         reader = BlockReader(shards, self._rows_per_item)
-        return self._loader(lambda items: pinned(reader.batch(items)), sizes, split=split, seed=seed, num=num)
+        return self._loader(lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -80,15 +82,19 @@ class FeatureData(pl.LightningDataModule):
         """Responses of one split."""
         return self.loader(split).num_items
 
+    @property
+    def share(self) -> Share:
+        """Of this process in the data."""
+        return Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else Share()
+
     def _loader(
-        self, read: Callable[[Sequence[Item]], Any], sizes: list[int], *, split: str, seed: int | None, num: int | None
+        self, read: Callable[[Sequence[Item]], Any], lengths: list[list[int]], *, split: str, seed: int | None, num: int | None
     ) -> BatchLoader:
         if split == "train" and self.heads.num_train is not None:
-            sizes = _first(sizes, self.heads.num_train)
+            lengths = _first(lengths, self.heads.num_train)
         if num is not None:
-            sizes = _first(sizes, num)
-        share = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        return BatchLoader(read, sizes, batch_size=self.heads.batch_size, seed=seed, share=share)
+            lengths = _first(lengths, num)
+        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=self.share)
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {
@@ -115,19 +121,28 @@ class FeatureData(pl.LightningDataModule):
         return first
 
 
-def _first(sizes: Sequence[int], count: int) -> list[int]:
-    """Sizes of the shards that hold the first `count` responses, the last one cut.
+def _verify_together(shards: Mapping[str, Sequence[FeatureShard]], share: Share) -> None:
+    """Compare each shard with its sidecar in one process, since blocks of it go to all of them."""
+    for index, shard in enumerate(shard for of_timing in shards.values() for shard in of_timing):
+        if index % share.world_size == share.rank:
+            shard.verify()
+        shard.is_verified = True
+
+
+def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The lengths of the first `count` responses, shard by shard.
 
     Raises:
         ValueError: there are fewer.
     """
-    if not 0 < count <= sum(sizes):
-        raise ValueError(f"heads.num_train is {count} and there are {sum(sizes)} training responses; take at most those, or null for all")
+    total = sum(map(len, lengths))
+    if not 0 < count <= total:
+        raise ValueError(f"heads.num_train is {count} and there are {total} training responses; take at most those, or null for all")
     first = []
-    for size in sizes:
+    for shard in lengths:
         if count > 0:
-            first.append(min(size, count))
-        count -= size
+            first.append(shard[:count])
+        count -= len(shard)
     return first
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.compute as pc
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards, read_sidecar, verify
+from data_gen.store.shards import list_shards, verify
 from heads.batches.features import Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
@@ -65,12 +66,11 @@ class RowData(FeatureData):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
         paths = list_shards(self.data.dir, split)
-        sizes = [int(read_sidecar(path)["rows"]) for path in paths]
-        return self._loader(RowReader(paths, self.data.mixes).batch, sizes, split=split, seed=seed, num=num)
+        return self._loader(RowReader(paths, self.data.mixes).batch, [_lengths(path) for path in paths], split=split, seed=seed, num=num)
 
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))
-        return self.draft(rows, torch.device("cpu"))[timing]
+        return self.draft(rows, self.draft.draft.device)[timing]
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         for path in list_shards(self.data.dir, split):
@@ -89,7 +89,10 @@ class DraftFeatures:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows, timing by timing, on `device`."""
+        """The features of some rows, timing by timing, on `device`, where the draft goes when it is first needed there."""
+        self.draft.to(device)
+        if not rows:
+            return {timing: self._none(device) for timing in self.timings}
         lengths = [len(row.response_ids) for row in rows]
         drawn, scalars = (part.split(lengths) for part in self._drawn(rows))
         batch = {}
@@ -107,6 +110,12 @@ class DraftFeatures:
             ]
             batch[timing] = join(parts)
         return batch
+
+    def _none(self, device: torch.device) -> Features:
+        """No row."""
+        empty = torch.empty(0, device=device)
+        hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
+        return Features(hidden, dict.fromkeys(Scalars._fields, empty), empty, empty.long(), empty.long())
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
         """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen` stores them by."""
@@ -127,6 +136,12 @@ class DraftFeatures:
         ]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) for row, _ in mixings])
         return hidden.split([len(coins) for _, coins in mixings])
+
+
+def _lengths(path: Path) -> list[int]:
+    """Tokens of each row of a shard, with its prompt: what the draft is fed."""
+    prompts, responses = (pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns)
+    return pc.add(prompts, responses).to_pylist()  # type: ignore[no-any-return]
 
 
 def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data_gen.store.shards import write_atomic
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
 
@@ -35,11 +36,10 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
     return best
 
 
-def write_metrics(path: Path, results: dict[str, Result], *, history: list[dict[str, Any]]) -> None:
-    """All results and the learning curves, as JSON; NaN (a draft position that no response reaches) becomes null."""
-    text = json.dumps(_finite({"results": results, "history": history}), indent=1)
-    path.with_suffix(".tmp").write_text(text + "\n")
-    path.with_suffix(".tmp").rename(path)
+def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, history: list[dict[str, Any]]) -> None:
+    """All results and the learning curves of a run, as JSON; NaN (a draft position that no response reaches) becomes null."""
+    text = json.dumps(_finite({"run": run, "results": results, "history": history}), indent=1)
+    write_atomic(path, f"{text}\n".encode())
 
 
 def _labels(result: Result, split: str) -> str:

@@ -1,19 +1,29 @@
 """A head on disk: `config.json` and `model.safetensors`, written whole and read strictly. Nothing is ever unpickled."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from data_gen.store.json_files import read_json
+from data_gen.store.shards import write_atomic
+
 WEIGHTS = "model.safetensors"
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("hidden_size", "num_layers"), (int,)),
+    "timing": (str,),
+    "scalars": (bool, list),
+    "embedding": (bool,),
+    **dict.fromkeys(("accept_weight", "reject_weight", "calibration_temperature"), (int, float)),
+    "mixing_ratio": (int, float, type(None)),
+    **dict.fromkeys(("draft", "target", "sampling", "training", "metrics", "recommended"), (dict,)),
+}
+"""Types of what config.json may hold."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
@@ -23,53 +33,65 @@ IS_PICKLED = (
 
 
 def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files, each to a temporary name first, so that no half-written file ever has the final name."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write both files, each to a temporary name first, so that no half-written file ever has the final name.
+
+    Raises:
+        ValueError: the disk is full.
+    """
     contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
-    save_file(contiguous, directory / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
-    (directory / "config.json.tmp").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in (WEIGHTS, "config.json"):
-        os.replace(directory / f"{name}.tmp", directory / name)
+    write_atomic(directory / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
+    write_atomic(directory / "config.json", config_text(config))
+
+
+def config_text(config: dict[str, Any]) -> bytes:
+    """config.json, as it is written."""
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_head_config(path: Path) -> dict[str, Any]:
+    """The config.json of a head, its types checked.
+
+    Raises:
+        ValueError: it is no whole JSON object, or holds a value of another type.
+    """
+    remedy = "export the head again with `python -m heads export`"
+    config = read_json(path, remedy=remedy)
+    for key, kinds in _KINDS.items():
+        value = config.get(key)
+        is_number_for_bool = isinstance(value, bool) and bool not in kinds
+        if key in config and (not isinstance(value, kinds) or is_number_for_bool):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ValueError(f"{path}: {key} is {value!r}, where {names} belongs; {remedy}")
+    return config
 
 
 def read_head_files(
-    source: str, config: dict[str, Any] | None, *, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]], where: dict[str, Any]
+    directory: Path, config: dict[str, Any] | None, *, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
 ) -> dict[str, Tensor]:
     """The tensors of a saved head, checked by name, shape and finiteness.
 
     Args:
-        source: a directory or a hub id.
+        directory: of the head.
         config: its config.json, None if there is none.
         expected: name and shape of each tensor that a config stands for.
-        where: revision, cache and token, as huggingface_hub hands them over.
     """
     if config is None:
-        raise FileNotFoundError(f"no config.json in {source!r}; a head is a directory with config.json and {WEIGHTS}")
+        raise FileNotFoundError(f"no config.json in {str(directory)!r}; a head is a directory with config.json and {WEIGHTS}")
     for key in ("hidden_size", "num_layers"):
         if key not in config:
             raise ValueError(
-                f"config.json of {source!r} has no {key!r}, so it describes no acceptance head; export one with `python -m heads export`"
+                f"config.json of {str(directory)!r} has no {key!r}, so it describes no acceptance head; export one with "
+                "`python -m heads export`"
             )
-    tensors = read_safetensors(weights_path(source, where))
-    check_tensors(tensors, expected(config), source=source)
+    path = directory / WEIGHTS
+    if not path.is_file():
+        pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+        if pickled:
+            raise ValueError(f"{str(directory)!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
+        raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; a pickled checkpoint is not read")
+    tensors = read_safetensors(path)
+    check_tensors(tensors, expected(config), source=directory)
     return tensors
-
-
-def weights_path(source: str, where: dict[str, Any]) -> Path:
-    """Where the weights of `source` lie, downloaded if it is no directory."""
-    if os.path.isdir(source):
-        path = Path(source) / WEIGHTS
-        if not path.is_file():
-            pickled = sorted(p.name for p in Path(source).iterdir() if p.suffix in PICKLES)
-            if pickled:
-                raise ValueError(f"{source!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
-            raise FileNotFoundError(f"no {WEIGHTS} in {source!r}")
-        return path
-    keys = ("revision", "cache_dir", "force_download", "token", "local_files_only")
-    try:
-        return Path(hf_hub_download(repo_id=source, filename=WEIGHTS, **{k: where[k] for k in keys if k in where}))
-    except EntryNotFoundError as error:
-        raise FileNotFoundError(f"hub repository {source!r} has no {WEIGHTS}; a pickled checkpoint is not read") from error
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ produced the distribution the token was drawn from; law 4.8b).
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,15 +21,17 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from data_gen.store.json_files import read_json
+from data_gen.store.shards import write_atomic
 from heads.model.card import model_card
-from heads.model.files import read_head_files, write_head_files
+from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
 from heads.model.formula import stack_forward
+from heads.model.hub import local_directory
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 
 Timing = Literal["fed", "drawn"]
-_EXPORT_AGAIN = "export the head again with `python -m heads export`"
+_MOST_BLOCKS = 1000
+_OF_THE_HUB = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -159,16 +160,15 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """A head from a directory or from the hub.
 
         Raises:
-            FileNotFoundError: a path, not a name on the hub, and nothing there.
-            ValueError: its config.json is no whole JSON object.
+            FileNotFoundError: nothing there, neither on this disk nor on the hub.
+            ValueError: its config.json is no whole JSON object, or has values that cannot be.
         """
-        path = Path(pretrained_model_name_or_path)
-        is_path = path.is_absolute() or len(path.parts) != 2 or path.parent.exists()  # the hub's names are owner/name
-        if is_path and not path.is_dir():
-            raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
-        if (path / "config.json").is_file():
-            read_json(path / "config.json", remedy=_EXPORT_AGAIN)
-        return super().from_pretrained(pretrained_model_name_or_path, **how)
+        directory = local_directory(pretrained_model_name_or_path, **{key: how.pop(key) for key in _OF_THE_HUB & how.keys()})
+        if not directory.is_dir():
+            raise FileNotFoundError(f"no exported head at {directory}, which is a file; name the directory of a head")
+        if (directory / "config.json").is_file():
+            read_head_config(directory / "config.json")
+        return super().from_pretrained(directory, **how)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, config: dict[str, Any] | None = None, **where: Any) -> "AcceptanceHead":
@@ -178,7 +178,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             FileNotFoundError: no config.json or no model.safetensors.
             ValueError: tensors missing, left over, of another shape, or not finite; a pickled checkpoint; another architecture.
         """
-        tensors = read_head_files(model_id, config, expected=cls._expected, where=where)
+        tensors = read_head_files(Path(model_id), config, expected=cls._expected)
         head = cls.from_config(config or {})
         head.load_state_dict(tensors, strict=True)
         return head.eval().to(where.get("map_location", "cpu"))
@@ -213,17 +213,15 @@ def check_shape(hidden_size: int, depth: int, timing: str) -> None:
     """Raise ValueError for an architecture that cannot be."""
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1, the draft's width")
-    if depth < 0:
-        raise ValueError(f"depth is {depth}; it must be at least 0 (0 is a linear head)")
+    if not 0 <= depth <= _MOST_BLOCKS:
+        raise ValueError(f"depth is {depth}; it must be at least 0 (a linear head) and at most {_MOST_BLOCKS}")
     if timing not in get_args(Timing):
         raise ValueError(f"timing is {timing!r}; one of {', '.join(get_args(Timing))}")
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:
-    """Change keys of a saved head's config.json, as `decode tune` does with `recommended`; written to a temporary name and renamed."""
+    """Change keys of a saved head's config.json, as `decode tune` does with `recommended`."""
     path = Path(directory) / "config.json"
-    config = read_json(path, remedy=_EXPORT_AGAIN) | changes
+    config = read_head_config(path) | changes
     Provenance.from_dict(config)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    temporary.rename(path)
+    write_atomic(path, config_text(config))

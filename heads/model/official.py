@@ -18,7 +18,8 @@ from torch import Tensor
 
 from data_gen.store.json_files import read_json
 from heads.model.files import IS_PICKLED, PICKLES, check_tensors, read_safetensors
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, check_shape
+from heads.model.hub import local_directory
 from heads.model.provenance import Provenance
 
 
@@ -32,7 +33,7 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
         FileNotFoundError: a file is missing.
         ValueError: a pickled checkpoint, or tensors that do not fit the config.
     """
-    source = Path(source)
+    source = local_directory(source)
     path = source / "model.safetensors" if source.is_dir() else source
     if path.suffix in PICKLES:
         raise ValueError(f"{path} {IS_PICKLED}")
@@ -56,7 +57,11 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
 def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
     if "hidden_size" not in config:
         raise ValueError(f"{path} has no 'hidden_size', so it describes no SpecDec++ head")
-    return int(config["hidden_size"]), int(config.get("num_layers", 0))
+    hidden_size, depth = config["hidden_size"], config.get("num_layers", 0)
+    if type(hidden_size) is not int or type(depth) is not int:
+        raise ValueError(f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, where numbers belong; fetch it again")
+    check_shape(hidden_size, depth, "fed")
+    return hidden_size, depth
 
 
 def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:

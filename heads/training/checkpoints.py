@@ -1,33 +1,78 @@
-"""Lightning checkpoints that are whole or not there, wherever the process is killed.
+"""Lightning checkpoints that are whole or not there, wherever the process is killed, and as many of them as the run can afford.
 
 Lightning writes a checkpoint to the folder for temporary files and moves it: between file systems that is a copy, and a kill in the
-middle of it destroys the only checkpoint of the run. Here it is written beside its place, fsynced and renamed, as shards are.
+middle of it destroys the only checkpoint of the run. Here it is written beside its place, fsynced and renamed, as shards are, and straight
+from the tensors: a sweep of 20 heads for a draft of width 4,096 is 10.7 GB (weights, selected weights, Adam's two moments).
 """
 
-import io
+import pickle
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from data_gen.store.shards import write_atomic
+from data_gen.store.shards import atomic_file
+
+_LEAST_GAP_S = 30.0
+_TIMES_WRITING = 19
+"""Seconds of training for each second of writing."""
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """`TorchCheckpointIO` whose local files are written by `write_atomic`."""
+    """`TorchCheckpointIO` whose local files are whole or not there."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        content = io.BytesIO()
-        torch.save(checkpoint, content)
-        write_atomic(Path(path), content.getbuffer())
+        with atomic_file(Path(path)) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # torch's own words for an error of the file
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+
+
+class TimedCheckpoint(Checkpoint):
+    """A checkpoint between steps, whenever the run has trained for 19 times what the last one took to write, and for 30 s."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._due = time.monotonic() + _LEAST_GAP_S
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop._should_accumulate() or not trainer.strategy.broadcast(time.monotonic() >= self._due):
+            return
+        started = time.monotonic()
+        trainer.save_checkpoint(self.path)
+        now = time.monotonic()
+        self._due = now + max(_LEAST_GAP_S, _TIMES_WRITING * (now - started))
 
 
 def check_whole(path: Path) -> None:
-    """Raise ValueError if a checkpoint is cut short: its table of contents stands at its end."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is no whole checkpoint; delete it, or pass --resume false, to train anew")
+    """Raise ValueError if a checkpoint is cut short or has other bytes than were written."""
+    remedy = "delete it, or pass --resume false, to train anew"
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is no whole checkpoint; {remedy}") from error
+    if broken is not None:
+        raise ValueError(f"{path} is corrupted (in {broken}), so it is no whole checkpoint; {remedy}")
+
+
+def run_of(path: Path) -> str | None:
+    """The name of the run that wrote a checkpoint; None if that had none.
+
+    Raises:
+        ValueError: it is no checkpoint of a sweep.
+    """
+    try:
+        facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]
+    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no checkpoint of `python train.py` ({type(error).__name__}: {error}); name another") from error
+    return facts.get("run") if isinstance(facts, dict) else None

@@ -27,6 +27,8 @@ from heads.training.loss import Targets
 
 CHUNK_BYTES = 512 * 1024
 """Of one [heads, chunk, hidden] float32 buffer; a block keeps two of them."""
+_GPU_CHUNK_BYTES = 64 * 1024 * 1024
+"""The same on a GPU, which wants few large kernels where a core wants what its cache holds."""
 
 
 def stack_loss(
@@ -53,7 +55,7 @@ class _StackLoss(torch.autograd.Function):
         chunk_pass = _ChunkPass(weights, grads)
         count = len(weights["out.bias"])
         loss = hidden.new_zeros(count)
-        size = max(32, CHUNK_BYTES // (4 * count * hidden.shape[1]))
+        size = _chunk_size(count, hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             loss += chunk_pass(hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part]))
@@ -117,6 +119,12 @@ class _ChunkPass:
         if key not in self._buffers:
             self._buffers[key] = hidden.new_empty(self.count, *hidden.shape)
         return self._buffers[key]
+
+
+def _chunk_size(count: int, hidden: Tensor) -> int:
+    """Tokens of a chunk. The weights of a wide block outgrow the cache and are read anew for each chunk, which must be worth it."""
+    width, num_bytes = hidden.shape[1], CHUNK_BYTES if hidden.device.type == "cpu" else _GPU_CHUNK_BYTES
+    return max(32, width // 16, num_bytes // (4 * count * width))
 
 
 def _loss_and_slope(logit: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

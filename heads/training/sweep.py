@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
-from heads.batches.features import Batch
+from heads.batches.features import Batch, has_tokens
 from heads.batches.module import TESTED
 from heads.batches.online import DraftFeatures
 from heads.grid import Shape, grid, module_key, scalar_names, specs
@@ -50,8 +50,8 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: hidden_size, scalar_stats {timing: [means, deviations]} in the order of `scalars`, and provenance (fields of `Provenance`
-            that all heads share).
+        facts: run (its name), hidden_size, scalar_stats {timing: [means, deviations]} in the order of `scalars`, and provenance (fields
+            of `Provenance` that all heads share).
         draft: runs the frozen draft, for online features.
         embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
         """
@@ -99,7 +99,7 @@ class Sweep(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
-        for key, stack in self.items():
+        for key, stack in self.items() if has_tokens(batch) else []:
             histogram = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
@@ -132,7 +132,7 @@ class Sweep(pl.LightningModule):
             evaluation = Evaluation(self.specs, shift=self._shift(self.reject_weights), temperature=self.temperature)
             self._evaluations[dataloader_idx] = evaluation.to(self.device)
         logits: dict[str, list[Tensor]] = {}
-        for _, stack in self.items():
+        for _, stack in self.items() if has_tokens(batch) else []:
             logits.setdefault(stack.shape.timing, []).append(self.logits(stack, batch).float())
         self._evaluations[dataloader_idx].update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
 

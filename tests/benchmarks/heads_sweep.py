@@ -32,7 +32,8 @@ import torch
 from configs.command import run
 from configs.schema import Config, HeadsConfig
 from heads.batches.online import RowData
-from heads.training.run import build, quiet
+from heads.training.run import build
+from heads.training.trainer import quiet
 from lm import load_pair
 from lm.forwards import hidden_states
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from made_up import write_data
 
-from heads.training.run import quiet
+from heads.training.trainer import quiet
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,8 @@
 """Reading: each response once an epoch, the same order everywhere, resumable, bounded in memory; broken shards refused."""
 
+import random
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,43 +12,66 @@ from safetensors.torch import load_file, save
 
 from data_gen.store.shards import features_path, sidecar_path, write_shard
 from heads.batches.loader import BatchLoader, read_ahead
-from heads.batches.order import batches, blocks, num_batches, shuffled
+from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
 
-SIZES = [40, 24, 7]
+LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
+EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]
 
 
 def numbers(items: object) -> list[tuple[int, int]]:
     return [(item.block.shard, item.block.start + item.place) for item in items]  # type: ignore[attr-defined]
 
 
+def order(world_size: int = 1, epoch: int = 0) -> list[tuple[int, int]]:
+    return numbers(turn.item for turn in shuffled(LENGTHS, world_size, seed=5, epoch=epoch))
+
+
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own():
-    epochs = [numbers(shuffled(blocks(SIZES, 4), 3, seed=5, epoch=epoch)) for epoch in (0, 1, 0)]
+    epochs = [order(epoch=epoch) for epoch in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [(shard, i) for shard, size in enumerate(SIZES) for i in range(size)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == EVERY
 
 
 def test_no_more_than_a_pool_of_blocks_is_open_at_once():
-    order = numbers(shuffled(blocks(SIZES, 4), 3, seed=5, epoch=0))
-    for start in range(0, len(order), 12):
-        assert len({(shard, i // 4) for shard, i in order[start : start + 12]}) <= 6
+    found = order()
+    for start in range(0, len(found), 256):
+        assert len({(shard, i // 16) for shard, i in found[start : start + 256]}) <= 32
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_processes_share_each_batch_equally(world_size: int):
-    def order():
-        return shuffled(blocks(SIZES, 4), 3, seed=5, epoch=0)
+def test_batches_have_about_equal_numbers_of_tokens():
+    def spread(found: list[tuple[int, int]]) -> float:
+        tokens = [sum(LENGTHS[shard][i] for shard, i in found[start : start + 32]) for start in range(0, 512, 32)]
+        return statistics.pstdev(tokens) / statistics.fmean(tokens)
 
-    shares = [[numbers(batch) for batch in batches(order(), 8, rank=rank, world_size=world_size)] for rank in range(world_size)]
-    assert {len(share) for share in shares} == {num_batches(sum(SIZES), 8, world_size)}
-    assert all(len({len(batch) for batch in step}) == 1 for step in zip(*shares, strict=True))
-    whole = [numbers(batch) for batch in batches(order(), 8 * world_size)]
+    assert spread(order()) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_processes_cut_the_very_batches_of_one_and_each_block_goes_to_one_of_them(world_size: int):
+    def turns():
+        return shuffled(LENGTHS, world_size, seed=5, epoch=0)
+
+    shares = [[numbers(batch) for batch in batches(turns(), 8, Share(rank, world_size))] for rank in range(world_size)]
+    assert {len(share) for share in shares} == {num_batches(len(EVERY), 8, world_size)}
+    whole = [numbers(batch) for batch in batches(turns(), 8 * world_size, Share())]
     for step, batch in zip(zip(*shares, strict=True), whole, strict=True):
-        assert sorted({number for share in step for number in share}) == sorted(batch)
+        assert sorted(number for share in step for number in share) == sorted(batch)
+    readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
+    assert sum(map(len, readers)) == len(set.union(*readers))
+    assert all(len(share[0]) == 8 for share in shares), "while blocks are full each process has its part"
+    assert world_size == 3 or order(world_size) == order()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 60])
+def test_evaluation_takes_each_response_once_over_all_processes(world_size: int):
+    shares = [list(own_batches(in_order([400, 240, 7]), 32, Share(rank, world_size))) for rank in range(world_size)]
+    assert sorted(number for share in shares for batch in share for number in numbers(batch)) == EVERY
+    assert all(shares), "a process without a block has an empty batch, since it takes part in the sums"
 
 
 def test_a_loader_goes_on_where_its_consumer_stopped():
     def loader() -> BatchLoader:
-        made = BatchLoader(numbers, SIZES, batch_size=8, seed=1)
+        made = BatchLoader(numbers, LENGTHS, batch_size=8, seed=1)
         made.set_epoch(3)
         return made
 

@@ -202,6 +202,22 @@ def test_update_config_changes_a_saved_head(tmp_path: Path):
         update_config(tmp_path, reject_weight=0.0)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("hidden_size", "6"), ("hidden_size", True), ("num_layers", 1.5), ("num_layers", 10**9), ("timing", ["fed"])),
+        *(("scalars", "entropy"), ("scalars", [["entropy"]]), ("reject_weight", "6"), ("reject_weight", None)),
+        *(("draft", "a"), ("recommended", []), ("mixing_ratio", {})),
+    ],
+)
+def test_a_config_with_a_value_of_another_type_is_refused_and_named(tmp_path: Path, key: str, value: object):
+    filled(1).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=key if key != "num_layers" else "num_layers|depth"):
+        AcceptanceHead.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("missing", ["nothing", "heads/nothing", "no/such/head", "/no/such"])
 def test_a_path_where_nothing_is_is_said_at_once_and_never_looked_up(missing):
     with pytest.raises(FileNotFoundError, match="no exported head at"):

@@ -13,7 +13,6 @@ from made_up import ROOT, command, environment, make_config, train_by_command
 
 from heads.command import export
 from heads.training.checkpoints import WholeCheckpoints
-from heads.training.run import RunDirectory
 from train import train
 
 EPOCHS = 40
@@ -69,13 +68,3 @@ def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         WholeCheckpoints().save_checkpoint({"step": 2}, path)
     assert WholeCheckpoints().load_checkpoint(path, weights_only=True) == {"step": 1}
-
-
-def test_a_checkpoint_that_is_cut_short_is_refused_and_named(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1})
-    train(config)
-    path = tmp_path / "run" / "last.ckpt"
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(ValueError, match=r"last\.ckpt .* is no whole checkpoint"):
-        train(config)
-    assert RunDirectory(tmp_path / "run").prepare(config, resume=False) is None

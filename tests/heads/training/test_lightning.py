@@ -10,8 +10,9 @@ from made_up import HIDDEN, make_config, train_by_command, write_yaml
 
 from configs.command import config_of, parser_for
 from heads.command import load_sweep
-from heads.training.run import RunDirectory, build
+from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps
+from heads.training.trainer import make_trainer, trainer_arguments
 from train import train
 
 EARLY_STOPPING = {"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": {"monitor": "dev/calibrated_kl", "patience": 2}}
@@ -58,9 +59,9 @@ def test_a_callback_can_be_given_on_the_command_line(data_dir: Path, tmp_path: P
     parser = parser_for(train, trainer=pl.Trainer)
     flags = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=dev/calibrated_kl", "--trainer.callbacks.patience=7"]
     config = config_of(parser, parser.parse_args(["--config", str(path), *flags]))
-    callbacks = RunDirectory(tmp_path / "run").trainer_arguments(config)["callbacks"]
+    callbacks = trainer_arguments(config)["callbacks"]
     assert [callback.patience for callback in callbacks if isinstance(callback, pl.callbacks.EarlyStopping)] == [7]
-    assert sum(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks) == 2
+    assert sum(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks) == 2
 
 
 def test_gradients_accumulate_as_the_command_line_says(data_dir: Path, tmp_path: Path):
@@ -99,7 +100,7 @@ def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
     parser = parser_for(train, trainer=pl.Trainer)
     flags = ["--trainer.num_nodes", "3", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
     config = config_of(parser, parser.parse_args(["--config", str(path), *flags]))
-    trainer = pl.Trainer(**RunDirectory(tmp_path / "run").trainer_arguments(config))
+    trainer = pl.Trainer(**trainer_arguments(config))
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
     assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
 
@@ -109,7 +110,7 @@ def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
     [
         (["--trainer.precision", "bf16-true"], r"lost in weights of 16 bits; use bf16-mixed"),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
-        (["--trainer.devices", "0"], r"trainer: .*devices='0'"),
+        (["--trainer.devices", "0"], r"trainer\.devices is 0"),
         (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),
     ],
 )
@@ -125,6 +126,6 @@ def test_the_schedule_ends_where_the_first_of_epochs_and_steps_does(data_dir: Pa
     """8 batches an epoch."""
     for trainer, expected in (({"max_epochs": 3}, 24), ({"max_epochs": 3, "max_steps": 5}, 5), ({"max_epochs": 1, "max_steps": 50}, 8)):
         config = make_config(data_dir, tmp_path / "run", trainer=trainer)
-        made = RunDirectory(tmp_path / "run").trainer(config)
+        made = make_trainer(config)
         made.datamodule = build(config)[1]
         assert num_optimizer_steps(made) == expected

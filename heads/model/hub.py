@@ -1,0 +1,55 @@
+"""Heads on the hub: the one place of the project that fetches them from there and puts them there."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+
+FILES = ("config.json", "model.safetensors", "README.md")
+"""What an exported head consists of, and all that is fetched."""
+
+
+def local_directory(source: str | Path, **where: Any) -> Path:
+    """Where the files of `source` lie: itself if it is a path, else a snapshot of the repository of that name (owner/name).
+
+    Args:
+        source: a local file or directory, or a name on the hub.
+        where: revision, token and what else `snapshot_download` takes.
+
+    Raises:
+        FileNotFoundError: nothing there, on this disk or on the hub, or the hub cannot be reached.
+    """
+    path = Path(source)
+    if path.exists():
+        return path
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
+        raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(FILES), **where))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no head at {str(source)!r}: there is no such directory, and the hub gives no such repository ({_first_line(error)}); check "
+            "the name, `hf auth login` for a private one, or fetch it where there is a network"
+        ) from error
+
+
+def push(path: Path, repo: str, *, private: bool = False) -> str:
+    """Upload an exported head; a repository that is there gets a new commit. Returns its address.
+
+    Raises:
+        ValueError: the hub refuses it or cannot be reached.
+    """
+    hub = HfApi()
+    try:
+        hub.create_repo(repo, private=private, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repo, folder_path=path, allow_patterns=list(FILES), commit_message=f"Upload head {path.name}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the hub does not take {path} as {repo!r} ({_first_line(error)}); name it owner/name, and `hf auth login` with a token that "
+            "may write there"
+        ) from error
+    return str(commit.repo_url)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

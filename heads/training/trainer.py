@@ -1,0 +1,67 @@
+"""What Lightning is told: the `trainer` section of a config, with loggers, checkpoints and what else it leaves open filled in."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.plugins.io import CheckpointIO
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from configs.schema import Config, HeadsConfig
+from heads.training.checkpoints import TimedCheckpoint, WholeCheckpoints
+
+PAPER_EPOCHS = 3
+
+
+def make_trainer(config: Config) -> pl.Trainer:
+    """The Trainer of a config.
+
+    Raises:
+        ValueError: what Lightning refuses (no such device, arguments that exclude each other), and weights in half precision.
+    """
+    precision = config.trainer.get("precision")
+    if precision in ("bf16-true", "16-true"):
+        raise ValueError(
+            f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 bits; use "
+            f"{str(precision).replace('true', 'mixed')}"
+        )
+    try:
+        return pl.Trainer(**trainer_arguments(config))
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {error}") from error
+
+
+def trainer_arguments(config: Config) -> dict[str, Any]:
+    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), loggers, checkpoints."""
+    arguments = {name: value for name, value in config.trainer.items() if value is not None}
+    if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
+        arguments["max_epochs"] = PAPER_EPOCHS
+    path = Path(config.heads.dir)
+    if arguments.get("logger", True) is True and not arguments.get("barebones"):
+        arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
+    has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
+    arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *(_checkpoints(config.heads) if has_checkpoints else [])]
+    plugins = _listed(arguments.get("plugins"))
+    arguments["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
+    return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)} | arguments
+
+
+def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
+    """After each validation and on exceptions; in between every so many steps, or as often as their writing allows."""
+    place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
+    steps = heads.checkpoint_every_n_steps
+    between = TimedCheckpoint(Path(heads.dir, "last.ckpt")) if steps is None else ModelCheckpoint(**place, every_n_train_steps=steps)
+    return [between, ModelCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
+
+
+def quiet() -> None:
+    """Silence Lightning's start-up lines; warnings stay."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,135 @@
+"""heads.dir: which run stands there, whatever was killed, changed, broken or full."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import make_config
+
+from heads.command import export, load_sweep, save_whole
+from heads.model.head import AcceptanceHead
+from heads.training.checkpoints import WholeCheckpoints
+from heads.training.directory import RunDirectory
+from train import train
+
+ONE = {"max_epochs": 1}
+
+
+def changed(config, **heads):
+    return replace(config, heads=replace(config.heads, **heads))
+
+
+def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir: Path, tmp_path: Path):
+    old = make_config(data_dir, tmp_path, trainer=ONE)
+    new = changed(old, learning_rate=0.5)
+    train(old)
+    directory = RunDirectory(tmp_path)
+    name = directory.prepare(new, resume=False).run  # and killed before its first checkpoint
+    with pytest.raises(ValueError, match=r"last\.ckpt is of an earlier run"):
+        export(new)
+    assert directory.prepare(new, resume=True) == (name, None)
+    directory.checkpoint.rename(tmp_path / "old.ckpt")
+    measured = directory.metrics.read_bytes()
+    train(new)
+    directory.metrics.write_bytes(measured)  # as if it had been killed before it measured anything
+    [path] = export(new, head="fed-d0-w1")
+    head = AcceptanceHead.from_pretrained(path)
+    assert (head.provenance.metrics, head.provenance.training["learning_rate"]) == ({}, 0.5)
+    with pytest.raises(ValueError, match="no head is known to be best"):
+        export(new, head="best")
+    [path] = export(old, head="fed-d0-w1", checkpoint=str(tmp_path / "old.ckpt"))
+    assert AcceptanceHead.from_pretrained(path).provenance.metrics["auroc"] > 0
+
+
+def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    train(config)
+    before = (tmp_path / "run.json").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for resume in (True, False):
+            with pytest.raises(ValueError, match="no space for"):
+                RunDirectory(tmp_path).prepare(config, resume=resume)
+        with pytest.raises(ValueError, match="no space for"):
+            WholeCheckpoints().save_checkpoint({}, tmp_path / "last.ckpt")
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert RunDirectory(tmp_path).prepare(config, resume=True).checkpoint
+
+
+def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    directory = RunDirectory(tmp_path)
+    assert directory.prepare(config, resume=True).checkpoint is None
+    train(config)
+    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True).checkpoint == str(directory.checkpoint)
+    other = changed(config, learning_rate=0.5)
+    for different, key in ((other, r"heads\.learning_rate"), (replace(config, trainer=config.trainer | {"max_epochs": 2}), "max_epochs")):
+        with pytest.raises(ValueError, match=key):
+            directory.prepare(different, resume=True)
+    assert directory.prepare(other, resume=False).checkpoint is None
+
+
+def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp_path: Path):
+    """And one from before runs had names is gone on from without one."""
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    directory = RunDirectory(tmp_path)
+    directory.prepare(config, resume=True)
+    written = directory.read()
+    del written["run"], written["config"]["heads"]["specdec"], written["config"]["pair"]["draft"]["extra_layers"]
+    (tmp_path / "run.json").write_text(json.dumps(written))
+    WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {}}}, directory.checkpoint)
+    assert directory.prepare(config, resume=True) == (None, str(directory.checkpoint))
+    (tmp_path / "run.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"heads\.specdec = False, and this config says True"):
+        directory.prepare(changed(config, specdec=True), resume=True)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    with RunDirectory(tmp_path).alone(), pytest.raises(ValueError, match="is in use by process"):
+        train(config)
+    train(config)
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "other"])
+def test_a_broken_checkpoint_is_refused_and_named(data_dir: Path, tmp_path: Path, how: str):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    train(config)
+    path = tmp_path / "last.ckpt"
+    content = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(content[:-500])
+    elif how == "flipped":
+        content[len(content) // 2] ^= 255
+        path.write_bytes(content)
+    else:
+        WholeCheckpoints().save_checkpoint({"weights": 1}, path)
+    for use in (lambda: train(config), lambda: load_sweep(path)):
+        with pytest.raises(ValueError, match=r"last\.ckpt .*(no whole checkpoint|no checkpoint of)"):
+            use()
+    assert RunDirectory(tmp_path).prepare(config, resume=False).checkpoint is None
+
+
+def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: Path):
+    path = save_whole(AcceptanceHead(4, 1), tmp_path / "head")
+    path.rename(tmp_path / ".head.replaced")
+    (tmp_path / ".head.partial").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceptanceHead, "save_pretrained", lambda self, where: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(ValueError, match="cannot be written"):
+            save_whole(AcceptanceHead(4, 2), path)
+    assert AcceptanceHead.from_pretrained(path).depth == 1
+    save_whole(AcceptanceHead(4, 2), path)
+    assert AcceptanceHead.from_pretrained(path).depth == 2
+    (tmp_path / ".head.partial").mkdir()
+    (tmp_path / ".head.partial" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is no exported head"):
+        save_whole(AcceptanceHead(4, 1), path)
+    assert (tmp_path / ".head.partial" / "thesis.tex").read_text()
