@@ -59,7 +59,8 @@ def read_head_config(path: Path) -> dict[str, Any]:
     for key, kinds in _KINDS.items():
         value = config.get(key)
         is_number_for_bool = isinstance(value, bool) and bool not in kinds
-        if key in config and (not isinstance(value, kinds) or is_number_for_bool):
+        is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
+        if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ValueError(f"{path}: {key} is {value!r}, where {names} belongs; {remedy}")
     return config
