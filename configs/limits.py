@@ -49,6 +49,7 @@ LIMITS = {
     "data.split_weights": _AT_LEAST_ZERO,
     "data.seed": _SEED,
     "data.mixing_ratio": _SHARE,
+    "data.max_error_share": _SHARE,
     "data.server.concurrency": _CONNECTIONS,
     "data.server.max_retries": _COUNT_OR_NONE,
     "data.server.timeout_s": _POSITIVE,

@@ -63,10 +63,10 @@ class ServerConfig:
     """The name under which the server knows the target; null: pair.target.path."""
     kind: Literal["openai", "vllm", "transformers"] = "openai"
     """How it is told the sampling. vllm also for SGLang; transformers for `transformers serve`; openai knows no top_k."""
-    prompt_as: Literal["text", "token_ids"] = "text"
-    """token_ids is exact, where the server takes lists."""
+    prompt_as: Literal["auto", "text", "token_ids"] = "auto"
+    """token_ids is exact, where the server takes lists; auto: token_ids for vllm, else text."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the request body, such as add_special_tokens or return_token_ids."""
+    """Further fields of the request body."""
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; servers of one's own mostly need none."""
     concurrency: int = 32
@@ -115,6 +115,8 @@ class DataConfig:
     responses: str | None = None
     """For source: file. JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
+    max_error_share: float = 0.05
+    """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries them again."""
     mixing_ratio: float = 0.15
     """r: the probability that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1

@@ -15,7 +15,7 @@ from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS, Split
 from data_gen.responses.conversation import ShardSpec
-from data_gen.store.errors import account, write_errors
+from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.lock import only_writer
 from data_gen.store.manifest import make_manifest, settle
 from data_gen.store.shards import SHARD_FOLDERS, clean_partial, rows_path
@@ -24,8 +24,13 @@ from lm import Sampling, load_pair_tokenizer
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 
 
-def make(config: Config) -> None:
-    """Make or resume the data: rows, features, manifest, errors.jsonl."""
+def make(config: Config, *, retry_errors: bool = False) -> None:
+    """Make or resume the data: rows, features, manifest, errors.jsonl.
+
+    Args:
+        config: of the experiment.
+        retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
+    """
     pair, data = config.pair, config.data
     check(pair, data)
     tokenizer = load_pair_tokenizer(pair)
@@ -33,27 +38,40 @@ def make(config: Config) -> None:
     manifest = make_manifest(pair, data, tokenizer=tokenizer, splits=splits)
     with only_writer(data.dir, setting="data.dir"):
         settle(data.dir, manifest)
-        _complete(pair, data, splits)
+        _complete(pair, data, splits, retry_errors=retry_errors)
 
 
-def _complete(pair: PairConfig, data: DataConfig, splits: Mapping[Split, Sequence[Prompt]]) -> None:
+def _complete(pair: PairConfig, data: DataConfig, splits: Mapping[Split, Sequence[Prompt]], *, retry_errors: bool) -> None:
     """Make the shards that are missing, then the account of all."""
     clean_partial(data.dir, *SHARD_FOLDERS)
     specs = shards_of(splits, data.rows_per_shard)
-    num_missing = sum(not is_done(spec, data) for spec in specs)
+    missing = [spec for spec in specs if not is_done(spec, data)]
+    again = [spec for spec in specs if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))]
     for stage in stages_of(data):
-        missing = [spec for spec in specs if not is_done(spec, data, stage)]
-        if missing:
-            _run(Job(pair=pair, data=data, stage=stage), missing)
+        if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
+            _run(Job(pair=pair, data=data, stage=stage), unfinished)
+        if again:
+            _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), again)
     clean_partial(data.dir, *SHARD_FOLDERS)  # of actors that died in this very run
     forget_all_stages(specs, data)
     paths = [rows_path(data.dir, spec.split, spec.index) for spec in specs]
     write_errors(data.dir, paths)
     totals = account(paths)
     print(
-        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(specs)} shards ({num_missing} made now); "
+        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(specs)} shards ({len(missing) + len(again)} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
+    _refuse_errors(totals, data)
+
+
+def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
+    """Raise ValueError if more prompts ended in an error than the config bears."""
+    if totals["error"] > data.max_error_share * totals["input"]:
+        raise ValueError(
+            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
+            f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same command with "
+            "--retry_errors"
+        )
 
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:

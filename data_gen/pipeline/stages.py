@@ -24,7 +24,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import layout_of
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers, Exchange, Problem, Progress
+from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
 from data_gen.store import features, rows
 from data_gen.store.json_files import read_json
 from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
@@ -99,6 +99,12 @@ def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tenso
     problems = [problem._asdict() for problem in answers.problems]
     account = {"input": spec.num_requests, "ok": num_rows, "problems": problems}
     write_shard(rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account)
+
+
+def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
+    """The responses of a shard that is on disk, by row id."""
+    table = rows.read_rows(rows_path(data.dir, spec.split, spec.index), ["id", "response_ids", "finish_reason"])
+    return {row["id"]: Response(list(row["response_ids"]), row["finish_reason"]) for row in table.to_pylist()}
 
 
 def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:

@@ -12,6 +12,7 @@ from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Progress
+from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
 from lm import Sampling, check_width, load_model, load_pair_tokenizer, vocab_size_of
 from lm.forwards import check_output_layer
@@ -26,6 +27,8 @@ class Job:
     pair: PairConfig
     data: DataConfig
     stage: Stage
+    keeps_responses: bool = False
+    """The shards are there, with errors: only prompts without a row are asked again."""
 
 
 class Worker:
@@ -88,7 +91,8 @@ class Worker:
     def _answers(self, spec: ShardSpec, progress: Progress) -> Answers:
         """The shard's responses: from the source, or as the stage before saved them."""
         if self.source is not None:
-            return ask(spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress)
+            source = Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
+            return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress)
         return stages.load_responses(spec, self.data)
 
     def _load(self, name: str) -> PreTrainedModel:

@@ -63,7 +63,7 @@ class ResponseFile:
         if record.get("id") is None:
             raise ValueError(f"{where}: expected an id; got {sorted(record)}")
         ids = record.get("response_ids")
-        has_ids = isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+        has_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
         if not has_ids and not isinstance(record.get("response"), str):
             raise ValueError(f"{where}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
         if record.get("finish_reason", "stop") not in ("stop", "length"):

@@ -1,12 +1,13 @@
 """`source: server`: responses from an OpenAI-compatible completions server, many requests at once.
 
-The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If the server still does not answer, the
-run stops and keeps its whole shards; a wrong answer to one prompt becomes that row's problem. Servers differ in how they are told `top_k`,
-and in whether they sample at all: `server.kind` names the dialect.
+The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If the server still does not answer, or
+answers nearly every prompt wrongly, the run stops and keeps its whole shards; a wrong answer to one prompt becomes that row's problem.
+Servers differ in how they are told `top_k`, and in whether they sample at all: `server.kind` names the dialect.
 """
 
 import json
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,8 +23,9 @@ from lm.uniforms import seed_of
 
 _NUM_SEEDS = 2**31
 """Servers take seeds of 31 bits."""
-_MIN_REFUSALS = 8
-"""A shard of at least so many prompts that are all refused means a wrong setting, not wrong prompts."""
+_WINDOW, _MIN_ANSWERS, _HOPELESS_SHARE = 32, 8, 0.9
+"""A run stops once this share of the last answers (at least _MIN_ANSWERS, at most _WINDOW) is an error: the cause is a setting or a proxy,
+not the prompts."""
 
 
 class CompletionsServer:
@@ -40,6 +42,7 @@ class CompletionsServer:
         Raises:
             ValueError: a `Sampling` that this kind of server cannot be told.
         """
+        self._latest: deque[Response | Problem] = deque(maxlen=_WINDOW)
         self.server, self.spelling, self.model = server, spelling, model
         self.settings = request_settings(server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids))
         self.settings["extra_body"] = self.settings.get("extra_body", {}) | server.extra
@@ -54,29 +57,39 @@ class CompletionsServer:
         """One answer per request, `concurrency` of them in flight at once.
 
         Raises:
-            ValueError: the server cannot be reached, refuses the key, does not know the model, or refuses every prompt of the shard.
+            ValueError: the server cannot be reached, refuses the key, does not know the model, or answers nearly every prompt wrongly.
         """
 
-        def answer(item: tuple[int, Request]) -> Response | Problem:
-            result = self._answer(item[1], seed_of(seed, item[0]) % _NUM_SEEDS)
+        def answer(request: Request) -> Response | Problem:
+            result = self._answer(request, seed_of(seed, request.id) % _NUM_SEEDS)
             progress(1)
             return result
 
+        answers = []
         with ThreadPoolExecutor(self.server.concurrency) as pool:
             try:
-                answers = list(pool.map(answer, enumerate(requests)))
+                for result in pool.map(answer, requests):
+                    answers.append(result)
+                    self._latest.append(result)
+                    self._stop_if_hopeless()
             except BaseException:  # also Ctrl-C: do not send the requests that still wait in the queue
                 pool.shutdown(cancel_futures=True)
                 raise
-        refused = [problem for problem in answers if isinstance(problem, Problem) and problem.reason.startswith("refused: ")]
-        if len(refused) == len(answers) >= _MIN_REFUSALS:
-            raise ValueError(f"{self.server.url} refuses every prompt: {refused[0].reason}; check data.server and data.template")
         return answers
 
+    def _stop_if_hopeless(self) -> None:
+        """Raise ValueError if nearly all of the latest answers are errors."""
+        errors = [answer for answer in self._latest if isinstance(answer, Problem)]
+        if len(self._latest) >= _MIN_ANSWERS and len(errors) >= _HOPELESS_SHARE * len(self._latest):
+            raise ValueError(
+                f"{len(errors)} of the last {len(self._latest)} answers of {self.server.url} are no responses, the first "
+                f"to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands between here and the "
+                "server, then run the same command again: it keeps the whole shards"
+            )
+
     def _answer(self, request: Request, seed: int) -> Response | Problem:
-        prompt: Any = request.prompt_ids if self.server.prompt_as == "token_ids" else request.text
         try:
-            completion = self.client.completions.create(model=self.model, prompt=prompt, seed=seed, **self.settings)
+            completion = self.client.completions.create(model=self.model, seed=seed, **self._settings_for(request))
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             return Problem(request.id, "error", f"refused: {error}")
         except openai.APIConnectionError as error:  # also time-outs
@@ -87,33 +100,61 @@ class CompletionsServer:
         except openai.APIStatusError as error:
             raise ValueError(f"{self.server.url} answers {error.status_code} for model {self.model!r}: {error.message}") from error
         except (openai.APIError, json.JSONDecodeError) as error:
-            return Problem(request.id, "error", f"garbage from the server: {error}")
+            return Problem(request.id, "error", f"garbage from the server: {getattr(error, 'doc', str(error))[:160]!r}")
         return self._read(completion, request)
+
+    def _settings_for(self, request: Request) -> dict[str, Any]:
+        """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into them.
+
+        Raises:
+            ValueError: the server would add special tokens to the text that the template has written already, and cannot be told not to.
+        """
+        prompt_as = self.server.prompt_as if self.server.prompt_as != "auto" else "token_ids" if self.server.kind == "vllm" else "text"
+        if prompt_as == "token_ids":
+            return {"prompt": request.prompt_ids, **self.settings}
+        if "add_special_tokens" in self.server.extra or self.spelling.ids_of(request.text) == request.prompt_ids:
+            return {"prompt": request.text, **self.settings}
+        if self.server.kind == "vllm":
+            extra_body = {**self.settings["extra_body"], "add_special_tokens": False}
+            return {"prompt": request.text, **self.settings, "extra_body": extra_body}
+        raise ValueError(
+            "data.template is chat, whose text has the special tokens of this tokenizer already, and a server of kind "
+            f"{self.server.kind} adds them again; set "
+            "data.server.prompt_as to token_ids, data.server.kind to vllm, or say it in data.server.extra"
+        )
 
     def _read(self, completion: Completion, request: Request) -> Response | Problem:
         """The response in a completion, or why there is none."""
-        choice = completion.choices[0] if isinstance(completion, Completion) and completion.choices else None
+        choices = completion.choices if isinstance(completion, Completion) else None
+        choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         if choice is None or not isinstance(choice.text, str) or choice.finish_reason not in ("stop", "length"):
-            return Problem(request.id, "error", f"garbage from the server: {str(completion)[:120]!r}")
+            return Problem(request.id, "error", f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
         reason: FinishReason = choice.finish_reason
         token_ids = (choice.model_extra or {}).get("token_ids")
-        if token_ids is not None:
-            return self.spelling.of_ids(list(token_ids), reason, request)
-        return self.spelling.of_text(choice.text, reason, request)
+        if token_ids is None:
+            answer = self.spelling.of_text(choice.text, reason, request)
+        elif isinstance(token_ids, list):
+            answer = self.spelling.of_ids(token_ids, reason, request, text=choice.text)
+        else:
+            return Problem(request.id, "error", f"garbage from the server, token_ids are no list: {token_ids!r:.80}")
+        most = self.settings["max_tokens"]
+        if isinstance(answer, Response) and len(answer.response_ids) > most + (reason == "stop"):
+            return Problem(request.id, "error", f"{len(answer.response_ids)} tokens from the server; it was asked for at most {most}")
+        return answer
 
 
 def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
     """The fields of a request that tell a kind of server the `Sampling`.
 
-    openai: temperature and top_p only. vllm (and SGLang): also top_k, where -1 keeps every token. transformers: a whole generation config,
-    because its server decodes greedily or with top_k 50 unless told otherwise.
+    openai: temperature and top_p only. vllm (and SGLang): also top_k, where -1 keeps every token, and that token ids are wanted back.
+    transformers: a whole generation config, because its server decodes greedily or with top_k 50 unless told otherwise.
 
     Raises:
         ValueError: top_k for a server that takes none.
     """
     settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
     if kind == "vllm":
-        settings["extra_body"] = {"top_k": sampling.top_k or -1}
+        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True}
     elif kind == "transformers":
         generation: dict[str, Any] = {"do_sample": not sampling.is_greedy, "max_new_tokens": max_new_tokens, "eos_token_id": eos_ids}
         if not sampling.is_greedy:

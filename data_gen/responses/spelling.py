@@ -41,20 +41,43 @@ class Spelling:
                 return self.of_ids(ids, finish_reason, request)
         return Problem(request.id, "error", f"response does not round-trip through the tokenizer: {text[:60]!r}")
 
-    def of_ids(self, ids: list[int], finish_reason: FinishReason, request: Request) -> Response | Problem:
-        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they cannot be a response."""
+    def of_ids(self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None) -> Response | Problem:
+        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they cannot be a response.
+
+        Args:
+            ids: as they came.
+            finish_reason: likewise.
+            request: that they answer.
+            text: what they are said to spell, if anything is said.
+        """
+        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
+        if wrong is not None:
+            return Problem(request.id, "error", f"response id {wrong!r:.40} is none of the tokenizer's {self.num_ids}")
+        if text is not None and not self._spell(ids, text):
+            return Problem(request.id, "error", f"the response's text is not what its token ids spell: {text[:60]!r}")
         if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             own = self.tokenizer.eos_token_id
             ids = [*ids, own if own in self.eos_ids else min(self.eos_ids)]
         if not ids:
             return Problem(request.id, "error", "empty response")
-        wrong = next((token for token in ids if not 0 <= token < self.num_ids), None)
-        if wrong is not None:
-            return Problem(request.id, "error", f"response id {wrong} is outside the tokenizer's {self.num_ids}")
         early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
         if early is not None:
             return Problem(request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
         return Response(ids, finish_reason)
 
+    def ids_of(self, text: str) -> list[int]:
+        """A text's ids with the special tokens that the tokenizer adds, as a server reads it unless told otherwise."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _spell(self, ids: list[int], text: str) -> bool:
+        """Whether ids decode to a text, apart from spaces and from characters that are cut in half."""
+        spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return _solid(str(spelled)) == _solid(text)
+
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _solid(text: str) -> str:
+    """A text without spaces and halves of characters."""
+    return "".join(text.replace("\ufffd", "").split())

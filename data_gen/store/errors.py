@@ -26,6 +26,11 @@ def account(paths: Iterable[Path]) -> dict[str, int]:
     return totals
 
 
+def has_errors(path: Path) -> bool:
+    """Whether a prompt of this shard of rows ended in an error (a skipped prompt did not)."""
+    return any(problem["outcome"] == "error" for problem in read_sidecar(path)["problems"])
+
+
 def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:
     """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards."""
     lines = [json.dumps({**problem, "shard": path.stem}) + "\n" for path in paths for problem in read_sidecar(path)["problems"]]

@@ -27,7 +27,7 @@ from data_gen.store.shards import write_atomic
 
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
-_UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "num_train", "num_dev", "num_test"}
+_UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "num_train", "num_dev", "num_test", "max_error_share"}
 _SAMPLE_BYTES = 2**20
 
 

@@ -37,13 +37,14 @@ def sidecar_path(path: Path) -> Path:
 
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
-    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically.
+    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; an older content's sidecar goes first.
 
     Raises:
         ValueError: the disk is full; no incomplete file is left.
     """
+    sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
-    facts = {**facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    facts = {"shard": path.stem, **facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     write_atomic(sidecar_path(path), json.dumps(facts, indent=1).encode())
 
 
@@ -118,6 +119,8 @@ def verify(path: Path, *, command: str = "data_gen") -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != facts["sha256"]:
         raise ValueError(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and {again}")
+    if facts.get("shard", path.stem) != path.stem:
+        raise ValueError(f"{path} was written as {facts['shard']} and has another's name: delete both and {again}")
 
 
 def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:

@@ -1,82 +1,20 @@
 """Responses from a server and from a file, with everything that can go wrong in between."""
 
 import json
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from answering import all_rows, completion, problems
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
-from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.server import request_settings
 from data_gen.responses.spelling import Spelling
-from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards
 from lm import Sampling
-
-
-class Answering(BaseHTTPRequestHandler):
-    """A completions server whose `answer(body, attempt)` gives (status, reply)."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        attempt = sum(other["prompt"] == body["prompt"] for other in self.server.bodies)
-        status, reply = self.server.answer(body, attempt)
-        content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-def completion(text: str, finish_reason: str = "stop", **more: object) -> tuple[int, dict]:
-    choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None, **more}
-    return 200, {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
-
-
-@pytest.fixture
-def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.bodies, server.answer = [], lambda body, attempt: completion("hello")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def served(toy_config, with_data, server):
-    """The toy run with its responses from `server`."""
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    return with_data(toy_config, source="server", server=ServerConfig(url=url, max_retries=2, timeout_s=5, concurrency=3))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(toy_pair: Path):
-    return AutoTokenizer.from_pretrained(toy_pair / "target")
-
-
-def all_rows(config) -> dict[str, dict]:
-    return {
-        row["id"]: row for split in ("train", "test") for path in list_shards(config.data.dir, split) for row in read_rows(path).to_pylist()
-    }
-
-
-def problems(config) -> dict[str, str]:
-    lines = (Path(config.data.dir) / "errors.jsonl").read_text().splitlines()
-    return {problem["id"]: problem["reason"] for problem in map(json.loads, lines)}
 
 
 def test_a_servers_text_becomes_rows_with_the_end_of_sequence(served, server, tokenizer):
@@ -101,7 +39,7 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
     wrong = {
         "Say it \nx": (400, {"error": {"message": "too long"}}),
         "Say it again \nxx": (200, "<html>proxy</html>"),
-        "Say it again again ": (200, {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": []}),
+        "Say it again again \n": (200, {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": []}),
         "Say it again again again \n": completion("\ufffd" * 2, "content_filter"),
     }
 
@@ -128,12 +66,12 @@ def test_a_server_that_knows_no_such_model_or_refuses_all_stops_the_run(served, 
     with pytest.raises(ValueError, match="answers 404 for model"):
         make(served)
     server.answer = lambda body, attempt: (400, {"error": {"message": "bad field"}})
-    with pytest.raises(ValueError, match="refuses every prompt"):
+    with pytest.raises(ValueError, match=r"8 of the last 8 answers .* are no responses, the first to p\d+: refused: "):
         make(replace(served, data=replace(served.data, rows_per_shard=8, dir=served.data.dir + "2")))
 
 
-def test_token_ids_of_a_server_are_taken_as_they_are(served, server):
-    server.answer = lambda body, attempt: completion("whatever", "length", token_ids=[77, 78])
+def test_token_ids_of_a_server_are_taken_as_they_are(served, server, tokenizer):
+    server.answer = lambda body, attempt: completion(tokenizer.decode([77, 78]), "length", token_ids=[77, 78])
     make(served)
     assert all(row["response_ids"] == [77, 78] for row in all_rows(served).values())
 
@@ -160,7 +98,7 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
         {"id": "p11", "response": "far too long for it"},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records[1:]))
-    config = with_data(toy_config, source="file", responses=str(path))
+    config = with_data(toy_config, source="file", responses=str(path), max_error_share=1.0)
     make(config)
     rows, reasons = all_rows(config), problems(config)
     assert rows["p9"]["response_ids"] == [50, 51]
@@ -176,6 +114,7 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
         ('{"response": "x"}', ":2: expected an id"),
         ('{"id": 1, "text": "x"}', ":2: expected response"),
         ('{"id": 1, "response": "x", "finish_reason": "eos"}', ":2: expected finish_reason to be stop or length, got 'eos'"),
+        ('{"id": 1, "response_ids": [true]}', ":2: expected response"),
         ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
     ],
 )
@@ -188,7 +127,7 @@ def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, compl
 
 def test_every_kind_of_server_is_told_the_sampling():
     sampling = Sampling(temperature=0.5, top_k=50)
-    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {"top_k": 50}
+    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {"top_k": 50, "return_token_ids": True}
     generation = json.loads(request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"])
     assert generation == {"do_sample": True, "max_new_tokens": 9, "eos_token_id": [1], "temperature": 0.5, "top_k": 50, "top_p": 1.0}
     with pytest.raises(ValueError, match="top_k is 50 and an OpenAI server takes none"):
