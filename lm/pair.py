@@ -6,8 +6,11 @@ tokenizer has an id for images that no logit has): such ids are never emitted.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import (
@@ -99,10 +102,8 @@ def _sources(config: PairConfig) -> dict[str, ModelSource]:
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
-    try:
+    with _reading(source, "tokenizer"):
         return AutoTokenizer.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise FileNotFoundError(_not_found(source)) from error
 
 
 def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: torch.device | None = None) -> PreTrainedModel:
@@ -119,17 +120,19 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: 
     device_map = device_map if device is None else str(device)
     if "cuda" in str(device_map) and not torch.cuda.is_available():
         raise ValueError(f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
+    with _reading(source, "config.json or weights"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             revision=source.revision or "main",
             dtype=_DTYPES[source.dtype],
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except OSError as error:
-        raise FileNotFoundError(_not_found(source)) from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
+        raise ValueError(f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model again")
     expand(model.eval(), source.extra_layers)
     return model
 
@@ -147,10 +150,8 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
     Raises:
         FileNotFoundError: no model there.
     """
-    try:
+    with _reading(source, "config.json"):
         return AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise FileNotFoundError(_not_found(source)) from error
 
 
 def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
@@ -160,8 +161,23 @@ def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
         FileNotFoundError: no model there.
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
+    with torch.device("meta"), _reading(source, "config.json"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).num_parameters()
+
+
+@contextmanager
+def _reading(source: ModelSource, part: str) -> Iterator[None]:
+    """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise FileNotFoundError(_not_found(source)) from error
+    except Exception as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model again, and check the "
+            "settings of this model"
+        ) from error
 
 
 def emitted_vocab_size(config: PairConfig) -> int:

@@ -7,6 +7,7 @@ acceptance_rate, no entropies, no coins and no finish_reason.
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from data_gen.labels.laws import acceptance_prob_of
 from data_gen.responses.exchange import Exchange
 
 _INFINITY = re.compile(r"-inf\b")
+_ROUNDING = 1e-3
 
 
 class OfficialRow(NamedTuple):
@@ -48,7 +50,8 @@ def parse(item: Any, name: str, *, keys: Keys, where: str) -> OfficialRow:
     """
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
-    prefix, tokens, draft, log_q, log_p = (_list(item, key, where) for key in ("prefix", "tokens", "draft", *keys))
+    prefix, tokens, draft = (_list(item, key, where, check=_is_id) for key in ("prefix", "tokens", "draft"))
+    log_q, log_p = (_list(item, key, where, check=_is_log_prob) for key in keys)
     lengths = {"tokens": len(tokens), "draft": len(draft), keys.draft: len(log_q), keys.target: len(log_p)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
@@ -58,12 +61,12 @@ def parse(item: Any, name: str, *, keys: Keys, where: str) -> OfficialRow:
         "log_p": torch.tensor(log_p, dtype=torch.float32),
     }
     columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
-    exchange = Exchange(name, str(item.get("prompt", "")), [int(token) for token in prefix], [int(token) for token in tokens], None)
+    exchange = Exchange(name, str(item.get("prompt", "")), prefix, tokens, None)
     return OfficialRow(exchange, columns)
 
 
-def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
-    """A list of numbers, which may be written as a string."""
+def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:
+    """A list of token ids or log probabilities, which may be written as a string."""
     value = item.get(key)
     # Python wrote these strings, and its -inf is -Infinity in JSON.
     if isinstance(value, str):
@@ -71,9 +74,19 @@ def _list(item: dict[str, Any], key: str, where: str) -> list[int | float]:
             value = json.loads(_INFINITY.sub("-Infinity", value))
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: expected {key} to be a list of numbers written as a string; {error}") from error
-    if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
-        raise ValueError(f"{where}: expected {key} to be a list of numbers, got {value!r:.60}; fields: {sorted(item)}")
+    if not isinstance(value, list) or not all(map(check, value)):
+        kind = "token ids" if check is _is_id else "numbers of at most 0"
+        raise ValueError(f"{where}: expected {key} to be a list of {kind}, got {value!r:.60}; fields: {sorted(item)}")
     return value
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_log_prob(value: Any) -> bool:
+    """Up to a rounding, at most 0; -inf where the model gives a token no probability."""
+    return type(value) in (int, float) and value <= _ROUNDING
 
 
 def read(path: Path) -> list[Any]:
@@ -88,6 +101,8 @@ def read(path: Path) -> list[Any]:
         items = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: expected the official JSON; {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected the official JSON, and its bytes are no text; fetch it again") from error
     if not isinstance(items, list) or not items:
         raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
     return items

@@ -62,13 +62,15 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: a line that is no JSON object.
     """
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: the line is no text in UTF-8; save the file in that encoding") from error
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: expected one JSON object on the line; {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
@@ -82,6 +84,8 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
         ValueError: no known field, or one of the wrong type.
     """
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
+    if any("\ud800" <= character <= "\udfff" for character in prompt_id):
+        raise ValueError(f"expected the id to be text, got half a character in {_shown(prompt_id)}")
     category = str(record.get("category") or "")
     if "messages" in record:
         return _conversation(prompt_id, _messages(record["messages"], ("role", "content")), category)

@@ -15,6 +15,7 @@ from lm.uniforms import seed_of
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+_SPLIT_IDS = 'data.split_ids takes a JSON object of id lists such as {"dev": [3, 5], "test": [8]}'
 
 
 def split_by_id(
@@ -49,11 +50,13 @@ def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt
     """The split that a file of id lists prescribes; ids that it does not list are train."""
     try:
         lists = json.loads(Path(path).read_text())
-        split_of = {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise ValueError(f'{path} is no JSON object of id lists such as {{"dev": [3, 5], "test": [8]}}: {error}') from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}; {_SPLIT_IDS}") from error
+    if not isinstance(lists, dict) or not all(isinstance(ids, list) for ids in lists.values()):
+        raise ValueError(f"{path} holds {lists!r:.60}; {_SPLIT_IDS}")
     if unknown := set(lists) - set(SPLITS):
         raise ValueError(f"{path} names the split {sorted(unknown)[0]!r}; the splits are {', '.join(SPLITS)}")
+    split_of = {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
     result: dict[Split, list[Prompt]] = {split: [] for split in SPLITS}
     for prompt in in_order:
         result[split_of.get(prompt.id, "train")].append(prompt)

@@ -52,7 +52,7 @@ def test_the_official_json_becomes_rows(official):
     [
         ([item(draft="[7, 3]")], r"item 0: expected one number per response token, got lengths"),
         ([item(), item(draft="7, 3")], r"item 1: expected draft to be a list of numbers written as a string"),
-        ([{"prompt": "x"}], r"item 0: expected prefix to be a list of numbers, got None"),
+        ([{"prompt": "x"}], r"item 0: expected prefix to be a list of token ids, got None"),
         ({"a": 1}, r"expected a list of objects, got dict"),
     ],
 )
