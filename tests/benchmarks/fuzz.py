@@ -1,0 +1,49 @@
+"""Bad input in the thousands: every boundary reads it, or refuses it in one clear line that names the file or the setting.
+
+    python -m tests.benchmarks.fuzz [--cases 12000] [--commands 300] [--only TEXT] [--seed 0]
+
+hypothesis breaks valid files (a value of another type, a key removed, bytes cut, flipped or inserted) and valid configs (one setting of
+any kind), and each boundary reads the result in this process. `commands` are whole commands in forked children with one bad setting each.
+A case fails that ends in another exception than the command line tells in one line, in a message that does not name its file, or not at
+all. The last line is one JSON document.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.command import run
+from tests.benchmarks.boundaries import boundaries
+from tests.benchmarks.breakage import fuzz_boundary
+from tests.benchmarks.fuzzed_commands import refuse_or_run
+
+
+def fuzz(*, cases: int = 12_000, commands: int = 300, only: str = "", seed: int = 0) -> dict[str, Any]:
+    """Break, read, count.
+
+    Args:
+        cases: over all boundaries, in equal parts.
+        commands: whole commands with a bad setting.
+        only: boundaries whose name has this text in it.
+        seed: of hypothesis.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        chosen = [boundary for boundary in boundaries(Path(name)) if only in boundary.name]
+        counts = {boundary.name: fuzz_boundary(boundary, cases // len(chosen), seed) for boundary in chosen}
+        if commands and only in "commands":
+            counts["commands"] = refuse_or_run(Path(name) / "commands", commands, seed)
+    for name, count in counts.items():
+        print(f"{name:<28} {count['cases']:>6} cases, {count['read']:>6} read, {count['refused']:>6} refused, {count['failed']} failed")
+        for failure, number in count["failures"].items():
+            print(f"    {number} x {failure}")
+    total = {key: sum(count[key] for count in counts.values()) for key in ("cases", "read", "refused", "failed")}
+    result = {**total, "seconds": round(time.monotonic() - began, 1), "boundaries": counts}
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    run({"fuzz": fuzz}, default="fuzz")
