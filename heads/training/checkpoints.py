@@ -21,6 +21,8 @@ from data_gen.store.shards import atomic_file
 _LEAST_GAP_S = 30.0
 _TIMES_WRITING = 19
 """Seconds of training for each second of writing."""
+_STEPS_BETWEEN_QUESTIONS = 10
+"""Several processes go by the clock of the first, and to ask it makes them wait for their devices."""
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -45,7 +47,8 @@ class TimedCheckpoint(Checkpoint):
         self._due = time.monotonic() + _LEAST_GAP_S
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop._should_accumulate() or not trainer.strategy.broadcast(time.monotonic() >= self._due):
+        is_asked = trainer.world_size == 1 or trainer.global_step % _STEPS_BETWEEN_QUESTIONS == 0
+        if not is_asked or trainer.fit_loop._should_accumulate() or not trainer.strategy.broadcast(time.monotonic() >= self._due):
             return
         started = time.monotonic()
         trainer.save_checkpoint(self.path)
