@@ -35,6 +35,7 @@ def tokens(count: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool):
     """Over several chunks, the last one shorter."""
     monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(fused_loss, "LEAST_CHUNK", 32)
     made = HeadStack(Shape("fed", Inputs.of(scalars, embedding), depth), WEIGHTS, hidden_size=8, seed=0)
     with torch.no_grad():
         for parameter in made.parameters():
