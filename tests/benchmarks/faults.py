@@ -64,15 +64,16 @@ def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kil
     log = folder / "trials.jsonl"
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     known = {(trial["fault"], trial["number"]) for trial in done}
-    for name, fault in chosen(only, ray_kills).items():
-        for number in range(1 if name.startswith(("memory", "lost")) else trials):
-            if (name, number) in known:
-                continue
-            trial = tried(bench, fault, random.Random(f"{seed}/{name}/{number}")) | {"fault": name, "number": number}
-            done.append(trial)
-            with log.open("a") as file:
-                file.write(json.dumps(trial) + "\n")
-            print(f"{name} {number}: {trial['outcome']}", flush=True)
+    once = ("memory", "lost")
+    todo = [(number, name, fault) for number in range(trials) for name, fault in chosen(only, ray_kills).items()]
+    for number, name, fault in todo:
+        if (name, number) in known or (number and name.startswith(once)):
+            continue
+        trial = tried(bench, fault, random.Random(f"{seed}/{name}/{number}")) | {"fault": name, "number": number}
+        done.append(trial)
+        with log.open("a") as file:
+            file.write(json.dumps(trial) + "\n")
+        print(f"{name} {number}: {trial['outcome']}", flush=True)
     result = summary([trial for trial in done if only in trial["fault"]])
     print(json.dumps(result))
     return result
