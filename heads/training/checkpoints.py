@@ -13,7 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from data_gen.store.shards import atomic_file
@@ -37,6 +37,19 @@ class WholeCheckpoints(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # torch's own words for an error of the file
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+
+
+class EpochCheckpoint(ModelCheckpoint):
+    """A checkpoint after each validation, and when the run is stopped between two steps.
+
+    In the middle of a step, where Ctrl-C, a loss that is not finite or the death of another process may come, the batch counts as taken
+    and has not been learnt from: a run that went on from there would leave it out. The checkpoint before stays.
+    """
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready == progress.processed:
+            super().on_exception(trainer, pl_module, exception)
 
 
 class TimedCheckpoint(Checkpoint):

@@ -11,7 +11,7 @@ from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
-from heads.training.checkpoints import TimedCheckpoint, WholeCheckpoints
+from heads.training.checkpoints import EpochCheckpoint, TimedCheckpoint, WholeCheckpoints
 
 PAPER_EPOCHS = 3
 
@@ -54,7 +54,7 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
     place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
     between = TimedCheckpoint(Path(heads.dir, "last.ckpt")) if steps is None else ModelCheckpoint(**place, every_n_train_steps=steps)
-    return [between, ModelCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
+    return [between, EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
 
 
 def quiet() -> None:

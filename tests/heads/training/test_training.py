@@ -36,15 +36,27 @@ class StopAfter(pl.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("stop", "accumulate"), [(3, 1), (8, 1), (13, 1), (11, 3)])
-def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(data_dir: Path, tmp_path: Path, stop: int, accumulate: int):
-    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, and inside an accumulated step."""
+class StopWithin(StopAfter):
+    """Ctrl-C in the middle of a step."""
+
+    def on_train_batch_end(self, *args) -> None:
+        pass
+
+    def on_before_backward(self, trainer, *args) -> None:
+        super().on_train_batch_end(trainer)
+
+
+@pytest.mark.parametrize(
+    ("stop", "accumulate"), [(StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(13), 1), (StopAfter(11), 3), (StopWithin(13), 1)]
+)
+def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(data_dir: Path, tmp_path: Path, stop, accumulate: int):
+    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, inside an accumulated step, and inside a forward."""
     trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     whole = make_config(data_dir, tmp_path / "whole", trainer=trainer, checkpoint_every_n_steps=1000)
     train(whole)
     broken = make_config(data_dir, tmp_path / "broken", trainer=trainer, checkpoint_every_n_steps=1000)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        train(replace(broken, trainer=broken.trainer | {"callbacks": [StopAfter(stop)]}))
+        train(replace(broken, trainer=broken.trainer | {"callbacks": [stop]}))
     train(broken)
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert expected.keys() == found.keys()
