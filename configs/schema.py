@@ -91,13 +91,32 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """One set of prompts."""
+
+    path: str
+    """stories (made here), a known set by name (an unknown name lists them), a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a directory of
+    such files, or org/name on the hub."""
+    name: str | None = None
+    """Configuration of the set, where it has several."""
+    split: str = "train"
+    """Its part that is read, and split here."""
+    test_split: str | None = None
+    """Its part that is test alone; null: test is split off `split`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name of it."""
+    weight: float = 1.0
+    """Share of the prompts, where there are several sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """From prompts to rows and features."""
 
     dir: str = "data/run"
     """Where rows, features and manifest go."""
-    prompts: str = "stories"
-    """stories (made here), a set of the hub by name (an unknown name lists them), or the path of a JSONL file."""
+    prompts: PromptSource | tuple[PromptSource | str, ...] | str = "stories"
+    """A set by its path, {path: P, split: S, columns: {prompt: question}} where it needs more, or a list of such sets with weights."""
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
     num_train: int = 1000

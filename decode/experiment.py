@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
-from configs.schema import Config, PairConfig
-from data_gen.prompts.pool import load_prompts
+from configs.schema import Config, PairConfig, PromptSource
+from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
-from data_gen.store.manifest import describe_model
+from data_gen.store.identity import describe_model
 from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
@@ -67,13 +67,15 @@ class Experiment:
         return num_weights(self.models.draft, trust_remote_code=self.models.trust_remote_code)
 
     @cached_property
-    def datasets(self) -> dict[str, str]:
+    def datasets(self) -> dict[str, str | PromptSource]:
         """Name of each dataset -> where its prompts come from.
 
         Raises:
             ValueError: two datasets of one name.
         """
-        sources = self.decode.datasets or (self.data.prompts,)
+        if not self.decode.datasets:
+            return dict(sources_of(self.data))
+        sources = self.decode.datasets
         names = [Path(source).stem for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -96,7 +98,7 @@ class Experiment:
         Raises:
             ValueError: all of them are empty or over-long.
         """
-        prompts = self.prompts(dataset, split, num=num)
+        prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
         encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.data.template)) for prompt in prompts)
         fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
         if prompts and not fitting:

@@ -7,13 +7,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from configs.schema import Config, DataConfig, PairConfig
+from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.local import run_here
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
 from data_gen.pipeline.worker import Job
-from data_gen.prompts.pool import load_prompts
-from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import SPLITS, Split
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.lock import only_writer
@@ -34,17 +32,16 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
     pair, data = config.pair, config.data
     check(pair, data)
     tokenizer = load_pair_tokenizer(pair)
-    splits = {split: load_prompts(data, split) for split in SPLITS}
-    manifest = make_manifest(pair, data, tokenizer=tokenizer, splits=splits)
     with only_writer(data.dir, setting="data.dir"):
-        settle(data.dir, manifest)
-        _complete(pair, data, splits, retry_errors=retry_errors)
+        order = order_of(data)
+        settle(data.dir, make_manifest(pair, data, tokenizer=tokenizer, split=order.split))
+        _complete(pair, data, order, retry_errors=retry_errors)
 
 
-def _complete(pair: PairConfig, data: DataConfig, splits: Mapping[Split, Sequence[Prompt]], *, retry_errors: bool) -> None:
+def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors: bool) -> None:
     """Make the shards that are missing, then the account of all."""
     clean_partial(data.dir, *SHARD_FOLDERS)
-    specs = shards_of(splits, data.rows_per_shard)
+    specs, others = order.specs, [spec for spec in order.others if is_done(spec, data)]
     missing = [spec for spec in specs if not is_done(spec, data)]
     again = [spec for spec in specs if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))]
     for stage in stages_of(data):
@@ -54,11 +51,13 @@ def _complete(pair: PairConfig, data: DataConfig, splits: Mapping[Split, Sequenc
             _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), again)
     clean_partial(data.dir, *SHARD_FOLDERS)  # of actors that died in this very run
     forget_all_stages(specs, data)
-    paths = [rows_path(data.dir, spec.split, spec.index) for spec in specs]
-    write_errors(data.dir, paths)
+    paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*specs, *others)]
     totals = account(paths)
+    write_errors(data.dir, paths)
+    if others:
+        print(f"{data.dir}: {len(others)} shards beyond data.num_* are there and stay; training reads them, too, up to heads.num_train")
     print(
-        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(specs)} shards ({len(missing) + len(again)} made now); "
+        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards ({len(missing) + len(again)} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
     _refuse_errors(totals, data)
@@ -80,16 +79,6 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
     total = sum(spec.num_requests for spec in specs)
     with tqdm(total=total, unit="row", desc=f"{job.stage}: loading models", mininterval=0.2, bar_format=_BAR) as bar:
         engine(job, specs, bar)
-
-
-def shards_of(splits: Mapping[Split, Sequence[Prompt]], size: int) -> list[ShardSpec]:
-    """The shards of all splits, in the order in which they are made."""
-    return [spec for split, prompts in splits.items() for spec in cut(split, prompts, size)]
-
-
-def cut(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSpec]:
-    """The shards of one split: runs of `size` consecutive prompts."""
-    return [ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(range(0, len(prompts), size))]
 
 
 def check(pair: PairConfig, data: DataConfig) -> None:

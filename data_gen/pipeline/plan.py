@@ -10,18 +10,18 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
-from data_gen.pipeline.command import check, shards_of
+from data_gen.pipeline.command import check
+from data_gen.pipeline.growth import order_of
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
-from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import rows_path
@@ -64,8 +64,11 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
         return {"rows": 0}
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
     totals = _totals(data, num_rows, estimate)
+    sets = Counter(prompt.set for prompt in prompts if prompt.set)
     origin = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
     print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
+    if sets:
+        print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
     print(_report(data, totals))
     return totals
 
@@ -82,8 +85,7 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
 
 def _missing(data: DataConfig) -> list[ShardSpec]:
     """The shards that are still to make."""
-    specs = shards_of({split: load_prompts(data, split) for split in SPLITS}, data.rows_per_shard)
-    return [spec for spec in specs if not is_done(spec, data)]
+    return [spec for spec in order_of(data).specs if not is_done(spec, data)]
 
 
 def _missing_or_none(data: DataConfig) -> list[ShardSpec] | None:

@@ -23,11 +23,12 @@ from configs.schema import DataConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import layout_of
+from data_gen.prompts.pool import sources_of
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
 from data_gen.store import features, rows
 from data_gen.store.json_files import read_json
-from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
+from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, verify, write_shard
 from lm.uniforms import seed_of, uniforms
 
 Stage = Literal["together", "respond", "draft", "target"]
@@ -94,11 +95,13 @@ def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tens
 
 def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
     """Write the rows of a shard, and into their sidecar what became of every prompt."""
-    table = rows.to_parquet(answers.exchanges, columns, from_target=columns.get("from_target"), mixes=data.mixes)
+    from_target, has_sets = columns.get("from_target"), len(sources_of(data)) > 1
+    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
     num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
     problems = [problem._asdict() for problem in answers.problems]
     account = {"input": spec.num_requests, "ok": num_rows, "problems": problems}
-    write_shard(rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account)
+    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # of which the roundings of the forwards depend
+    write_shard(rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
@@ -118,6 +121,7 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """What `save_responses` saved."""
+    verify(_stage_path(spec, data, "respond"))
     content = read_json(
         _stage_path(spec, data, "respond"), remedy="delete it and run the same command again", keys=("exchanges", "problems")
     )
@@ -133,6 +137,7 @@ def add_target(
     spec: ShardSpec, exchanges: Sequence[Exchange], *, labeller: Labeller, data: DataConfig, progress: Progress
 ) -> dict[str, Tensor]:
     """The stage `target`: the columns that `save_drafted` saved, with log_p and acceptance_prob."""
+    verify(_stage_path(spec, data, "draft"))
     columns = safetensors.torch.load(_stage_path(spec, data, "draft").read_bytes())
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     return columns | labeller.label(exchanges, inputs, with_hidden=False, progress=progress)

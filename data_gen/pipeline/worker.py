@@ -1,8 +1,11 @@
 """A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine: ray`)."""
 
-from dataclasses import dataclass
+import gc
+import sys
+from dataclasses import dataclass, replace
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -17,6 +20,7 @@ from data_gen.responses.source import make_source
 from lm import Sampling, check_width, load_model, load_pair_tokenizer, vocab_size_of
 from lm.forwards import check_output_layer
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,7 +47,7 @@ class Worker:
         logging.disable_progress_bar()
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
-        self.job, self.stage, self.data = job, job.stage, data
+        self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
         names = {
             "together": ("draft", "target"),
@@ -56,7 +60,13 @@ class Worker:
         for name, model in models.items():
             check_width(model, vocab_size, name)
             check_output_layer(model, vocab_size)
-        has_source = job.stage in ("together", "respond")
+        self._models, self._vocab_size = models, vocab_size
+        self._prepare(data)
+
+    def _prepare(self, data: DataConfig) -> None:
+        """The source and the labeller, for some batch size."""
+        self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
+        has_source = self.stage in ("together", "respond")
         self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size) if has_source else None
         self.labeller = Labeller(
             draft=models.get("draft"),
@@ -69,7 +79,46 @@ class Worker:
         )
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
-        """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`)."""
+        """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`).
+
+        Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of the shard, not of
+        its batches, so nothing but rounding depends on it.
+
+        Raises:
+            ValueError: one sequence is too much for the memory.
+        """
+        while True:
+            told: list[int] = []
+
+            def tell(count: int, told: list[int] = told) -> None:
+                told.append(count)
+                progress(count)
+
+            try:
+                self._make(spec, tell)
+                return
+            except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                if not _is_out_of_memory(error):
+                    raise
+            progress(-sum(told))
+            self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
+
+    def _halve_batch(self, spec: ShardSpec) -> None:
+        """Go on with half the batch."""
+        data = self.data
+        size = min(data.batch_size, spec.num_requests) // 2
+        where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
+        if size == 0:
+            raise ValueError(
+                f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) "
+                f"or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode sequential; what was written stays"
+            )
+        gc.collect()
+        torch.cuda.empty_cache()
+        tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)  # above the bar
+        self._prepare(replace(data, batch_size=size))
+
+    def _make(self, spec: ShardSpec, progress: Progress) -> None:
         answers = self._answers(spec, progress)
         if self.stage == "respond":
             stages.save_responses(spec, answers, self.data)
@@ -100,13 +149,18 @@ class Worker:
         source = getattr(self.job.pair, name)
         model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
         limit = max_positions(model)
-        longest = self.data.max_prompt_tokens + self.data.max_new_tokens
+        longest = self.job.data.max_prompt_tokens + self.job.data.max_new_tokens
         if limit is not None and longest > limit:
             raise ValueError(
                 f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {source.path} reads at most {limit} positions; "
                 "lower one of the two"
             )
         return model
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether the device's allocator or the CPU's had no more; torch gives the latter no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

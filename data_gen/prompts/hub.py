@@ -1,10 +1,18 @@
-"""Prompt sets by name, loaded from the hub with `datasets`. A set is one entry of `SETS`; nothing else in the project knows its name."""
+"""Prompt sets that `datasets.load_dataset` reads: known ones by name, any other by its hub id, and files and directories on this machine.
 
-from collections.abc import Mapping
+A known set is one entry of `SETS`; nothing else in the project knows its name. JSON is read here, line by line or as one array, since
+`datasets` refuses a whole file for one odd record.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from data_gen.prompts.prompt import Prompt, prompt_of
+from configs.schema import PromptSource
+from data_gen.prompts.prompt import Prompt, json_lines, prompts_of
 from data_gen.prompts.splits import Split
 
 
@@ -20,53 +28,103 @@ class PromptSet:
     test_part: str | None = None
     """A hub split of its own for test."""
     data_files: str | None = None
-    """For repositories that hold plain JSONL."""
+    """For repositories that hold plain files."""
     weights: tuple[int, int, int] | None = None
     """Shares of train, dev and test for a set that prescribes them; None: those of the run."""
-    rename: Mapping[str, str] = field(default_factory=dict)
-    """The set's name of a field -> the name under which `prompt_of` looks for it."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The field that `prompt_of` looks for -> the set's name of it."""
 
 
 SETS = {
     "alpaca": PromptSet("tatsu-lab/alpaca"),
     "gsm8k": PromptSet("openai/gsm8k", name="main", test_part="test", weights=(4, 1, 0)),
     "humaneval": PromptSet("openai/openai_humaneval", part="test", weights=(0, 0, 1)),
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), rename={"prompt": "turns", "prompt_id": "id"}),
+    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), columns={"turns": "prompt", "id": "prompt_id"}),
     # 480 prompts: 160 to choose thresholds by, 320 to test with
     "spec_bench": PromptSet(
         "json", data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", weights=(0, 1, 2)
     ),
 }
-"""The value of data.prompts -> the set."""
+"""The path of a prompt source -> the set."""
+_BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+"""Ending of a file -> what `datasets` reads it by; all others are JSONL."""
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+_FORMS = (
+    f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or org/name of a set on the hub"
+)
 
 
-def load(name: str, split: Split) -> list[Prompt]:
+def set_of(source: PromptSource) -> PromptSet:
+    """The set that a source names.
+
+    Raises:
+        FileNotFoundError: no known set, no file, no directory, and no hub id.
+    """
+    path = Path(source.path)
+    place: dict[str, Any] = {"name": source.name, "part": source.split, "test_part": source.test_split, "columns": source.columns}
+    if path.is_file():  # a file may have the name of a set
+        return PromptSet(_BUILDERS.get(path.suffix, "json"), data_files=source.path, **place)
+    if path.is_dir():
+        return PromptSet(source.path, **place)
+    if source.path in SETS:
+        return SETS[source.path]
+    if _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json"):
+        return PromptSet(source.path, **place)
+    raise FileNotFoundError(f"data.prompts is {source.path!r}, which is neither there nor known; set it to {_FORMS}")
+
+
+def load(place: PromptSet, split: Split) -> list[Prompt]:
     """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that all splits share.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
-        ValueError: a record without any of the expected fields.
+        ValueError: a record without any of the expected fields, or a file that cannot be read.
     """
-    place = SETS[name]
     part = place.test_part if split == "test" and place.test_part is not None else place.part
-    prompts = []
-    for index, record in enumerate(_records(place, part, name)):
-        renamed = {place.rename.get(key, key): value for key, value in record.items()}
-        try:
-            prompts.append(prompt_of(renamed, default_id=str(index)))
-        except ValueError as error:
-            raise ValueError(f"{place.path} [{part}] record {index}: {error}") from error
-    return prompts
+    if place.path == "json" and place.data_files is not None and Path(place.data_files).is_file():
+        return prompts_of(_json_records(Path(place.data_files)), place.columns)
+    where, records = f"{place.data_files or place.path} [{part}]", enumerate(_records(place, part))
+    return prompts_of(((f"{where} record {index}", str(index), record) for index, record in records), place.columns)
 
 
-def _records(place: PromptSet, part: str, name: str) -> list[dict[str, Any]]:
-    """The set's records, in hub order."""
-    from datasets import load_dataset  # seconds to import, and only runs on a hub set need it
-
+def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file and line or record, the record's number from 0, record) of JSONL, or of a file that is one array."""
+    if path.suffix != ".json" or not _begins_with(path, b"["):
+        for number, record in json_lines(path):
+            yield f"{path}:{number}", str(number - 1), record
+        return
     try:
-        return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files))
+        records = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} record {number}: expected a JSON object, got {type(record).__name__}")
+        yield f"{path} record {number}", str(number), record
+
+
+def _begins_with(path: Path, sign: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(sign)
+
+
+def _records(place: PromptSet, part: str) -> Iterable[dict[str, Any]]:
+    """The set's records, in its order."""
+    from datasets import load_dataset  # seconds to import, and only runs on such a set need it
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # retries are told by the error that ends them
+    name, options = f"prompt set {place.data_files or place.path}", {"sep": "\t"} if str(place.data_files).endswith(".tsv") else {}
+    try:
+        return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files, **options))
     except OSError as error:
         raise FileNotFoundError(
-            f"prompt set {name} ({place.path}) cannot be reached and is not in the cache: {error}; set data.prompts to the path of a "
-            "JSONL file"
+            f"{name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
         ) from error
+    except (ValueError, DatasetsError) as error:
+        raise ValueError(f"{name}: {_line(error.__cause__ or error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,49 +1,83 @@
 """The prompts of a run, from wherever `data.prompts` points."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from configs.schema import DataConfig
-from data_gen.prompts.hub import SETS, load
-from data_gen.prompts.prompt import Prompt, read_jsonl
+from configs.schema import DataConfig, PromptSource
+from data_gen.prompts.hub import load, set_of
+from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id
 from data_gen.stories.stories import stories
 
 
 def load_prompts(config: DataConfig, split: Split) -> list[Prompt]:
-    """The run's prompts of one split, in the order in which they are cut into shards.
+    """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the shorter one.
 
     Raises:
-        FileNotFoundError: neither a known set nor a file.
-        ValueError: a malformed line, a repeated id, or fewer prompts than asked for.
+        FileNotFoundError: neither a known set, nor a file, nor one that the hub has.
+        ValueError: a malformed record, a repeated id, or fewer prompts than asked for.
     """
     count = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
     if count < 0:
         raise ValueError(f"data.num_{split} is {count}; it must be at least 0")
     if count == 0:
         return []
-    pool = _pool(config, split, count)
-    if len(pool) < count:
-        raise ValueError(
-            f"data.num_{split} is {count} and {config.prompts} has {len(pool)} {split} prompts; set data.num_{split}={len(pool)}"
-        )
-    return pool[:count]
-
-
-def _pool(config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    """All prompts from which the split takes its first `count`."""
-    if config.prompts == "stories":
-        return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    weights = config.split_weights
-    if Path(config.prompts).is_file():  # a file may have the name of a set
-        prompts = read_jsonl(config.prompts)
-    elif config.prompts in SETS:
-        place = SETS[config.prompts]
-        prompts, weights = load(config.prompts, split), place.weights or weights
-        if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
-            return in_hash_order(prompts, config.seed)
+    sources = sources_of(config)
+    pools = {name: _pool(source, config, split, count) for name, source in sources.items()}
+    if len(sources) > 1:
+        weights = {name: source.weight for name, source in sources.items()}
+        named = {name: [replace(one, id=f"{name}/{one.id}", set=name) for one in pool] for name, pool in pools.items()}
+        prompts = _in_proportion(named, weights, count)
     else:
-        raise FileNotFoundError(
-            f"data.prompts is {config.prompts!r}, neither a known set nor a file; set it to stories, {', '.join(SETS)} "
-            "or the path of a JSONL file"
+        prompts = next(iter(pools.values()))[:count]
+    if len(prompts) < count:
+        raise ValueError(
+            f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has {len(prompts)} {split} prompts"
+            f"{' in these proportions' if len(sources) > 1 else ''}; set data.num_{split}={len(prompts)}"
         )
-    return split_by_id(prompts, weights=weights, seed=config.seed, split_ids=config.split_ids)[split]
+    return prompts
+
+
+def sources_of(config: DataConfig) -> dict[str, PromptSource]:
+    """Name of each set of prompts -> where it is.
+
+    Raises:
+        ValueError: no set, two of one name, or a weight that is no share.
+    """
+    given = config.prompts if isinstance(config.prompts, tuple | list) else (config.prompts,)
+    sources = [PromptSource(path=one) if isinstance(one, str) else one for one in given]
+    names = [Path(source.path).stem for source in sources]
+    if not names:
+        raise ValueError("data.prompts is an empty list; name at least one set")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight")
+    for source in sources:
+        if not source.weight > 0:
+            raise ValueError(f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0")
+    return dict(zip(names, sources, strict=True))
+
+
+def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
+    """Up to `count` prompts, at any length as near to the weights as can be; a set without prompts of the split takes no part."""
+    taken = {name: 0 for name, pool in pools.items() if pool}
+    total = sum(weights[name] for name in taken)
+    prompts: list[Prompt] = []
+    while taken and len(prompts) < count:
+        name = max(taken, key=lambda name: weights[name] / total * (len(prompts) + 1) - taken[name])
+        if taken[name] == len(pools[name]):
+            break
+        prompts.append(pools[name][taken[name]])
+        taken[name] += 1
+    return prompts
+
+
+def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
+    """All prompts of a set from which the split takes its first."""
+    if source.path == "stories" and not Path(source.path).exists():
+        return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
+    place = set_of(source)
+    prompts = load(place, split)
+    if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
+        return in_hash_order(prompts, config.seed)
+    return split_by_id(prompts, weights=place.weights or config.split_weights, seed=config.seed, split_ids=config.split_ids)[split]

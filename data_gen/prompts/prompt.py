@@ -6,8 +6,8 @@ along are dropped, because the target writes its own.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,13 @@ class Prompt:
     """Material that belongs to the first turn (Alpaca's `input`); the template decides how it is joined."""
     system: str = ""
     category: str = ""
+    set: str = field(default="", repr=False, compare=False)
+    """Name of the set that it comes from, where the run has several; the id begins with it."""
+
+    @property
+    def is_text(self) -> bool:
+        """False if part of it cannot be encoded."""
+        return all(map(is_text, (*self.turns, self.context, self.system)))
 
     @property
     def text(self) -> str:
@@ -35,22 +42,41 @@ class Prompt:
         return f"{self.turns[0]}\n{self.context}" if self.context else self.turns[0]
 
 
+def is_text(text: str) -> bool:
+    """Whether a string is characters; JSON can spell half of one, a lone surrogate, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_jsonl(path: str | Path) -> list[Prompt]:
-    """Every prompt of a JSONL file.
+    """Every prompt of a JSONL file; errors as `prompts_of` has them, and FileNotFoundError."""
+    return prompts_of((f"{path}:{number}", str(number - 1), record) for number, record in json_lines(path))
+
+
+def prompts_of(records: Iterable[tuple[str, str, dict[str, Any]]], columns: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Every prompt of a set.
+
+    Args:
+        records: (where it stands, its id if it has none, the record).
+        columns: field that is looked for -> the set's own name of it.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a malformed line (file, line number, what was expected and what is there), or a repeated id.
+        ValueError: a malformed record (where it stands, what was expected and what is there), or a repeated id.
     """
     prompts: dict[str, Prompt] = {}
-    for number, record in json_lines(path):
+    for where, default_id, record in records:
+        if absent := [name for name in (columns or {}).values() if name not in record]:
+            raise ValueError(f"{where}: no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}")
         try:
-            prompt = prompt_of(record, default_id=str(number - 1))
+            prompt = prompt_of(record | {ours: record[theirs] for ours, theirs in (columns or {}).items()}, default_id=default_id)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         if prompt.id in prompts:
             raise ValueError(
-                f"{path}:{number}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt one of its own"
+                f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt one of its own"
             )
         prompts[prompt.id] = prompt
     return list(prompts.values())
@@ -67,10 +93,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode())
+                record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}:{number}: the line is no text in UTF-8; save the file in that encoding") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: expected one JSON object on the line; {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
@@ -84,7 +110,7 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
         ValueError: no known field, or one of the wrong type.
     """
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
-    if any("\ud800" <= character <= "\udfff" for character in prompt_id):
+    if not is_text(prompt_id):
         raise ValueError(f"expected the id to be text, got half a character in {_shown(prompt_id)}")
     category = str(record.get("category") or "")
     if "messages" in record:
@@ -114,6 +140,8 @@ def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str
 def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
     """(role, text) of every message, where `names` are the fields that hold the two."""
     role, text = names
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):  # how some Parquet files store such lists
+        value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
     if isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str) for message in value
     ):

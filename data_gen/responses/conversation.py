@@ -98,6 +98,8 @@ def _request(talk: _Talk, turn: int, tokenizer: PreTrainedTokenizerBase, data: D
         return Problem(name, "skipped", f"{talk.problem.id}, an earlier turn of this conversation, has no response")
     if not talk.prompt.turns[turn].strip():
         return Problem(name, "skipped", "empty prompt")
+    if not talk.prompt.is_text:
+        return Problem(name, "skipped", "prompt with a lone surrogate, half of a character")
     text = render(talk.prompt, tokenizer, data.template, talk.replies)
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.prompts.prompt import is_text
 from data_gen.responses.exchange import FinishReason, Problem, Request, Response
 from lm import vocab_size_of
 
@@ -29,6 +30,8 @@ class Spelling:
 
     def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
         """The response whose text this is; a `Problem` if no ids spell it."""
+        if not is_text(text):
+            return Problem(request.id, "error", "response with a lone surrogate, half of a character")
         alone, prompt, joint = (
             list(self.tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, request.text, request.text + text)
         )

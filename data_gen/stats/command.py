@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.schema import Config
 from data_gen.stats.plots import draw_all
-from data_gen.stats.positions import read_positions, summarise
+from data_gen.stats.positions import by_set, read_positions, summarise
 from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import list_shards, write_atomic
@@ -21,11 +21,12 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         plots: also draw SPLIT-entropy.png, SPLIT-entropy_ratio.png and SPLIT-bounds.png into DIR/stats.
     """
     directory = Path(config.data.dir)
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, keys=("sampling",))
     paths = list_shards(directory, split)
     positions, reasons = read_positions(paths)
     summary = summarise(positions) | {"rows": sum(reasons.values()), "finish_reason": reasons, "sampling": manifest["sampling"]}
     summary |= {f"prompts_{name}": count for name, count in account(paths).items()}
+    summary |= {f"set {name}": facts for name, facts in by_set(paths).items()}
     folder = directory / "stats"
     write_atomic(folder / f"{split}.json", json.dumps(summary, indent=1).encode())
     print(

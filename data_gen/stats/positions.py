@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from pyarrow.parquet import read_schema
 
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import verify
@@ -75,6 +77,22 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
             "with data.mode together"
         )
     return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
+
+
+def by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
+    """Rows, tokens and mean acceptance of each set of prompts; nothing where there is only one."""
+    names = ["set", "acceptance_prob", "acceptance_rate"]
+    if "set" not in read_schema(paths[0]).names:
+        return {}
+    frame = pd.concat([read_rows(path, names).to_pandas() for path in paths])
+    return {
+        str(name): {
+            "rows": len(rows),
+            "tokens": int(rows.acceptance_prob.map(len).sum()),
+            **{column: float(np.concatenate(rows[column].to_list()).mean()) for column in names[1:] if rows[column].notna().all()},
+        }
+        for name, rows in frame.groupby("set")
+    }
 
 
 def accepted_length(acceptance_rate: Array) -> Array:

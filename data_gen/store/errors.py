@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_gen.store.shards import read_sidecar, write_atomic
+from data_gen.store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
 
 _COUNTED = ("input", "ok", "tokens")
 
@@ -17,18 +17,21 @@ def account(paths: Iterable[Path]) -> dict[str, int]:
     """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
     totals = dict.fromkeys((*_COUNTED, "error", "skipped"), 0)
     for path in paths:
-        facts = read_sidecar(path)
-        for name in _COUNTED:
-            totals[name] += facts[name]
-        for problem in facts["problems"]:
-            totals[problem["outcome"]] += 1
-    assert totals["ok"] + totals["error"] + totals["skipped"] == totals["input"], f"some prompts have neither a row nor a reason: {totals}"
+        facts = read_sidecar(path, keys=(*_COUNTED, "problems"))
+        try:
+            outcomes = [problem["outcome"] for problem in facts["problems"]]
+            counts = {**{name: facts[name] + 0 for name in _COUNTED}, **{name: outcomes.count(name) for name in ("error", "skipped")}}
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{sidecar_path(path)}: counts or problems are of another form; {SIDECAR_REMEDY}") from error
+        if counts["ok"] + len(outcomes) != counts["input"]:
+            raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
+        totals = {name: totals[name] + counts[name] for name in totals}
     return totals
 
 
 def has_errors(path: Path) -> bool:
     """Whether a prompt of this shard of rows ended in an error (a skipped prompt did not)."""
-    return any(problem["outcome"] == "error" for problem in read_sidecar(path)["problems"])
+    return any(problem["outcome"] == "error" for problem in read_sidecar(path, keys=("problems",))["problems"])
 
 
 def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:

@@ -1,8 +1,10 @@
 """manifest.json: what the files of a directory were made from, so that a run with other settings refuses to add shards of its own.
 
-`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is compared. The entry
-`recorded` is not: git commit, machine, thread count, engine, and the paths of local models, whose weights are compared by fingerprint
-instead. Equal manifests promise equal bytes on equal hardware with the same thread count only; on other hardware rows follow the same law.
+`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is compared; what grows
+(the prompts of a split, a file of responses that is appended to) as far as it was there before. The entry `recorded` is not compared: git
+commit, machine, thread count, engine, and the paths of local models, whose weights are compared instead. Batch and chunk sizes change rows
+through the rounding of forwards alone, and stand in each shard's sidecar. Equal manifests and sizes promise equal bytes on equal hardware
+with the same thread count only; else rows follow the same law.
 """
 
 import hashlib
@@ -10,40 +12,55 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from configs.schema import DataConfig, ModelSource, PairConfig
-from data_gen.prompts.prompt import Prompt
+from configs.schema import DataConfig, PairConfig
 from data_gen.prompts.splits import Split
+from data_gen.store.identity import ADDED, describe_model, file_sha256
 from data_gen.store.json_files import read_json
 from data_gen.store.shards import write_atomic
 
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
-_UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "num_train", "num_dev", "num_test", "max_error_share"}
-_SAMPLE_BYTES = 2**20
+_UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
+_UNCOMPARED |= {"num_train", "num_dev", "num_test"}
+_OF_SERVER = ("model", "kind", "prompt_as", "extra")
+"""What the responses of a server depend on."""
+_ADDED = {*ADDED, "server", "responses"}
+"""Entries that manifests of earlier versions lack: not held against them."""
+_DROPPED = {"batch_size", "chunk_mb"}
+"""Entries that manifests of earlier versions hold."""
+_OBJECTS = ("target", "draft", "sampling", "split", "recorded")
+_SIZES = ("prompts", "bytes")
+_GROWING = ("split", "responses")
+"""Entries of parts, to which a later run may append."""
+
+Parts = list[dict[str, Any]]
+"""What a directory was made from, and each time that it grew: sizes, with the sha256 of everything up to there."""
 
 
 def make_manifest(
-    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, splits: Mapping[Split, Sequence[Prompt]]
+    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[Split, Parts]
 ) -> dict[str, Any]:
-    """The manifest of a run, before any model is loaded."""
+    """The manifest of a run, before any model is loaded; `split`: its prompts, as `data_gen.pipeline.growth` describes them."""
     return {
         "format": FORMAT,
         "target": describe_model(pair.target, trust_remote_code=pair.trust_remote_code),
         "draft": describe_model(pair.draft, trust_remote_code=pair.trust_remote_code),
-        "tokenizer": _digest(_tokenizer_text(tokenizer)),
-        "chat_template": _digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
+        "tokenizer": digest(_tokenizer_text(tokenizer)),
+        "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
-        "split": {name: {"prompts": len(prompts), "sha256": _digest(repr(list(prompts)))} for name, prompts in splits.items()},
+        "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
+        "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
+        "split": dict(split),
         "versions": {name: _version(name) for name in _PACKAGES},
         "recorded": {
             "git_commit": git_commit(),
@@ -59,46 +76,45 @@ def make_manifest(
     }
 
 
-def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Name, revision and a fingerprint of one model, without loading its weights.
-
-    A hub model is identified by its commit; a local one by a sha256 over the name, the size and the first and last MiB of each weights
-    file, which is quick for 140 GB and changes with any further training.
-
-    Raises:
-        FileNotFoundError: neither a local model directory nor a hub id that can be reached.
-    """
-    try:
-        model_config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
-        ) from error
-    local = Path(source.path).is_dir()
-    return {
-        "name": Path(source.path).name if local else source.path,
-        "revision": source.revision,
-        "commit": getattr(model_config, "_commit_hash", None),
-        "fingerprint": _fingerprint(Path(source.path)) if local else None,
-        "dtype": source.dtype,
-        "hidden_size": model_config.get_text_config().hidden_size,
-    }
+def _file_parts(path: Path, directory: Path) -> Parts:
+    """A file of responses up to each size that it had when the directory was made or grew, and up to its end."""
+    there = (read_manifest(directory).get("responses") or []) if (directory / "manifest.json").is_file() else []
+    sizes = [*(part["bytes"] for part in there), path.stat().st_size]
+    return [{"bytes": size, "sha256": file_sha256(path, size)} for size in dict.fromkeys(sizes)]
 
 
-def read_manifest(directory: str | Path, *, command: str = "data_gen") -> dict[str, Any]:
+def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Sequence[str] = ()) -> dict[str, Any]:
     """The manifest of a directory of shards.
 
     Args:
         directory: where the shards are.
         command: the part after `python -m` of the command that makes such a directory, for the message.
+        keys: that the caller reads.
 
     Raises:
         FileNotFoundError: nothing has been made there.
+        ValueError: it is broken.
     """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: run `python -m {command}` with this config first")
-    return read_json(path, remedy=f"put the original back, or delete {directory} to start anew")
+    remedy = f"put the original back, or delete {directory} to start anew"
+    manifest = read_json(path, remedy=remedy, keys=keys)
+    for name in _OBJECTS:
+        if not isinstance(manifest.get(name, {}), dict):
+            raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, and an object is expected; {remedy}")
+    split = manifest.get("split", {})
+    manifest |= {"split": {name: [part] if isinstance(part, dict) else part for name, part in split.items()}} if split else {}
+    if not all(_are_parts(parts) for parts in (*manifest.get("split", {}).values(), manifest.get("responses") or [])):
+        raise ValueError(f"{path}: split or responses is no list of parts with their sha256; {remedy}")
+    return manifest
+
+
+def _are_parts(parts: Any) -> bool:
+    """Whether something read from JSON has the form of `Parts`."""
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and "sha256" in part and all(isinstance(part.get(name, 0), int) for name in _SIZES) for part in parts
+    )
 
 
 def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
@@ -112,16 +128,20 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     Raises:
         ValueError: names the first key that differs, and both values.
     """
-    path = Path(directory) / "manifest.json"
+    path, here = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))  # through JSON: tuples become lists
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
-    mismatch = _first_mismatch(read_manifest(directory), json.loads(json.dumps(manifest)))  # through JSON: tuples become lists
-    if mismatch is not None:
+    there = read_manifest(directory)
+    if mismatch := next(_mismatches(there, here), None):
         raise ValueError(
             f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose another {setting}, or "
             f"delete {directory} to start anew"
         )
+    if any(here.get(name) and there.get(name) != here[name] for name in _GROWING):
+        grown = {name: here[name] for name in _GROWING if name in here}
+        recorded = here["recorded"] | {"earlier": there.get("recorded")}
+        write_atomic(path, json.dumps(there | grown | {"recorded": recorded}, indent=2).encode())
 
 
 class _Mismatch(NamedTuple):
@@ -133,13 +153,17 @@ class _Mismatch(NamedTuple):
     in_run: Any
 
 
-def _first_mismatch(on_disk: Any, in_run: Any, key: str = "") -> _Mismatch | None:
-    """The first compared entry that differs, in the order on disk; None if there is none."""
-    if not isinstance(on_disk, dict) or not isinstance(in_run, dict):
-        return None if on_disk == in_run else _Mismatch(key, on_disk, in_run)
-    names = (name for name in dict.fromkeys([*on_disk, *in_run]) if key or name != "recorded")
-    mismatches = (_first_mismatch(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name) for name in names)
-    return next((mismatch for mismatch in mismatches if mismatch is not None), None)
+def _mismatches(on_disk: Any, in_run: Any, key: str = "") -> Iterator[_Mismatch]:
+    """Compared entries that differ, in the order on disk."""
+    if isinstance(on_disk, dict) and isinstance(in_run, dict):
+        ignored = (_ADDED - on_disk.keys()) | (_DROPPED - in_run.keys()) | (set() if key else {"recorded"})
+        for name in (name for name in dict.fromkeys([*on_disk, *in_run]) if name not in ignored):
+            yield from _mismatches(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
+    elif key.split(".")[0] in _GROWING and isinstance(on_disk, list) and isinstance(in_run, list):
+        for index, part in enumerate(on_disk):
+            yield from _mismatches(part, in_run[index] if index < len(in_run) else None, f"{key}.{index}")
+    elif on_disk != in_run:
+        yield _Mismatch(key, on_disk, in_run)
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -148,21 +172,9 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(backend.to_str()) if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
 
 
-def _fingerprint(directory: Path) -> str:
-    """sha256 over samples of a model's weights files."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest(text: str) -> str:
+    """sha256 of some text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _version(package: str) -> str | None:

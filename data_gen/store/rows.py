@@ -4,6 +4,7 @@
     prompt_ids, response_ids, draft_ids                                  lists of int32
     acceptance_prob, log_p, log_q, acceptance_rate, entropy, cross_entropy   lists of float32, one number per response token
     from_target                                                          list of bool; with mixes > 1 a list of such lists, one per mix
+    set                                                                  only where prompts come from several sets: the name of the row's
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute is null.
 """
@@ -22,7 +23,9 @@ POSITION_COLUMNS = ("acceptance_prob", "log_p", "log_q", "acceptance_rate", "ent
 COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS, "from_target", "finish_reason")
 
 
-def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, from_target: Tensor | None, mixes: int = 1) -> bytes:
+def to_parquet(
+    exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, from_target: Tensor | None, mixes: int = 1, has_sets: bool = False
+) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
     Args:
@@ -30,6 +33,7 @@ def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, 
         columns: draft_ids and `POSITION_COLUMNS`, each [token] over all rows; those absent become null.
         from_target: [token of every mixing] coins: row by row, and within a row mixing by mixing; None: null.
         mixes: mixings per row.
+        has_sets: prompts come from several sets, whose names their ids begin with.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
     arrays: dict[str, pa.Array] = {
@@ -42,9 +46,12 @@ def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, 
         "from_target": _coins(from_target, lengths, mixes),
         "finish_reason": pa.array([exchange.finish_reason for exchange in exchanges], pa.string()),
     }
+    table = pa.table({name: arrays[name] for name in COLUMNS})
+    if has_sets:
+        table = table.append_column("set", pa.array([exchange.id.partition("/")[0] for exchange in exchanges], pa.string()))
     sink = pa.BufferOutputStream()
     pq.write_table(
-        pa.table({name: arrays[name] for name in COLUMNS}),
+        table,
         sink,
         compression="zstd",
         use_dictionary=["finish_reason"],

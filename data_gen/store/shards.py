@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,7 @@ from typing import IO, Any
 from data_gen.store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
+SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -90,11 +91,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
-def read_sidecar(path: Path) -> dict[str, Any]:
-    """The facts about a shard."""
-    return read_json(
-        sidecar_path(path), remedy="delete it and run the same command again: it makes the shard anew", keys=("bytes", "sha256")
-    )
+def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts about a shard; `keys`: those that the caller reads, beside size and sha256."""
+    return read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
 
 
 def is_whole(path: Path) -> bool:

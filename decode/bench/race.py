@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from configs.schema import Config
+from data_gen.store.identity import ADDED
 from data_gen.store.shards import write_atomic
 from decode.bench.arms import Arm, Timed, generations_of, turns
 from decode.bench.choices import Choices, Chosen
@@ -89,7 +90,12 @@ class Race:
         decode = self.experiment.decode
         setting: dict[str, Any] = {"compile": decode.compile, "threads": self.experiment.models.num_threads, "extra_layers": layers}
         setting |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets), "heads": decode.heads}
-        key = json.dumps({"kind": kind, **asked, **setting, "models": models}, sort_keys=True)
+        key, former = (
+            json.dumps({"kind": kind, **asked, **setting, "models": described}, sort_keys=True)
+            for described in (models, {level: {name: one[name] for name in one if name not in ADDED} for level, one in models.items()})
+        )
+        if former in self._kept:  # of before descriptions had hashes of all weights
+            return self._kept[former]
         if key not in self._kept:
             self._kept[key] = make()
             write_atomic(self.path, json.dumps(self._kept).encode())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data_gen.store.identity import ADDED
 from data_gen.store.shards import write_atomic
 from decode.costs.measure import Loop, costs_of, fit_costs, time_generations
 from decode.costs.model import CostModel, StopShares, check_ratio
@@ -109,13 +110,18 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
     """What the times of a loop depend on."""
     levels: tuple[Level, ...] = ("target", "draft")
     return {
-        **{level: {**asdict(getattr(experiment.models, level)), **experiment.described(level)} for level in levels},
+        **{level: {**asdict(getattr(experiment.models, level)), **_shape(experiment.described(level))} for level in levels},
         "sampling": experiment.sampling.as_dict(),
         "max_draft_length": experiment.decode.max_draft_length,
         "compile": experiment.decode.compile,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
         "threads": experiment.models.num_threads or torch.get_num_threads(),
     }
+
+
+def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A description without hashes of all weights: times do not depend on them, and were kept before there were any."""
+    return {name: value for name, value in described.items() if name not in ADDED}
 
 
 def measure(loop: Loop) -> dict[str, Any]:

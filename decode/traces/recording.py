@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from configs.schema import DataConfig, DecodeConfig
-from data_gen.pipeline.command import cut
+from data_gen.pipeline.growth import cut
 from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask, row_id
 from data_gen.responses.exchange import Exchange

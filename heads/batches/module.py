@@ -8,7 +8,8 @@ from typing import Any
 import pytorch_lightning as pl
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
-from data_gen.store.manifest import describe_model, read_manifest
+from data_gen.store.identity import describe_model
+from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import list_shards
 from heads.batches.features import Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
@@ -41,7 +42,7 @@ class FeatureData(pl.LightningDataModule):
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
         self.timings, self.scalars = tuple(dict.fromkeys(shape.timing for shape in shapes)), scalar_names(shapes)
-        self.manifest = read_manifest(data.dir)
+        self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._shards = {split: self._open(split) for split in ("train", "dev", "test") if split != "test" or data.num_test}
@@ -151,7 +152,8 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     there = {name: manifest.get(name) for name in here}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        keys = ("fingerprint",) if Path(source.path).is_dir() else ("name", "revision")
+        hashes = ("weights",) if "weights" in manifest[name] else ("fingerprint",)
+        keys = hashes if Path(source.path).is_dir() else ("name", "revision")
         described = describe_model(source, trust_remote_code=pair.trust_remote_code) if Path(source.path).is_dir() else {}
         described = described or {"name": source.path, "revision": source.revision}
         here |= {f"{name} {key}": described[key] for key in keys}

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
-from data_gen.store.manifest import describe_model
+from data_gen.store.identity import describe_model, same_model
 from heads.model.head import AcceptanceHead
 
 _REMEDY = "use a head that was trained for this run, or set decode.allow_foreign_heads to true"
@@ -61,14 +61,13 @@ def description_of(model: PreTrainedModel) -> dict[str, Any]:
 def _differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of different models; what one of them does not say is not held against it.
 
-    The fingerprint of the weights decides, or the commit on the hub: either recognises a copy under another path. Descriptions that share
+    The weights decide, or the commit on the hub: either recognises a copy under another path. Descriptions that share
     neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by their revisions.
     """
     if _both_say("hidden_size", there, here) and there["hidden_size"] != here["hidden_size"]:
         return True
-    for key in ("fingerprint", "commit"):
-        if _both_say(key, there, here):
-            return bool(there[key] != here[key])
+    if (same := same_model(there, here)) is not None:
+        return not same
     if _both_say("name", there, here) and Path(there["name"]).name != Path(here["name"]).name:
         return True
     return _both_say("revision", there, here) and there["revision"] != here["revision"]
@@ -87,5 +86,5 @@ def _named_apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str
 
 
 def _exactly(description: Mapping[str, Any]) -> str:
-    keys = ("fingerprint", "commit", "revision", "hidden_size")
+    keys = ("weights", "fingerprint", "commit", "revision", "hidden_size")
     return next((f"{key} {description[key]}" for key in keys if description.get(key)), "unknown")

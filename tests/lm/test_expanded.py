@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import ModelSource
-from data_gen.store.manifest import describe_model
+from data_gen.store.identity import describe_model
 from lm import CachedModel, CompiledModel, expanded, load_model, make_cache
 from lm.expanded import expand
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build

@@ -56,12 +56,15 @@ def test_every_known_form_of_record_is_read(record, expected):
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one message of the user"),
         ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
         ('{"prompt": 5}', r":2: expected prompt to be a string, got 5"),
+        ('{"prompt": null}', r":2: expected prompt to be a string, got None"),
+        ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, got half a character"),
+        ('{"prompt": "\xff"}', r":2: the line is no text in UTF-8"),
         ('{"id": "0", "prompt": "again"}', r":2: id '0' stands on an earlier line too"),
     ],
 )
 def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="latin-1")
     with pytest.raises(ValueError, match=complaint) as error:
         read_jsonl(path)
     assert str(path) in str(error.value)
@@ -102,7 +105,7 @@ def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
     path.write_text('{"prompt": "only"}\n')
     with pytest.raises(ValueError, match=r"num_train is 9 .* has 1 train prompts; set data.num_train=1"):
         load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
-    with pytest.raises(FileNotFoundError, match="neither a known set nor a file; set it to stories, alpaca"):
+    with pytest.raises(FileNotFoundError, match="neither there nor known; set it to stories, alpaca"):
         load_prompts(DataConfig(prompts="nowhere"), "train")
 
 
@@ -111,7 +114,7 @@ def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypat
     parts = {"train": [{"question": f"t{number}", "answer": ""} for number in range(10)], "test": [{"question": "own test", "answer": ""}]}
     requests = []
 
-    def records(place, part, name):
+    def records(place, part):
         requests.append((place.path, place.name, part))
         return parts[part]
 
@@ -124,7 +127,7 @@ def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypat
 
 def test_a_set_whose_fields_have_other_names_is_read_by_its_own(monkeypatch):
     record = {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []}
-    monkeypatch.setattr(hub, "_records", lambda place, part, name: [record])
+    monkeypatch.setattr(hub, "_records", lambda place, part: [record])
     config = DataConfig(prompts="mt_bench", num_train=0, num_dev=0, num_test=1)
     assert load_prompts(config, "test") == [Prompt("81", ("one", "two"), category="writing")]
 

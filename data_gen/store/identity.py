@@ -1,0 +1,137 @@
+"""Which model it is, without loading it: a hub model by its commit, a local one by everything in its files that decides its logits.
+
+    weights        sha256 over all of the weights files (and the model's own code, where it has some)
+    config         sha256 over config.json and generation_config.json, without the version that wrote them
+    fingerprint    sha256 over the first and last MiB of each weights file: what descriptions held before `weights`, kept to recognise those
+
+Each large file is hashed once: its hash is kept in the user's cache under its path, size and time of change.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from configs.schema import ModelSource
+from data_gen.store.shards import write_atomic
+
+_SAMPLE_BYTES = 2**20
+_LARGE_BYTES = 2**26
+"""From this size on a file's hash is kept."""
+_SLOW_BYTES = 2**32
+"""From this size on the user is told what takes so long."""
+ADDED = ("weights", "config")
+"""Entries that descriptions of earlier versions lack."""
+_UNTOLD = ("transformers_version", "_name_or_path")
+
+
+def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Name, revision, commit and hashes of one model.
+
+    Raises:
+        FileNotFoundError: neither a local model directory nor a hub id that can be reached.
+        ValueError: its config does not fit together.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json of {source.path!r} is none that transformers reads: {' '.join(str(error).split())}") from error
+    folder = Path(source.path)
+    local = folder.is_dir()
+    return {
+        "name": folder.name if local else source.path,
+        "revision": source.revision,
+        "commit": getattr(model_config, "_commit_hash", None),
+        "fingerprint": _fingerprint(folder) if local else None,
+        "weights": _weights(folder) if local else None,
+        "config": _configs(folder) if local else None,
+        "dtype": source.dtype,
+        "hidden_size": model_config.get_text_config().hidden_size,
+    }
+
+
+def same_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool | None:
+    """Whether two descriptions are of the same weights; None where they share nothing that decides it."""
+    for key in ("weights", "fingerprint", "commit"):
+        if there.get(key) and here.get(key):
+            return bool(there[key] == here[key])
+    return None
+
+
+def file_sha256(path: Path, num_bytes: int | None = None) -> str:
+    """sha256 of a file, or of its first bytes."""
+    digest, left = hashlib.sha256(), path.stat().st_size if num_bytes is None else num_bytes
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, _SAMPLE_BYTES))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _weights(folder: Path) -> str:
+    paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
+    return _digest([f"{path.name} {sha256}" for path, sha256 in zip(paths, _hashes(paths), strict=True)])
+
+
+def _hashes(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file, from the cache where it is known."""
+    cache = _cache_path()
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # none yet, or none that can be read: everything is hashed again
+        known = dict(json.loads(cache.read_text()))
+    names = [_cache_name(path) for path in paths]
+    new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
+    num_bytes = sum(path.stat().st_size for path in new.values())
+    if num_bytes >= _SLOW_BYTES:
+        print(f"{paths[0].parent}: hashing {num_bytes / 1e9:,.0f} GB of weights, once", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor() as pool:
+        hashed = dict(zip(new, pool.map(file_sha256, new.values()), strict=True))
+    if large := {name: hashed[name] for name, path in new.items() if path.stat().st_size >= _LARGE_BYTES}:
+        with suppress(OSError, ValueError):  # a home that cannot be written to: hashed again the next time
+            write_atomic(cache, json.dumps(known | large, indent=0).encode())
+    return [(known | hashed)[name] for name in names]
+
+
+def _cache_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "acceptance-heads" / "sha256.json"
+
+
+def _cache_name(path: Path) -> str:
+    facts = path.stat()
+    return f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+
+
+def _configs(folder: Path) -> str:
+    found = []
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        values = json.loads(path.read_text()) if path.is_file() else {}
+        found.append({key: value for key, value in values.items() if key not in _UNTOLD})
+    return _digest([json.dumps(found, sort_keys=True)])
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

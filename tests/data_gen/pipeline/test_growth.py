@@ -1,0 +1,187 @@
+"""Data grows, batches change and memory runs out without losing a shard; what decides rows is still refused when it differs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from on_disk import files_of
+
+from data_gen.labels.labeller import Labeller
+from data_gen.pipeline.command import make
+from data_gen.store.manifest import settle
+from data_gen.store.rows import POSITION_COLUMNS, read_rows
+from data_gen.store.shards import list_shards, read_sidecar, rows_path
+
+CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+
+
+def rows_of(config) -> list[dict]:
+    return [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+
+
+def assert_same_rows(rows, others):
+    for row, other in zip(rows, others, strict=True):
+        assert {name: row[name] for name in row if name not in POSITION_COLUMNS} == {
+            name: other[name] for name in other if name not in POSITION_COLUMNS
+        }
+        for name in POSITION_COLUMNS:
+            torch.testing.assert_close(torch.tensor(row[name]), torch.tensor(other[name]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_larger_run_keeps_the_shards_of_the_smaller_one_byte_for_byte(toy_config, with_data, tmp_path, capsys):
+    few = with_data(toy_config, num_train=4, num_test=2)
+    make(few)
+    before = files_of(few.data.dir)
+    make(toy_config)
+    after = files_of(few.data.dir)
+    assert {name: after[name] for name in before} == before
+    assert [read_sidecar(path)["rows"] for path in list_shards(few.data.dir, "train")] == [3, 1, 3, 1]
+    whole = with_data(toy_config, dir=str(tmp_path / "at once"))
+    make(whole)
+    assert [row["id"] for row in rows_of(toy_config)] == [row["id"] for row in rows_of(whole)]
+
+    rows_path(few.data.dir, "train", 1).unlink()
+    make(toy_config)
+    assert files_of(few.data.dir) == after, "a lost shard of the smaller run is made as it was"
+
+    capsys.readouterr()
+    make(few)
+    assert "3 shards beyond data.num_* are there and stay" in capsys.readouterr().out
+    assert files_of(few.data.dir) == after
+
+
+def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
+    make(toy_config)
+    for index in range(3):
+        rows_path(toy_config.data.dir, "train", index).unlink()
+    make(with_data(toy_config, num_train=2))
+    assert [rows_path(toy_config.data.dir, "train", index).is_file() for index in range(3)] == [True, False, False]
+
+
+def test_other_prompts_do_not_join_the_data(toy_config, with_data, prompts_file):
+    make(with_data(toy_config, num_train=4))
+    prompts_file.write_text(prompts_file.read_text().replace("Say it", "Write it"))
+    with pytest.raises(ValueError, match=r"differs in split\.train\.0\.sha256"):
+        make(toy_config)
+    prompts_file.write_text('{"id": "one", "prompt": "x"}\n')
+    with pytest.raises(ValueError, match="was made of 4 train prompts, not of these"):
+        make(with_data(toy_config, num_train=1, num_test=0))
+
+
+def test_a_shard_made_in_other_batches_has_the_same_rows(toy_config, with_data):
+    make(toy_config)
+    before = rows_of(toy_config)
+    rows_path(toy_config.data.dir, "train", 1).unlink()
+    make(with_data(toy_config, batch_size=3, chunk_mb=1))
+    assert_same_rows(rows_of(toy_config), before)
+    assert [read_sidecar(path)["batch_size"] for path in list_shards(toy_config.data.dir, "train")] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_ALLOCATOR), MemoryError()])
+def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(toy_config, with_data, tmp_path, monkeypatch, capsys, error):
+    make(toy_config)
+    label = Labeller.label
+
+    def label_or_fail(self, *arguments, **named):
+        if self.batch_size > 1:
+            raise error
+        return label(self, *arguments, **named)
+
+    monkeypatch.setattr(Labeller, "label", label_or_fail)
+    config = with_data(toy_config, dir=str(tmp_path / "poor"), batch_size=64)
+    make(config)
+    assert "out of memory at train-00000 with data.batch_size 64; going on with 1" in capsys.readouterr().err
+    assert_same_rows(rows_of(config), rows_of(toy_config))
+    assert read_sidecar(rows_path(config.data.dir, "test", 0))["batch_size"] == 1
+
+
+def test_too_little_memory_for_one_sequence_ends_in_one_line_and_other_errors_are_not_caught(toy_config, monkeypatch):
+    expectations = [(MemoryError(), ValueError, "one sequence at a time; lower data.chunk_mb"), (RuntimeError("x"), RuntimeError, "x")]
+    for error, kind, message in expectations:
+        monkeypatch.setattr(Labeller, "label", lambda *arguments, error=error, **named: (_ for _ in ()).throw(error))
+        with pytest.raises(kind, match=message):
+            make(toy_config)
+
+
+def test_another_file_of_responses_is_refused_and_a_longer_one_goes_on(toy_config, with_data, tmp_path):
+    path = tmp_path / "responses.jsonl"
+    lines = [json.dumps({"id": f"p{index}", "response_ids": [5 + index, 1]}) + "\n" for index in range(12)]
+    path.write_text("".join(lines))
+    config = with_data(toy_config, source="file", responses=str(path), num_train=4)
+    make(config)
+    before = files_of(config.data.dir)
+    path.write_text("".join(lines) + '{"id": "later", "response": "x"}\n')
+    make(with_data(config, num_train=8))
+    after = files_of(config.data.dir)
+    assert {name: after[name] for name in before} == before
+    path.write_text("".join(lines).replace("[5, 1]", "[6, 1]") + '{"id": "later", "response": "x"}\n')
+    with pytest.raises(ValueError, match=r"differs in responses\.0\.sha256"):
+        make(config)
+
+
+def test_data_of_an_earlier_version_goes_on(toy_config, with_data, capsys):
+    few = with_data(toy_config, num_train=4)
+    make(few)
+    path = Path(few.data.dir) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["split"] = {name: parts[0] for name, parts in manifest["split"].items()}
+    for name in ("server", "responses"):
+        del manifest[name]
+    for model in ("target", "draft"):
+        del manifest[model]["weights"], manifest[model]["config"]
+    path.write_text(json.dumps(manifest | {"batch_size": 64, "chunk_mb": 64}))
+    before = files_of(few.data.dir)
+    make(toy_config)
+    assert "(2 made now)" in capsys.readouterr().out.splitlines()[-1]
+    assert before.items() <= files_of(few.data.dir).items()
+    pair = replace(toy_config.pair, draft=toy_config.pair.target)
+    with pytest.raises(ValueError, match=r"draft\.name"):
+        make(replace(toy_config, pair=pair))
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        ("null", "expected a JSON object, got NoneType"),
+        ("{}", "differs in format: None there, 1 in this run"),
+        ('{"format": 1, "target": null}', "target is 'None', and an object is expected; put the original back"),
+        ('{"format": 1, "split": {"train": [3]}}', "no list of parts"),
+        ('{"format": 1, "split": {"train": [{"prompts": "many", "sha256": ""}]}}', "no list of parts"),
+        ('{"format": 1, "responses": 5}', "no list of parts"),
+        ('{"format": 1', "no whole JSON"),
+    ],
+)
+def test_a_broken_manifest_is_refused_in_one_line(toy_config, broken, complaint):
+    path = Path(toy_config.data.dir) / "manifest.json"
+    path.parent.mkdir()
+    path.write_text(broken)
+    with pytest.raises(ValueError, match=complaint):
+        make(toy_config)
+    assert path.read_text() == broken
+
+
+def test_what_a_server_is_asked_for_is_compared_and_how_often_is_not(tmp_path):
+    manifest = {"server": {"model": "a", "kind": "vllm", "extra": {"add_special_tokens": False}}, "recorded": {}}
+    settle(tmp_path, manifest)
+    settle(tmp_path, manifest)
+    with pytest.raises(ValueError, match=r"differs in server\.extra\.add_special_tokens: False there, None in"):
+        settle(tmp_path, manifest | {"server": {"model": "a", "kind": "vllm", "extra": {}}})
+
+
+@pytest.mark.parametrize("changes", [{"problems": None}, {"ok": "many"}, {"problems": [5]}, {"input": 9}, {"bytes": None}])
+def test_a_broken_sidecar_is_named_or_its_shard_made_again(toy_config, with_data, changes):
+    config = with_data(toy_config, num_train=3, num_test=0)
+    make(config)
+    sidecar = Path(config.data.dir) / "rows" / "train-00000.parquet.json"
+    whole = sidecar.read_text()
+    sidecar.write_text(json.dumps(json.loads(whole) | changes))
+    if "bytes" in changes:
+        make(config)
+    else:
+        with pytest.raises(ValueError, match=r"train-00000\.parquet\.json: .*; delete it and run the same command again"):
+            make(config)
+        sidecar.unlink()
+        make(config)
+    assert sidecar.read_text() == whole

@@ -1,0 +1,208 @@
+"""Prompt sets of every form that `datasets` reads, and several of them at once."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from configs.command import config_of, parser_for
+from configs.schema import DataConfig, PromptSource
+from data_gen.pipeline.command import make
+from data_gen.prompts import hub
+from data_gen.prompts.pool import load_prompts
+from data_gen.stats.command import stats
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import list_shards
+
+RECORDS = [{"question": f"q{number}", "key": f"k{number}"} for number in range(6)]
+COLUMNS = {"prompt": "question", "id": "key"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path) -> Path:
+    """The records, in the form that the path's ending names; a directory: Parquet in it."""
+    frame = pd.DataFrame(RECORDS)
+    if path.suffix in (".csv", ".tsv"):
+        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(RECORDS, indent=1))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    elif path.suffix == ".parquet":
+        frame.to_parquet(path)
+    else:
+        path.mkdir()
+        frame.to_parquet(path / "train.parquet")
+        frame.head(1).assign(key="own").to_parquet(path / "test.parquet")
+    return path
+
+
+def all_of(**source: object) -> dict[str, str]:
+    """Id -> text of every prompt of a set."""
+    config = DataConfig(prompts=PromptSource(**source), split_weights=(1, 0, 0), num_train=6)  # type: ignore[arg-type]
+    return {prompt.id: prompt.text for prompt in load_prompts(config, "train")}
+
+
+@pytest.mark.parametrize("name", ["set.csv", "set.tsv", "set.json", "set.jsonl", "set.parquet", "directory"])
+def test_every_form_is_read_under_a_column_map(tmp_path, name):
+    expected = {record["key"]: record["question"] for record in RECORDS}
+    assert all_of(path=str(write(tmp_path / name)), columns=COLUMNS) == expected
+
+
+def test_a_directory_may_have_a_test_part_of_its_own(tmp_path):
+    source = PromptSource(path=str(write(tmp_path / "directory")), test_split="test", columns=COLUMNS)
+    config = DataConfig(prompts=source, split_weights=(1, 0, 0), num_test=1)
+    assert [prompt.id for prompt in load_prompts(config, "test")] == ["own"]
+
+
+def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "gone"}]
+    sharegpt = [{"from": "human", "value": "v"}]
+    for name, column, value in (("a", "messages", messages), ("b", "conversations", sharegpt), ("c", "turns", ["w"])):
+        pd.DataFrame({column: [value]}).to_parquet(tmp_path / f"{name}.parquet")
+    found = [
+        load_prompts(DataConfig(prompts=str(tmp_path / f"{name}.parquet"), num_train=1, split_weights=(1, 0, 0)), "train")[0].turns
+        for name in "abc"
+    ]
+    assert found == [("u",), ("v",), ("w",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.parquet", "PAR1", r"prompt set .*a\.parquet: "),
+        ("a.json", '[{"prompt": "x"}, 5]', r"a\.json record 1: expected a JSON object, got int"),
+        ("a.json", '[{"prompt": "x"}', r"a\.json: expected an array of JSON objects; Expecting ',' delimiter"),
+        ("a.csv", "prompt\nx\ny,z\n", r"prompt set .*a\.csv: "),
+        ("a.csv", "other\n1\n", r"a\.csv \[train\] record 0: expected one of the fields"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=complaint) as error:
+        all_of(path=str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"set\.json record 0: no column 'ask', which columns names; there are key, question"):
+        all_of(path=str(write(tmp_path / "set.json")), columns={"prompt": "ask"})
+
+
+def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
+    def load_dataset(path, name, **options):
+        raise ConnectionError(f"Couldn't reach {path!r}\non the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(
+        FileNotFoundError, match=r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on"
+    ):
+        all_of(path="org/name", name="main", split="validation")
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
+    monkeypatch.setattr(hub, "_records", lambda *arguments: pytest.fail("the hub was asked"))
+    for path in ("folder/gone.jsonl", "./folder/gone", "/folder/gone", "gone"):
+        with pytest.raises(FileNotFoundError, match="neither there nor known"):
+            all_of(path=path)
+
+
+def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, with_data, tmp_path):
+    prompts = [{"id": "whole", "prompt": "x"}, {"id": "half", "prompt": "\ud83d"}, {"id": "inner", "prompt": "y", "input": "\udc00"}]
+    responses = [{"id": "whole", "response": "\ud83d"}]
+    for name, records in (("prompts", prompts), ("responses", responses)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = with_data(
+        toy_config,
+        prompts=str(tmp_path / "prompts.jsonl"),
+        source="file",
+        responses=str(tmp_path / "responses.jsonl"),
+        max_error_share=1.0,
+        split_weights=(1, 0, 0),
+        num_train=3,
+        num_test=0,
+    )
+    make(config)
+    problems = [json.loads(line) for line in (Path(config.data.dir) / "errors.jsonl").read_text().splitlines()]
+    assert {problem["id"]: (problem["outcome"], problem["reason"].split(",")[0]) for problem in problems} == {
+        "whole": ("error", "response with a lone surrogate"),
+        "half": ("skipped", "prompt with a lone surrogate"),
+        "inner": ("skipped", "prompt with a lone surrogate"),
+    }
+
+
+@pytest.fixture
+def two_sets(tmp_path) -> tuple[PromptSource, PromptSource]:
+    """Sixty prompts and twenty, ids alike; the first is to give three times as many."""
+    for name, count in (("large", 60), ("small", 20)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"id": {number}, "prompt": "{name}"}}\n' for number in range(count)))
+    return PromptSource(path=str(tmp_path / "large.jsonl"), weight=3.0), PromptSource(path=str(tmp_path / "small.jsonl"))
+
+
+def test_several_sets_are_drawn_by_their_weights_at_any_size(two_sets):
+    for count in (4, 10, 40):
+        prompts = load_prompts(DataConfig(prompts=two_sets, split_weights=(4, 1, 0), num_train=count), "train")
+        num_large = sum(prompt.set == "large" for prompt in prompts)
+        assert abs(num_large - 0.75 * count) < 1
+        assert len({prompt.id for prompt in prompts}) == count
+        assert all(prompt.id.startswith(f"{prompt.set}/") for prompt in prompts)
+    fewer = load_prompts(DataConfig(prompts=two_sets, split_weights=(4, 1, 0), num_train=9), "train")
+    assert prompts[:9] == fewer
+
+
+def test_several_sets_split_each_as_it_would_be_alone(two_sets):
+    together = load_prompts(DataConfig(prompts=two_sets, split_weights=(1, 1, 0), num_dev=20), "dev")
+    for source in two_sets:
+        alone = load_prompts(DataConfig(prompts=source, split_weights=(1, 1, 0), num_dev=10), "dev")
+        name = Path(source.path).stem
+        mixed = [prompt.id.removeprefix(f"{name}/") for prompt in together if prompt.set == name]
+        assert mixed[:10] == [prompt.id for prompt in alone][: len(mixed)]
+
+
+def test_a_list_of_one_is_that_one(two_sets):
+    of = {"split_weights": (1, 0, 0), "num_train": 9}
+    path = two_sets[0].path
+    assert load_prompts(DataConfig(prompts=(path,), **of), "train") == load_prompts(DataConfig(prompts=path, **of), "train")
+
+
+def test_sets_that_cannot_be_mixed_are_refused(two_sets):
+    with pytest.raises(ValueError, match=r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80"):
+        load_prompts(DataConfig(prompts=two_sets, split_weights=(1, 0, 0), num_train=99), "train")
+    for prompts, complaint in (
+        ((two_sets[0], two_sets[0]), "'large' twice"),
+        ((), "empty list"),
+        ((PromptSource(path="x", weight=0.0), "y"), "weight of x in data.prompts is 0"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load_prompts(DataConfig(prompts=prompts, num_train=1), "train")
+
+
+def test_rows_tell_the_sets_apart(toy_config, with_data, two_sets):
+    config = with_data(toy_config, prompts=two_sets, split_weights=(1, 0, 1), num_train=4, num_test=0)
+    make(config)
+    rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+    assert [row["set"] for row in rows] == [row["id"].split("/")[0] for row in rows]
+    assert {row["set"] for row in rows} == {"large", "small"}
+    (part,) = json.loads((Path(config.data.dir) / "manifest.json").read_text())["split"]["train"]
+    assert part["sets"] == {"large": 3, "small": 1}
+    summary = stats(config, plots=False)
+    assert {name: summary[f"set {name}"]["rows"] for name in part["sets"]} == part["sets"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a.jsonl", "a.jsonl"),
+        ('{"path": "a", "columns": {"prompt": "question"}}', PromptSource(path="a", columns={"prompt": "question"})),
+        ('["a", {"path": "b", "weight": 2}]', ("a", PromptSource(path="b", weight=2.0))),
+    ],
+)
+def test_a_yaml_names_one_set_or_several(value, expected):
+    parser = parser_for(make)
+    parsed = parser.parse_args(["--pair.target.path", "t", "--pair.draft.path", "d", "--data.prompts", value])
+    assert config_of(parser, parsed).data.prompts == expected

@@ -1,0 +1,69 @@
+"""What a model is: all of its weights, hashed once; and what older descriptions still recognise."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from configs.schema import ModelSource
+from data_gen.store import identity
+from data_gen.store.identity import describe_model, same_model
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A directory with 4 MiB of weights, and a function that changes one number in their middle."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_LARGE_BYTES", 1)
+    folder = tmp_path / "model"
+    LlamaConfig(hidden_size=64).save_pretrained(folder)
+    save_file({"weight": torch.zeros(2**20)}, folder / "model.safetensors")
+
+    def change():
+        weights = load_file(folder / "model.safetensors")["weight"].clone()
+        weights[2**19] += 1
+        save_file({"weight": weights}, folder / "model.safetensors")
+
+    return ModelSource(path=str(folder)), change
+
+
+def test_one_changed_weight_anywhere_is_another_model(model):
+    source, change = model
+    before = describe_model(source)
+    change()
+    after = describe_model(source)
+    assert before["fingerprint"] == after["fingerprint"]
+    assert same_model(before, after) is False
+    assert same_model({"fingerprint": before["fingerprint"]}, after) is True, "descriptions of earlier versions know no more"
+    assert same_model({"commit": None}, after) is None
+
+
+def test_a_large_file_is_hashed_once(model, monkeypatch):
+    source, change = model
+    first = describe_model(source)
+    monkeypatch.setattr(identity, "file_sha256", lambda path: "hashed again")
+    assert describe_model(source) == first
+    change()
+    assert describe_model(source)["weights"] != first["weights"]
+    (identity._cache_path()).write_text("{")
+    describe_model(source)  # a broken cache is only slower
+
+
+def test_a_config_that_decides_logits_is_compared_and_its_version_is_not(model):
+    source, _ = model
+    before = describe_model(source)["config"]
+    path = Path(source.path) / "config.json"
+    path.write_text(re.sub('"transformers_version": ".*?"', '"transformers_version": "0"', path.read_text()))
+    assert describe_model(source)["config"] == before
+    LlamaConfig(hidden_size=64, rms_norm_eps=0.1).save_pretrained(source.path)
+    assert describe_model(source)["config"] != before
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(model, tmp_path, monkeypatch):
+    source, _ = model
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert describe_model(source)["weights"]
