@@ -41,8 +41,9 @@ def order_of(data: DataConfig) -> Order:
     for split in SPLITS:
         there, num_asked = _ends_there(data, split), getattr(data, f"num_{split}")
         ends = there if there and num_asked <= there[-1] else [*there, num_asked]
+        size: dict[str, Any] = {f"num_{split}": ends[-1]}
         try:
-            prompts = load_prompts(replace(data, **{f"num_{split}": ends[-1]}), split)
+            prompts = load_prompts(replace(data, **size), split)
         except ValueError as error:
             if ends[-1] == num_asked:
                 raise
