@@ -26,6 +26,8 @@ class Arm(NamedTuple):
     timed: Timed
     is_foreign: bool = False
     """Its head was trained under another sampling."""
+    on_dev: float | None = None
+    """Tokens per second that were predicted when dev chose its setting."""
 
 
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:

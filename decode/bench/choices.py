@@ -30,6 +30,8 @@ class Chosen(NamedTuple):
 
     setting: str
     policy: Policy
+    on_dev: float | None = None
+    """Tokens per second predicted of dev; unknown of a policy that was named."""
 
     def is_foreign(self, sampling: Sampling) -> bool:
         """Was one of its heads trained under another sampling?"""
@@ -77,12 +79,11 @@ class Choices:
         for family in families:
             if family not in known:
                 raise ValueError(f"there is no family {family!r} here; one of {', '.join(known)}")
-        chosen = {}
-        for family, (arm, place) in known.items():
-            if not families or family in (*families, "fixed_length"):
-                setting = arm.grid.settings[place]
-                chosen[family] = Chosen(label_of(arm.grid.name, setting), replace(arm.grid.policy, **setting))  # type: ignore[type-var]
-        return chosen
+        return {
+            family: Chosen(label_of(pick.arm.grid.name, pick.arm.grid.settings[pick.setting]), pick.policy, pick.tokens_per_s_on_dev(cost))
+            for family, pick in known.items()
+            if not families or family in (*families, "fixed_length")
+        }
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Chosen]:
         """The policies that these specs write down (`decode.policies.registry`)."""

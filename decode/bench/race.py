@@ -28,6 +28,7 @@ from lm import Pair, Sampling
 
 SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling(), "nucleus": Sampling(temperature=0.7, top_p=0.9)}
 ALONE = "target_alone"
+_KEPT = ("family", "setting", "is_foreign", "on_dev")
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
 
@@ -117,8 +118,7 @@ class Race:
             "num_tokens": self._terms.num_tokens,
             "default_schedule": about(),
             "arms": [
-                {"family": arm.family, "setting": arm.setting, "is_foreign": arm.is_foreign, "seconds": [row[place] for row in rows]}
-                for place, arm in arms.items()
+                {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]} for place, arm in arms.items()
             ],
         }
 
@@ -151,7 +151,13 @@ class Race:
             is_compiled=decode.compile,
         )
         arms = {
-            name: Arm(name.partition(":")[0], one.setting, generations_of(loop.decoder(one.policy), num_tokens), one.is_foreign(sampling))
+            name: Arm(
+                name.partition(":")[0],
+                one.setting,
+                generations_of(loop.decoder(one.policy), num_tokens),
+                one.is_foreign(sampling),
+                one.on_dev,
+            )
             for name, one in {ALONE: Chosen("-", FixedLength(0)), **chosen}.items()
         }
         schedules = {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}

@@ -3,8 +3,8 @@
     gain      tokens per second over all prompts / of the other arm - 1, with the 95 % interval of the paired bootstrap over prompts
     median    of the ratios prompt by prompt, which a prompt on which the machine was disturbed cannot move
 
-The best fixed length is the one that dev chose, or of those that were named the fastest on the timed prompts. The best training-free policy
-and the best constant schedule are the fastest on the timed prompts: a favour to them.
+The best fixed length and the best training-free policy are those that dev chose, or of those that were named the fastest on the timed
+prompts; the best constant schedule is the fastest on the timed prompts: a favour to transformers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,9 +57,11 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
     groups = {rival: (rival,) for rival in (BASELINE, ALONE, *SCHEDULES)} | {TRAINING_FREE: tuple(POLICIES.keys() - {"head"})}
     rivals = {}
     for rival, families in groups.items():
-        members = [own for arm, own in zip(cell["arms"], spent, strict=True) if arm["family"] in families]
+        members = [
+            (arm.get("on_dev") or own.tokens_per_s, own) for arm, own in zip(cell["arms"], spent, strict=True) if arm["family"] in families
+        ]
         if members:
-            rivals[rival] = max(members, key=lambda own: own.tokens_per_s)
+            rivals[rival] = max(members, key=lambda member: member[0])[1]
     if BASELINE not in rivals:
         raise ValueError("no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5")
     return [

@@ -120,6 +120,8 @@ def test_the_best_training_free_policy_is_what_heads_have_to_lead():
     ]
     cell = CELL | {"arms": [*CELL["arms"], *arms]}
     assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), "over entropy, and not over a head that was named"
+    of_dev = [arm | {"on_dev": {"entropy": 1.0, "max_prob": 2.0}.get(arm["family"], 0.5)} for arm in cell["arms"]]
+    assert standings_of(cell | {"arms": of_dev})[-2].over["training-free"].value == pytest.approx(2.0), "the one that dev chose"
     table = summary_table([(cell, standings_of(cell))])
     assert list(table.columns[2].cells) == ["best head, drawn-time", "auto, drawn-time head"]
     assert list(table.columns[5].cells) == ["+100.0 (+0, +200)"] * 2
