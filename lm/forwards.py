@@ -12,6 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+_MIN_FILLED = 0.8
+"""Of the length of a group's longest sequence, what the shortest should have at least."""
+_ENOUGH_TOKENS = 512
+"""A forward over fewer tokens costs more than padding does."""
+
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """The device that takes token ids: that of the input embeddings, also in a model that is spread over several devices."""
@@ -47,6 +52,23 @@ def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], voc
     # Gemma 2 and its kin squash their logits after the output layer.
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def alike(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Which sequences share a forward: groups of at most `size`, longest first, so that a lack of memory shows at once.
+
+    A group ends before a sequence that would be padded by more than a fifth, once it holds `_ENOUGH_TOKENS`: fewer do not fill a processor.
+
+    Worked example: lengths (3, 5, 4) in groups of 2 give [1, 2] and [0].
+    """
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        is_full = not groups or len(groups[-1]) == size
+        if is_full or (lengths[place] < _MIN_FILLED * longest and len(groups[-1]) * longest >= _ENOUGH_TOKENS):
+            groups.append([])
+        groups[-1].append(place)
+    return groups
 
 
 def chunk_rows(vocab_size: int, chunk_mb: int) -> int:

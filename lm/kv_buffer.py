@@ -21,6 +21,23 @@ def keep(cache: DynamicCache, rows: Tensor) -> None:
     cache.reorder_cache(rows.long())  # type: ignore[arg-type]  # which every kind of layer has, and which takes any number of rows
 
 
+def takes_turns(cache: DynamicCache) -> bool:
+    """Whether a sequence of the batch may take the place of another (`seat`) and positions may be forgotten: attention layers can."""
+    return all(isinstance(layer, BufferLayer) for layer in cache.layers)
+
+
+def seat(cache: DynamicCache, other: DynamicCache, rows: Tensor, num_rows: int) -> None:
+    """Write the sequences of another cache over `rows`, in every layer: see `BufferLayer.seat`."""
+    for layer, new in zip(cache.layers, other.layers, strict=True):
+        layer.seat(new, rows, num_rows)  # type: ignore[union-attr]  # `takes_turns`
+
+
+def forget(cache: DynamicCache, count: int) -> None:
+    """Forget the first positions of every sequence, in every layer."""
+    for layer in cache.layers:
+        layer.forget(count)  # type: ignore[union-attr]  # `takes_turns`
+
+
 def _layer(layer: Any, capacity: int) -> Any:
     if type(layer) is DynamicLayer:
         return BufferLayer(capacity)

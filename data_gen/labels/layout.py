@@ -1,6 +1,6 @@
-"""Where each row's positions are in a shard's flat [token] tensors, and which rows share a forward."""
+"""Where each row's positions are in a shard's flat [token] tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -34,15 +34,6 @@ class Layout:
     def positions(self, rows: Sequence[int]) -> Int[Tensor, " token"]:
         """Flat positions of some rows, in the order of `rows`."""
         return torch.cat([torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
-
-    def batches(self, costs: Sequence[int], size: int) -> Iterator[list[int]]:
-        """Groups of `size` rows, longest first, so that there is little padding and a lack of memory shows at once.
-
-        Args:
-            costs: length of each row's forward, prompt included.
-        """
-        order = sorted(range(len(self.lengths)), key=lambda row: (-costs[row], row))
-        return (order[start : start + size] for start in range(0, len(order), size))
 
     def order(self, times: int) -> Int[Tensor, " token"]:
         """Flat positions such that values[order] holds each row `times` times before the next."""

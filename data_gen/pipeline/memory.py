@@ -1,7 +1,7 @@
 """How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights, no tokenizer.
 
     weights      parameters x bytes of the dtype
-    KV cache     sequences x positions x 2 x layers x KV heads x head width x bytes
+    KV cache     sequences x (positions + a few spare) x 2 x layers x KV heads x head width x bytes
     activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP widths; the body
                  keeps nothing for a backward, and attention does not write its matrix out
     logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24 bytes in all;
@@ -21,6 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource
+from data_gen.responses.in_process import SPARE_POSITIONS
 from lm import load_config, num_weights
 
 GB = 1e9
@@ -170,7 +171,7 @@ def _weights(sizes: dict[str, Size]) -> dict[str, float]:
 def _responses(target: Size, data: DataConfig) -> dict[str, float]:
     """Per sequence, while the target answers."""
     return {
-        "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens),
+        "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS),
         "activations": target.activations_per_position * data.max_prompt_tokens,
         "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
     }

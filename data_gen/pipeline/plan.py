@@ -27,8 +27,8 @@ from data_gen.store.rows import read_rows
 from data_gen.store.shards import rows_path
 from lm import free_memory, load_config
 
-_ROW_BYTES_PER_TOKEN = 40
-"""Upper bound of the Parquet bytes of one response position: six float32, two ids, a coin, and the text."""
+_ROW_BYTES_PER_TOKEN = 32
+"""Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
 _SAFETENSORS_BYTES_PER_TOKEN = 25
 """Bytes of one feature position without its hidden state: five float32, one int32, one bool."""
 
@@ -40,7 +40,6 @@ class Estimate:
     prompt_tokens: float
     response_tokens: float
     longest_response: int
-    """A batch takes as many decoding steps as its longest response has tokens."""
     row_bytes: float
     feature_bytes: float
     seconds: float | None
@@ -99,7 +98,10 @@ def _missing_or_none(data: DataConfig) -> list[ShardSpec] | None:
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     """The numbers of the report."""
-    num_batches = math.ceil(num_rows / min(data.batch_size, data.rows_per_shard))
+    num_shards = math.ceil(num_rows / data.rows_per_shard)
+    # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has ended
+    num_joining = max(0, num_rows - num_shards * min(data.batch_size, data.rows_per_shard))
+    num_steps = num_shards * estimate.longest_response + math.ceil(num_joining * estimate.response_tokens / data.batch_size)
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
     if data.mode == "sequential":
         disk_bytes *= 2  # the results of the earlier stages stay until the shard is whole
@@ -109,7 +111,7 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
         "rows": num_rows,
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
         "response_tokens": round(num_rows * estimate.response_tokens),
-        "target_decode_forwards": num_batches * estimate.longest_response if data.source == "transformers" else 0,
+        "target_decode_forwards": num_steps if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.features else 0)),
         "disk_bytes": round(disk_bytes),

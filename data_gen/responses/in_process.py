@@ -1,26 +1,33 @@
-"""Responses X ~ target (law 4.6), by the target in this process.
+"""Responses X ~ target (law 4.6), by the target in this process, in continuous batches.
 
-Requests of similar length share a batch, prompts are padded on the left, every step feeds one token per sequence through a KV cache, and
-sequences that have ended leave the batch. Token i of request j is drawn by inversion from uniform [j, i] of the shard, so the batches that
-requests happen to share change a response only through the rounding of the forwards.
+Every step feeds one token per sequence through a KV cache, and a sequence that has ended makes room for the next request, so a batch does
+not wait for its longest. All sequences end at the same position of the cache, the newest; what stands to the left of a sequence is masked,
+and forgotten once it belongs to none. Requests join longest prompt first, so that there is little of it, and prompts of similar length are
+read together. Token i of request j is drawn by inversion from uniform [j, i] of the shard, so the sequences that share a batch change a
+response only through the rounding of the forwards.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
 from lm.finite import refuse_non_finite
-from lm.forwards import device_of, logits_of
-from lm.kv_buffer import keep, make_cache
+from lm.forwards import alike, device_of, logits_of
+from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
 from lm.uniforms import draw, uniforms
 
 _MAX_SHARE_GOING = 0.85
-"""Ended sequences leave a batch once at most this share is still going: to remove them copies the cache, to keep them costs forwards."""
+"""Ended sequences leave a batch that nobody joins once at most this share is still going: to remove them copies the cache."""
+_MIN_SHARE_FREE = 1 / 16
+"""Requests join once this share of the batch is free: together they share a forward over their prompts."""
+SPARE_POSITIONS = 64
+"""Positions of a cache beyond its longest sequence, so that what it keeps moves to its front at most every so many steps."""
 
 
 @dataclass(frozen=True)
@@ -37,64 +44,128 @@ class TargetInProcess:
     keeps_states: bool = False
     """Also return the hidden states: labels then need no further forward of the target."""
 
+    @torch.inference_mode()
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         """Batched sampling of every request; the same requests and seed give the same responses."""
-        chance = uniforms(seed, len(requests), self.max_new_tokens)
         # Longest prompts first: little padding, and a lack of memory shows at once.
-        order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), index))
-        answers: dict[int, Response | Problem] = {}
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            generated = self._generate([requests[index].prompt_ids for index in batch], chance[batch], requests[batch[0]].id)
-            for index, (ids, states) in zip(batch, generated, strict=True):
-                answers[index] = Response(ids, "stop" if ids[-1] in self.eos_ids else "length", states)
-            progress(len(batch))
-        return [answers[index] for index in range(len(requests))]
+        waiting = deque(sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), index)))
+        batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
+        while len(batch.answers) < len(requests):
+            num_answered = len(batch.answers)
+            if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
+                batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
+            else:
+                batch.step(is_last=not waiting)
+            progress(len(batch.answers) - num_answered)
+        return [batch.answers[index] for index in range(len(requests))]
 
-    @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]], chance: Tensor, first_id: str) -> list[tuple[list[int], Tensor | None]]:
-        """Response ids to one batch, and the states from which they were drawn; `chance` is [batch, max_new_tokens]."""
-        device = device_of(self.model)
-        ids, mask = left_padded(prompts, device)
+
+class _Batch:
+    """Sequences that are being written, one per row; a row whose sequence has ended goes on unread until it is taken or removed."""
+
+    def __init__(self, source: TargetInProcess, requests: Sequence[Request], chance: Tensor) -> None:
+        self._source, self._requests, self._chance = source, requests, chance
+        self._device = device_of(source.model)
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._states: list[list[Tensor]] = [[] for _ in requests]
+        self.answers: dict[int, Response] = {}
+        self._owners: list[int | None] = []
+        """The request that each row answers."""
+
+    @property
+    def _going(self) -> list[int]:
+        """The rows whose sequences have not ended."""
+        return [row for row, owner in enumerate(self._owners) if owner is not None]
+
+    @property
+    def num_free(self) -> int:
+        """How many requests may join now."""
+        num_going = len(self._going)
+        return self._source.batch_size - num_going if num_going == 0 or takes_turns(self._cache) else 0
+
+    def join(self, indices: Sequence[int]) -> None:
+        """Read the prompts of further requests, longest first, and draw the first token of each."""
+        lengths = [len(self._requests[index].prompt_ids) for index in indices]
+        if not self._going:
+            self._cache = make_cache(self._source.model, lengths[0] + self._source.max_new_tokens + SPARE_POSITIONS)
+            self._owners, self._width = [None] * len(indices), lengths[0]
+            self._spans, self._newest = torch.zeros(2, len(indices), dtype=torch.int64)
+            """[row] tokens of its sequence in the cache, and its newest, which is not in there yet."""
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        if not takes_turns(self._cache):
+            self._read(indices, free, self._cache)
+            return
+        for group in alike(lengths, len(lengths)):
+            rows = [free[place] for place in group]
+            prompts = make_cache(self._source.model, lengths[group[0]])
+            self._read([indices[place] for place in group], rows, prompts)
+            seat(self._cache, prompts, torch.tensor(rows), len(self._owners))
+
+    def _read(self, indices: Sequence[int], rows: Sequence[int], cache: DynamicCache) -> None:
+        """Prompts -> `cache`, and the first token of each."""
+        ids, mask = left_padded([self._requests[index].prompt_ids for index in indices], self._device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # count from each prompt's first token, not from its padding
-        cache = make_cache(self.model, ids.shape[1] + self.max_new_tokens)
-        rows = torch.arange(len(prompts))  # which response each row of the shrinking batch belongs to
-        responses: list[list[int]] = [[] for _ in prompts]
-        steps: list[tuple[Tensor, Tensor]] = []
-        going = torch.ones(len(prompts), dtype=torch.bool)
-        for step in range(self.max_new_tokens):
-            output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-            hidden = output.last_hidden_state[:, -1]
-            logits = logits_of(self.model, hidden, self.vocab_size)
-            refuse_non_finite(logits, "the target", f"while it answered the batch of {first_id}")
-            tokens = draw(self.sampling.probs(logits), chance[rows, step])
-            if self.keeps_states:
-                steps.append((rows, hidden))
-            for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-                if going[place]:  # a sequence that has ended draws on until it leaves the batch; its tokens are ignored
-                    responses[row].append(token)
-                    going[place] = token not in self.eos_ids
-            if not going.any():
-                break
-            ids, positions = tokens.unsqueeze(-1).to(device), positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-            if going.sum() <= _MAX_SHARE_GOING * len(going):
-                stay = going.nonzero().squeeze(-1)
-                rows, going = rows[stay], going[stay]
-                stay = stay.to(device)
-                keep(cache, stay)
-                ids, positions, mask = ids[stay], positions[stay], mask[stay]
-        return list(zip(responses, _states_by_row(steps, [len(ids) for ids in responses]), strict=True))
+        hidden = self._forward(ids, mask, positions, cache)
+        for row, index in zip(rows, indices, strict=True):
+            self._owners[row] = index
+        self._spans[rows] = mask.sum(-1).cpu()
+        self._draw(hidden, rows)
 
+    def step(self, *, is_last: bool) -> None:
+        """One more token of every sequence.
 
-def _states_by_row(steps: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> list[Tensor | None]:
-    """Per step (rows of the batch, states [row, hidden]) -> per row [length, hidden]; None for each row without any step."""
-    if not steps:
-        return [None] * len(lengths)
-    by_row = steps[0][1].new_empty(len(lengths), len(steps), steps[0][1].shape[-1])
-    for step, (rows, states) in enumerate(steps):
-        by_row[rows.to(by_row.device), step] = states
-    return [row[:length].cpu() for row, length in zip(by_row, lengths, strict=True)]
+        Args:
+            is_last: nobody is going to join.
+        """
+        going = self._going
+        if len(going) <= _MAX_SHARE_GOING * len(self._owners) and (is_last or not takes_turns(self._cache)):
+            self._remove_all_but(going)
+            going = self._going
+        if takes_turns(self._cache):
+            span = int(self._spans[going].max())
+            forget(self._cache, self._width - span)
+            self._width = span
+        ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
+        mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans
+        hidden = self._forward(ids, mask.long(), spans, self._cache)
+        self._width += 1
+        self._spans += 1
+        self._draw(hidden[going], going)
+
+    def _remove_all_but(self, rows: Sequence[int]) -> None:
+        keep(self._cache, torch.tensor(rows))
+        self._owners = [self._owners[row] for row in rows]
+        self._spans, self._newest = self._spans[rows], self._newest[rows]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """[row, hidden] after the last token of each row."""
+        output = self._source.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return output.last_hidden_state[:, -1]
+
+    def _draw(self, hidden: Tensor, rows: Sequence[int]) -> None:
+        """The next token of some rows, from the states after their last; what has ended becomes an answer."""
+        source = self._source
+        owners = [index for row in rows if (index := self._owners[row]) is not None]
+        logits = logits_of(source.model, hidden, source.vocab_size)
+        refuse_non_finite(logits, "the target", f"while it answered {self._requests[owners[0]].id} and {len(owners) - 1} others")
+        counts = [len(self._tokens[index]) for index in owners]
+        drawn = draw(source.sampling.probs(logits), self._chance[owners, counts]).cpu()
+        self._newest[rows] = drawn
+        for row, index, token, state in zip(rows, owners, drawn.tolist(), hidden.unbind(), strict=True):
+            self._tokens[index].append(token)
+            if source.keeps_states:
+                self._states[index].append(state)
+            if token in source.eos_ids or len(self._tokens[index]) == source.max_new_tokens:
+                self._answer(index)
+                self._owners[row] = None
+
+    def _answer(self, index: int) -> None:
+        """The request's response is whole."""
+        ids, states = self._tokens[index], self._states[index]
+        self.answers[index] = Response(
+            ids, "stop" if ids[-1] in self._source.eos_ids else "length", torch.stack(states).cpu() if states else None
+        )
+        self._states[index] = []
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

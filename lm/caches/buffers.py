@@ -2,8 +2,10 @@
 
 transformers' `DynamicLayer` concatenates: every step copies every key and value, which at batch 64 costs more than the forward itself, and
 with one sequence a few percent of it. Here a layer writes into one buffer and hands out a view of what is filled; rolling back is a smaller
-number, and what lies beyond it is overwritten. A layer with a window (sliding or chunked attention) keeps everything too, and hands out the
-last of it: transformers' own drops what left the window, which a rejection may need again.
+number, and what lies beyond it is overwritten. Positions that no sequence needs are forgotten at the front by counting too, and a sequence
+may take the place of one that has ended: a batch whose sequences come and go copies little but what is new. A layer with a window (sliding
+or chunked attention) keeps everything too, and hands out the last of it: transformers' own drops what left the window, which a rejection
+may need again.
 """
 
 import torch
@@ -12,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class BufferLayer(DynamicLayer):
-    """One attention layer's keys and values, [batch, head, capacity, dim], of which the first `length` positions are filled."""
+    """One attention layer's keys and values, [batch, head, capacity, dim], of which `length` positions from `first` on are filled."""
 
     def __init__(self, capacity: int) -> None:
         """Args:
@@ -20,7 +22,7 @@ class BufferLayer(DynamicLayer):
         """
         super().__init__()
         self.capacity = capacity
-        self.length = 0
+        self.first = self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -28,12 +30,13 @@ class BufferLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        start, self.length = self.length, self.length + key_states.shape[-2]
-        if start == 0 and not self._fits(key_states):
+        filled, num_new = self.length, key_states.shape[-2]
+        if filled == 0 and not self._fits(key_states):
             self.lazy_initialization(key_states, value_states)
-        if self.length > self.capacity:
-            self._grow(start)
-        num_new = self.length - start
+        self.length += num_new
+        if self.first + self.length > self.capacity:
+            self._make_room(filled)
+        start = self.first + filled
         self._keys.narrow(2, start, num_new).copy_(key_states)
         self._values.narrow(2, start, num_new).copy_(value_states)
         return self._view()
@@ -51,7 +54,32 @@ class BufferLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
-        self.length = 0
+        self.first = self.length = 0
+
+    def forget(self, count: int) -> None:
+        """Forget the first positions of every sequence."""
+        self.first, self.length = self.first + count, self.length - count
+
+    def seat(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
+        """Write the sequences of another layer over `rows`, their last positions at this layer's last. What stands to the left of a shorter
+        one is finite and not its own: the mask has to hide it.
+
+        Args:
+            other: of at most as many positions, unless this layer is empty.
+            rows: which sequences of this layer, one for each of the other.
+            num_rows: sequences of this layer, if it is empty.
+        """
+        if not self.is_initialized:
+            self.dtype, self.device = other.dtype, other.device
+            shape = (num_rows, other._keys.shape[1], self.capacity, other._keys.shape[3])
+            self._keys, self._values = (buffer.new_zeros(shape) for buffer in (other._keys, other._values))
+            self.is_initialized = True
+        if self.length < other.length:
+            assert self.length == 0, "sequences that are there would have to move"
+            self.length = other.length
+        end, rows = self.first + self.length, rows.to(self._keys.device)
+        self._keys[rows, :, end - other.length : end], self._values[rows, :, end - other.length : end] = other._view()
+        self._view()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch; only what is filled is copied."""
@@ -78,19 +106,24 @@ class BufferLayer(DynamicLayer):
 
     def _kept(self, buffer: Tensor, indices: Tensor) -> Tensor:
         smaller = buffer.new_empty(len(indices), *buffer.shape[1:])
-        smaller[:, :, : self.length] = buffer[indices, :, : self.length]
+        filled = slice(self.first, self.first + self.length)
+        smaller[:, :, filled] = buffer[indices, :, filled]
         return smaller
 
-    def _grow(self, filled: int) -> None:
+    def _make_room(self, filled: int) -> None:
+        """Move what is filled to the front, into larger buffers if need be."""
         while self.capacity < self.length:
             self.capacity *= 2
-        larger = [_buffer(buffer, self.capacity) for buffer in (self._keys, self._values)]
-        for new, old in zip(larger, (self._keys, self._values), strict=True):
-            new[:, :, :filled] = old[:, :, :filled]
-        self._keys, self._values = larger
+        self._keys, self._values = (self._moved(buffer, filled) for buffer in (self._keys, self._values))
+        self.first = 0
+
+    def _moved(self, buffer: Tensor, filled: int) -> Tensor:
+        larger = _buffer(buffer, self.capacity)
+        larger[:, :, :filled] = buffer[:, :, self.first : self.first + filled]
+        return larger
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._keys.narrow(2, 0, self.length), self._values.narrow(2, 0, self.length)
+        self.keys, self.values = (buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values))
         return self.keys, self.values
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.compile_fx import compile_fx
 
 Tensors = tuple[Tensor, ...]
 
@@ -41,6 +40,8 @@ class Captured:
         return self._first() if self._kernels is None else tuple(self._kernels(*self._inputs))
 
     def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx  # two seconds to import, and most commands compile nothing
+
         kernels: Any = compile_fx(graph, examples, config_patches=self._options)
 
         def kept(*inputs: Any) -> Any:

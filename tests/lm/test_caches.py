@@ -11,7 +11,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, CompiledModel, Sampling
-from lm.kv_buffer import keep, make_cache
+from lm.kv_buffer import forget, keep, make_cache, seat
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = LlamaConfig(**SIZES)
@@ -50,6 +50,26 @@ def test_cropping_and_emptying_a_cache_of_ours_forgets_as_rolling_back_does(conf
         torch.testing.assert_close(model(tokens[:, 5:], past_key_values=cache).logits[0], expected, rtol=0, atol=1e-6)
         cache.reset()
         torch.testing.assert_close(model(tokens, past_key_values=cache).logits[0, -2:], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
+    model, gone, long, short = model_of(config), torch.arange(13, 19), torch.arange(1, 7), torch.arange(7, 11)
+    cache, new = make_cache(model, 7), make_cache(model, 4)
+    with torch.no_grad():
+        model(torch.stack([gone, long]), past_key_values=cache)
+        model(short[None], past_key_values=new)
+        seat(cache, new, torch.tensor([0]), 2)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+        places = {"attention_mask": mask, "position_ids": torch.tensor([[4], [6]]), "past_key_values": cache}
+        ours = model(torch.tensor([[11], [12]]), **places).logits[:, 0]
+        alone = [model(torch.cat([row, torch.tensor([token])])[None]).logits[0, -1] for row, token in ((short, 11), (long, 12))]
+        torch.testing.assert_close(ours, torch.stack(alone), rtol=0, atol=1e-6)
+        keep(cache, torch.tensor([0]))
+        forget(cache, 2)
+        ours = model(torch.tensor([[12]]), attention_mask=torch.ones(1, 6).long(), position_ids=torch.tensor([[5]]), past_key_values=cache)
+        alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
+        torch.testing.assert_close(ours.logits[0, 0], alone.logits[0, -1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])

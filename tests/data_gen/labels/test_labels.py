@@ -80,11 +80,14 @@ def test_greedy_responses_equal_transformers_generate(models):
 
 
 def test_a_response_does_not_depend_on_who_shares_its_batch(models):
-    """Many end ids, so that sequences leave the batch early and the cache is cut down again and again."""
+    """Many end ids, so that sequences leave early: others take their rows (3), or the cache is cut down again and again (8)."""
     prompts = requests(3, 9, 1, 5, 2, 7, 7, 30)
     ends = frozenset(range(1, 260, 6))
-    alone, together = (target_source(models, batch_size=size, eos_ids=ends).respond(prompts, 3, lambda count: None) for size in (1, 8))
+    alone, joining, together = (
+        target_source(models, batch_size=size, eos_ids=ends).respond(prompts, 3, lambda count: None) for size in (1, 3, 8)
+    )
     assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in together]
+    assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in joining]
     assert len({len(answer.response_ids) for answer in together}) > 2
     assert all((answer.response_ids[-1] in ends) == (answer.finish_reason == "stop") for answer in together)
 
