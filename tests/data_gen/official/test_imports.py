@@ -41,7 +41,7 @@ def test_the_official_json_becomes_rows(official):
     import_(config, features=False, file=write([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
     rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
     assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
-    assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0])
+    assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0], rel=2**-11)
     assert rows[1]["acceptance_prob"][0] == 0.0
     assert rows[0]["draft_ids"] == [7, 3, 9]
     assert rows[0]["entropy"] is rows[0]["from_target"] is rows[0]["finish_reason"] is None
@@ -82,7 +82,8 @@ def imports(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, 
 
 
 def test_imported_features_are_those_of_a_run_of_our_own(imports):
-    """The same responses, drafts and coins give the same tensors; only acceptance_rate is absent, since it needs the target."""
+    """The same responses, drafts and coins give the same tensors, but for the float16 of the rows that the file was made from; only
+    acceptance_rate is absent, since it needs the target."""
     own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
@@ -93,7 +94,8 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
                 ours.pop("acceptance_rate")
                 assert ours.keys() == theirs.keys()
                 for name, values in ours.items():
-                    torch.testing.assert_close(theirs[name], values, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+                    rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(name, 1e-4)
+                    torch.testing.assert_close(theirs[name], values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
             row = read_rows(rows_path(config.data.dir, split, index)).to_pylist()[0]
             assert row["entropy"]
             assert row["from_target"]

@@ -40,7 +40,8 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, sampling):
                 "cross_entropy": cross_entropy(logits["draft"], logits["target"]),
             }
             for name, values in expected.items():
-                torch.testing.assert_close(torch.tensor(row[name]), values, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+                rtol = 1e-4 if "entropy" in name else 1e-4 + 2**-11  # the others are float16 on disk
+                torch.testing.assert_close(torch.tensor(row[name]), values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
             assert torch.isfinite(torch.tensor(row["log_q"])).all()
             start, end = fed["row_offsets"][number : number + 2].tolist()
             z = [a if coin else b for a, b, coin in zip(x, row["draft_ids"], row["from_target"], strict=True)]
@@ -80,7 +81,7 @@ def test_sequential_mode_gives_the_same_rows_without_the_columns_that_need_both_
             together.pop(name)
         for name in ("acceptance_prob", "log_p"):  # the target's states come from decoding in one mode, from one pass in the other
             ours, theirs = (torch.tensor([value for row in table.pop(name) for value in row]) for table in (apart, together))
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4 + 2**-10, atol=1e-4)
         assert apart == together
         features = read_features(features_path(other.data.dir, "fed", "train", int(path.stem.split("-")[1])))
         assert "acceptance_rate" not in features
@@ -96,7 +97,7 @@ def test_each_mixing_is_a_row_of_the_fed_features(toy_config, with_data):
     assert fed["is_drafted"].tolist() == [not coin for coin in coins]
     assert len({tuple(mix) for mix in rows[0]["from_target"]}) > 1
     probs = [prob for row in rows for _ in range(3) for prob in row["acceptance_prob"]]
-    assert fed["acceptance_prob"].tolist() == pytest.approx(probs)
+    assert fed["acceptance_prob"].tolist() == pytest.approx(probs, rel=2**-11)
 
 
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config, with_data):
