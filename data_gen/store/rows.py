@@ -18,6 +18,7 @@ from before as of new ones, which had float32 throughout.
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +30,16 @@ from data_gen.responses.exchange import Exchange
 _HALVES, _ENTROPIES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate"), ("entropy", "cross_entropy")
 POSITION_COLUMNS = (*_HALVES, *_ENTROPIES)
 _IDS = ("prompt_ids", "response_ids", "draft_ids")
+_WRITTEN: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 9,
+    "use_dictionary": False,
+    # numbers hardly repeat but share their high bytes: splitting them byte by byte is what compresses
+    "use_byte_stream_split": [f"{name}.list.element" for name in (*_IDS, *POSITION_COLUMNS)],
+    # nobody searches by value, and in a file of few rows these are most of it
+    "write_statistics": False,
+    "store_schema": False,
+}
 COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS, "from_target", "finish_reason")
 
 
@@ -60,18 +71,7 @@ def to_parquet(
     if has_sets:
         table = table.append_column("set", pa.array([exchange.id.partition("/")[0] for exchange in exchanges], pa.string()))
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        compression_level=9,
-        use_dictionary=False,
-        # numbers hardly repeat but share their high bytes: splitting them byte by byte is what compresses
-        use_byte_stream_split=[f"{name}.list.element" for name in (*_IDS, *POSITION_COLUMNS)],
-        # nobody searches by value, and in a file of few rows these are most of it
-        write_statistics=False,
-        store_schema=False,
-    )
+    pq.write_table(table, sink, **_WRITTEN)
     return bytes(sink.getvalue())
 
 

@@ -74,11 +74,11 @@ def test_lengths_beyond_what_a_model_reads_are_refused(toy_config, with_data):
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, tmp_path):
-    """A limit on file size acts as the full disk: a write fails after 3,000 bytes."""
+    """A limit on file size acts as the full disk: a write fails after 2,000 bytes."""
     errors = tmp_path / "errors"
 
     def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         with errors.open("w") as file, contextlib.redirect_stderr(file):
             run({"make": lambda config: make(toy_config)}, default="make", argv=["--pair.target.path=a", "--pair.draft.path=b"])
 
