@@ -1,6 +1,7 @@
 """The stages that `tests.benchmarks.faults` disturbs: a tiny experiment, each stage in a forked child, and what is compared afterwards."""
 
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -152,7 +153,7 @@ def results(place: Path, stage: Stage) -> Digests:
     """sha256 of all that a stage wrote and that only its config decides."""
     folder = place / stage.folder
     paths = sorted(path for pattern in stage.results for path in folder.glob(pattern) if path.is_file() and path.name[0] != ".")
-    found = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    found = {str(path.relative_to(folder)): hashlib.sha256(_without_run(path)).hexdigest() for path in paths}
     return found | ({"weights": _digest_of_weights(folder / "last.ckpt")} if stage.name == "training" else {})
 
 
@@ -181,6 +182,12 @@ def lost(place: Path, stage: Stage, reference: Digests) -> str | None:
 def differing(one: Digests, other: Digests) -> list[str]:
     """Files that are in one only, or not the same in both."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def _without_run(path: Path) -> bytes:
+    """A file's content; metrics without the name of their run, which is drawn anew for every run."""
+    content = path.read_bytes()
+    return json.dumps(json.loads(content) | {"run": None}).encode() if path.name == "val_metrics.json" else content
 
 
 def _digest_of_weights(path: Path) -> str:
