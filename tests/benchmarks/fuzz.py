@@ -32,17 +32,21 @@ def fuzz(*, cases: int = 12_000, commands: int = 300, only: str = "", seed: int 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         chosen = [boundary for boundary in boundaries(Path(name)) if only in boundary.name]
-        counts = {boundary.name: fuzz_boundary(boundary, cases // len(chosen), seed) for boundary in chosen}
+        counts = {boundary.name: told(boundary.name, fuzz_boundary(boundary, cases // len(chosen), seed)) for boundary in chosen}
         if commands and only in "commands":
-            counts["commands"] = refuse_or_run(Path(name) / "commands", commands, seed)
-    for name, count in counts.items():
-        print(f"{name:<28} {count['cases']:>6} cases, {count['read']:>6} read, {count['refused']:>6} refused, {count['failed']} failed")
-        for failure, number in count["failures"].items():
-            print(f"    {number} x {failure}")
+            counts["commands"] = told("commands", refuse_or_run(Path(name) / "commands", commands, seed))
     total = {key: sum(count[key] for count in counts.values()) for key in ("cases", "read", "refused", "failed")}
     result = {**total, "seconds": round(time.monotonic() - began, 1), "boundaries": counts}
     print(json.dumps(result))
     return result
+
+
+def told(name: str, count: dict[str, Any]) -> dict[str, Any]:
+    """Print what came of one boundary; the same."""
+    print(f"{name:<28} " + ", ".join(f"{count[key]:>6} {key}" for key in ("cases", "read", "refused", "failed")), flush=True)
+    for failure, number in count["failures"].items():
+        print(f"    {number} x {failure}", flush=True)
+    return count
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
 from lm import Pair, Sampling, load_pair
 
-_START_S = 300
+_START_S = 1200
+"""A busy machine takes minutes to import vLLM twice."""
 _WAYS: dict[str, dict[str, Any]] = {
     "token_ids": {},
     "text": {"prompt_as": "text"},
