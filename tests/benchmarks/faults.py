@@ -1,7 +1,7 @@
 """Faults at random moments of data, training, export and trace: nothing that was reported as written is lost, and the resumed result is the
 undisturbed one byte for byte.
 
-    python -m tests.benchmarks.faults --out DIR [--trials 10] [--only TEXT] [--seed 0] [--ray_kills 0]
+    python -m tests.benchmarks.faults --out DIR [--trials 10] [--only TEXT,TEXT] [--seed 0] [--ray_kills 0]
 
 Every stage runs in a child that is forked from this warm process, on a pair of toy models. Trials are seeded by fault and number;
 those in DIR/trials.jsonl are not repeated, so the command goes on where it was stopped. A full and a read-only disk are tmpfs mounts.
@@ -51,7 +51,7 @@ def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kil
     Args:
         out: a folder for the experiment and for trials.jsonl.
         trials: of every fault.
-        only: faults whose name has this text in it.
+        only: faults whose name has this text in it, or one of several with commas between them.
         seed: of the moments.
         ray_kills: SIGKILLs of Ray actors in one run with `engine: ray` (needs the extra `ray`).
     """
@@ -74,7 +74,7 @@ def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kil
         with log.open("a") as file:
             file.write(json.dumps(trial) + "\n")
         print(f"{name} {number}: {trial['outcome']}", flush=True)
-    result = summary([trial for trial in done if only in trial["fault"]])
+    result = summary([trial for trial in done if _is_among(trial["fault"], only)])
     print(json.dumps(result))
     return result
 
@@ -97,7 +97,11 @@ def chosen(only: str, ray_kills: int) -> dict[str, Fault]:
     every |= {"memory: ten thousand rounds": memory_of_rounds, "memory: 600 shards": memory_of_data}
     if ray_kills:
         every["lost Ray workers"] = partial(kill_actors, count=ray_kills)
-    return {name: fault for name, fault in every.items() if only in name}
+    return {name: fault for name, fault in every.items() if _is_among(name, only)}
+
+
+def _is_among(name: str, only: str) -> bool:
+    return any(text in name for text in only.split(","))
 
 
 def _on_stage(fault: Callable[..., tuple[str, int]], stage: str, bench: Bench, chance: random.Random) -> tuple[str, int]:
