@@ -67,26 +67,42 @@ class Experiment:
         return num_weights(self.models.draft, trust_remote_code=self.models.trust_remote_code)
 
     @cached_property
-    def datasets(self) -> dict[str, str | PromptSource]:
-        """Name of each dataset -> where its prompts come from.
+    def home(self) -> dict[str, PromptSource]:
+        """The sets that heads are trained on: name -> where it is."""
+        return sources_of(self.data)
+
+    @cached_property
+    def datasets(self) -> dict[str, PromptSource]:
+        """Name of each dataset -> where its prompts come from; what is chosen on the first travels to those that are not home.
 
         Raises:
             ValueError: two datasets of one name.
         """
-        if not self.decode.datasets:
-            return dict(sources_of(self.data))
         sources = self.decode.datasets
+        if not sources:
+            return self.home
         names = [Path(source).stem for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; rename a file"
             )
-        return dict(zip(names, sources, strict=True))
+        at_home = {source.path: source for source in self.home.values()}
+        return {name: at_home.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)}
+
+    def is_home(self, dataset: str) -> bool:
+        """Whether heads are trained on prompts of this dataset."""
+        return self.datasets[dataset] in self.home.values()
 
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
-        """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says."""
+        """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
+
+        Of a set that no head was trained on, half is dev and half is test, and where it has fewer than asked for, all of them are taken.
+        """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
-        return load_prompts(replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"]), split)
+        data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
+        if self.is_home(dataset):
+            return load_prompts(data, split)
+        return load_prompts(replace(data, split_weights=(0, 1, 1), split_ids=None), split, may_be_fewer=True)
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
         """Token ids of the same prompts, as `encoded` has them."""
@@ -103,8 +119,8 @@ class Experiment:
         fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
         if prompts and not fitting:
             raise ValueError(
-                f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset]}; raise data.max_prompt_tokens "
-                f"or decode.num_{split}"
+                f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset].path}; raise "
+                f"data.max_prompt_tokens or decode.num_{split}"
             )
         return fitting
 

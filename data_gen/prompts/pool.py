@@ -11,8 +11,13 @@ from data_gen.prompts.splits import Split, in_hash_order, split_by_id
 from data_gen.stories.stories import stories
 
 
-def load_prompts(config: DataConfig, split: Split) -> list[Prompt]:
+def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False) -> list[Prompt]:
     """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the shorter one.
+
+    Args:
+        config: of the run.
+        split: train, dev or test.
+        may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
 
     Raises:
         FileNotFoundError: neither a known set, nor a file, nor one that the hub has.
@@ -31,7 +36,7 @@ def load_prompts(config: DataConfig, split: Split) -> list[Prompt]:
         prompts = _in_proportion(named, weights, count)
     else:
         prompts = next(iter(pools.values()))[:count]
-    if len(prompts) < count:
+    if len(prompts) < (1 if may_be_fewer else count):
         raise ValueError(
             f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has {len(prompts)} {split} prompts"
             f"{' in these proportions' if len(sources) > 1 else ''}; set data.num_{split}={len(prompts)}"

@@ -1,11 +1,13 @@
 """What a config names is settled in one place: heads apart by name, each checked at every entrance, one way to override."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from configs.command import config_of, parser_for, run
+from data_gen.prompts.pool import load_prompts
 from decode.__main__ import COMMANDS
 from decode.experiment import Experiment, names_apart
 from heads import AcceptanceHead
@@ -112,3 +114,31 @@ def test_two_heads_of_one_name_are_told_apart(tmp_path):
 )
 def test_names_are_as_short_as_they_can_be_and_different(paths, names):
     assert names_apart(paths) == names
+
+
+def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_splits(tmp_path):
+    file = tmp_path / "foreign.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": f"Prompt {i}"}) + "\n" for i in range(7)))
+    parser = parser_for(COMMANDS["evaluate"])
+    where = ["--decode.datasets", json.dumps(["stories", str(file)]), "--decode.num_dev", "50", "--decode.num_test", "2"]
+    settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where])))
+    dev, test = (settled.prompts("foreign", split) for split in ("dev", "test"))
+    assert (len(dev), len(test)) == (3, 2)
+    assert not {prompt.id for prompt in dev} & {prompt.id for prompt in test}
+    assert len(settled.prompts("stories", "dev")) == 50
+
+
+def test_every_set_of_several_to_train_on_is_home_and_keeps_its_splits(tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "foreign")}
+    for file in files.values():
+        file.write_text("".join(json.dumps({"id": i, "question_": f"Prompt {i}"}) + "\n" for i in range(40)))
+    homes = [{"path": str(files[name]), "columns": {"prompt": "question_"}, "weight": 2} for name in ("one", "two")]
+    parser = parser_for(COMMANDS["evaluate"])
+    where = ["--data.prompts", json.dumps(homes), "--data.split_weights", "[2, 1, 1]", "--decode.num_dev", "1", "--decode.num_test", "2"]
+    every = ["--decode.datasets", json.dumps([str(file) for file in files.values()])]
+    settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *every])))
+    assert [settled.is_home(name) for name in settled.datasets] == [True, True, False]
+    train = set(load_prompts(replace(settled.data, num_train=15, prompts=settled.home["two"]), "train"))
+    assert len(train) == 15
+    assert len(settled.prompts("two", "test")) == 2
+    assert not train & set(settled.prompts("two", "test"))
