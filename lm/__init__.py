@@ -29,7 +29,7 @@ from lm.pair import (
     vocab_size_of,
 )
 from lm.sampling import Sampling
-from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
+from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, revealed_probs, verify
 
 __all__ = [
     "CachedModel",
@@ -61,6 +61,7 @@ __all__ = [
     "num_accepted",
     "num_weights",
     "residual_probs",
+    "revealed_probs",
     "verify",
     "vocab_size_of",
 ]

@@ -10,6 +10,7 @@ the other functions take probabilities.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from operator import eq
 from typing import NamedTuple
 
@@ -61,11 +62,14 @@ def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"
         p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
-    if not tokens:
-        return draws.num_accepted(())
-    if isinstance(draws, GreedyDraws):
-        return draws.num_accepted(map(eq, tokens, _places_of_largest(p)))
-    return draws.num_accepted(_acceptance_probs(tokens, q, p))
+    return draws.num_accepted(_chances(tokens, q, p, draws))
+
+
+def revealed_probs(
+    num_accepted: int, tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> list[float]:
+    """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of `num_accepted`."""
+    return [float(chance) for chance in islice(_chances(tokens, q, p, draws), num_accepted + 1)]
 
 
 def next_law(
@@ -101,6 +105,15 @@ def verify(
     draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
     count = num_accepted(tokens, q, p, draws)
     return Verdict(count, draws.token(next_law(count, q, p, draws)))
+
+
+def _chances(
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> Iterable[float]:
+    """Of each drafted token to be accepted, one by one as they are asked for."""
+    if not tokens:
+        return ()
+    return map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedyDraws) else _acceptance_probs(tokens, q, p)
 
 
 def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"]) -> Iterable[float]:

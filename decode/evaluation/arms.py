@@ -92,12 +92,14 @@ class Replays:
         return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
 
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
-        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, and learned online."""
+        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online, or the head too."""
         rules = {
             f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
             for timing, head in self.best(cost).items()
             for learns in is_online
         }
+        if True in is_online and (head := self.best(cost).get("drawn")):
+            rules["auto_drawn_learning"] = auto_for(head, self.traces.dev, cost, is_online=True, is_learning=True)
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
 
     def oracle_arm(self, cost: CostModel) -> Arm:

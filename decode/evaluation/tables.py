@@ -25,6 +25,7 @@ NAMES = {
     "auto_fed_online": "auto online, fed-time",
     "auto_drawn": "auto, drawn-time head",
     "auto_drawn_online": "auto online, drawn-time",
+    "auto_drawn_learning": "auto online, head learning",
     **HIERARCHY_NAMES,
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",

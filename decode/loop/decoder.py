@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter, Proposal, Session
-from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, verify
+from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, revealed_probs, verify
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,10 @@ class SpeculativeDecoder:
         num_drafted = len(proposal.tokens)
         fed = committed + proposal.tokens
         logits = self.target.forward(fed, num_drafted + 1)
-        verdict = self._verify(proposal, self.sampling.laws_after(logits, fed), draws)
+        p = self.sampling.laws_after(logits, fed)
+        verdict = self._verify(proposal, p, draws)
+        if proposal.takes_lessons:
+            proposal.acceptance_probs = revealed_probs(verdict.num_accepted, proposal.tokens, proposal.laws, p, draws)
         emitted = proposal.tokens[: verdict.num_accepted]
         if not (emitted and emitted[-1] in self.eos_ids):
             emitted = [*emitted, verdict.next_token]

@@ -3,7 +3,10 @@
 `ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, mapped
 from lm import CachedModel, Draws, GreedyDraws, Sampling
 
 
@@ -44,6 +47,10 @@ class Proposal:
     """limit, policy, eos."""
     num_allowed: int = 0
     """The most tokens that the loop let this round draft."""
+    takes_lessons: bool = False
+    """Whoever verifies is to fill in `acceptance_probs`."""
+    acceptance_probs: Sequence[float] = ()
+    """Of the accepted tokens and of the first rejected one, once verification has revealed them."""
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
@@ -93,6 +100,7 @@ class ModelDrafter:
         self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
         self.policy = policy
         self._signals = reader_of(policy, self.model)
+        self._takes_lessons = bool(policy.nothing_learned)
         self._may_stop_before = type(policy).stop_before is not Policy.stop_before
         # a policy that looks at no token (fixed length, heuristic) lets the whole draft stay on the device until it is complete
         self.reads_at_end = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
@@ -106,7 +114,8 @@ class ModelDrafter:
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         policy, session = self.policy, self._session
         state = policy.begin(self._state)
-        proposal = Proposal(num_allowed=max_tokens)
+        proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
+        self._drawn: list[AfterDraw] = []
         num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
         self._state, self._proposal = state, proposal
         if self.reads_at_end and num_tokens > 0 and session.sampling.sees_no_tokens:
@@ -123,6 +132,7 @@ class ModelDrafter:
             proposal.tokens.append(token)
             proposal.laws.append(q)
             proposal.entropies.append(drawn.entropy)
+            self._drawn.append(drawn)
             state, stop = policy.after(state, drawn)
             if token in session.eos_ids or stop:
                 proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
@@ -168,4 +178,9 @@ class ModelDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
-        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))
+        outcome = self._proposal.outcome(num_accepted)
+        if self._takes_lessons:
+            revealed = zip(self._drawn, self._proposal.acceptance_probs, strict=False)  # a round reveals no more than a part of its draft
+            lessons = (self.policy.lesson(self._state, drawn, prob) for drawn, prob in revealed)
+            outcome = outcome._replace(lesson=reduce(partial(mapped, add), lessons, self.policy.nothing_learned))
+        self._state = self.policy.end(self._state, outcome)

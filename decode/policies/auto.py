@@ -26,7 +26,7 @@ still holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,8 @@ class AutoState(NamedTuple):
     """Mean over drafting rounds of (accepted tokens - extra seconds / t_target(0))."""
     rounds: Number
     """Weight of that mean: drafting rounds, the prior's included."""
+    learned: State = ()
+    """`decode.policies.learning`."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Auto(ScoringPolicy):
         prior_rounds: how many rounds that estimate counts for.
         probe_every: rounds without a draft before one is tried again.
         memory: the most weight that the past may have in the mean over drafting rounds, so that it follows the text.
+        is_learning: refit the head's calibration on the job (`decode.policies.learning`).
     """
 
     head: AcceptanceHead
@@ -103,6 +106,7 @@ class Auto(ScoringPolicy):
     prior_rounds: float = 32.0
     probe_every: int = 16
     memory: float = 0.98
+    is_learning: bool | None = False
 
     def __post_init__(self) -> None:
         for name in ("t_draft_s", "t_target_s"):
@@ -111,8 +115,8 @@ class Auto(ScoringPolicy):
         assert self.scores, "made at once, so that two heads of one timing are refused here"
 
     @classmethod
-    def recommended(cls, head: AcceptanceHead, **others: Any) -> Auto:
-        """The rule with what `python -m decode tune` wrote into the head's config.json.
+    def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
+        """The rule with what `python -m decode tune` wrote into the head's config.json; it learns on the job where it can.
 
         Raises:
             ValueError: nothing was written there.
@@ -124,11 +128,12 @@ class Auto(ScoringPolicy):
                 "`python -m decode tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         names = {f.name for f in fields(cls)} - {"head", "also"}
-        return cls(head, **{name: value for name, value in known.items() if name in names}, **others)
+        rule = cls(head, **{name: value for name, value in known.items() if name in names}, **others)
+        return replace(rule, is_learning=rule.can_learn if is_learning is None else is_learning)
 
     def start(self) -> AutoState:
         rate, profit = self._prior()
-        return AutoState(1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds)
+        return AutoState(1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, self.untaught)
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
         share = self.first_index / (self.index_offset + self.index_slope) if self.scores.is_lagging else 1.0
@@ -138,7 +143,7 @@ class Auto(ScoringPolicy):
         return np.where((state.profit >= 0.0) | (state.idle >= self.probe_every - 1), np.inf, 0.0)
 
     def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]
-        product, carried, newest = self.scores.after(state.survival, drawn)
+        product, carried, newest = self.scored(state.survival, state.learned, drawn)
         stop = product * state.index_share * (self.index_offset + self.index_slope * newest) < state.price
         return AutoState(carried, 1.0, *state[2:]), stop
 
@@ -153,6 +158,7 @@ class Auto(ScoringPolicy):
             idle=np.where(has_drafted, 0.0, state.idle + 1.0),
             profit=state.profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - state.profit),
             rounds=state.rounds + has_drafted,
+            learned=self.taught(state.learned, outcome.lesson),
         )
 
     def _rate(self, state: AutoState) -> Number:

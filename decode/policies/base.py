@@ -8,8 +8,8 @@ A policy ends a draft in one of three ways, none of which lets the value of a dr
 
 There is no way to say "drop the token just drawn", which would change the output distribution. Every method is *elementwise*: it works
 on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per setting and prompt), so branch with
-`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers, or a NamedTuple of them, that each method returns anew;
-parameters may be arrays.
+`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers, or a NamedTuple of them or of such tuples, that each
+method returns anew; parameters may be arrays.
 
 A policy of your own, in full:
 
@@ -25,6 +25,7 @@ A policy of your own, in full:
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 Number = Any
 """A float, or an array of one number per lane."""
-State = tuple[Number, ...]
+State = tuple[Any, ...]
+"""Of numbers, or of states."""
 JOINT = " & "
 """Between the parts of a `stop_kind`."""
 
@@ -72,6 +74,8 @@ class Outcome(NamedTuple):
     """The most tokens that the loop let this round draft."""
     rejected_entropy: Number
     """H(q) where the first rejected token was drawn; 0 where none was rejected."""
+    lesson: State = ()
+    """`Policy.lesson`, summed over the tokens whose outcome verification revealed: the accepted ones and the first rejected one."""
 
 
 class Policy:
@@ -115,6 +119,28 @@ class Policy:
         """The state with the drawn token in it, and True to stop after it."""
         return state, False
 
+    @property
+    def nothing_learned(self) -> State:
+        """The lesson of a round that reveals no token; () where the policy takes no lessons."""
+        return ()
+
+    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        """What a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) / q(y)); lessons are summed.
+
+        Args:
+            state: of the round, in which `end` will find the sum.
+            drawn: as `after` saw the token.
+            acceptance_prob: 0 or 1 at temperature 0.
+        """
+        return ()
+
     def end(self, state: State, outcome: Outcome) -> State:
         """State after verification."""
         return state
+
+
+def mapped(function: Callable[..., Any], *states: State) -> State:
+    """The function of each number of the states, as a state of the same type: its numbers may have names, and be states."""
+    values = (mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True))
+    kind: Any = type(states[0])
+    return kind._make(values) if hasattr(kind, "_make") else tuple(values)

@@ -1,10 +1,12 @@
 """Stop on the draft's own probabilities: the drawn token's, their product along the draft, or the largest of the distribution."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Number, Policy, State
+from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
+from decode.policies.learning import LEARNER, NOTHING, Inputs, lesson_of, logit_of, score_of
 
 
 def check_unit(name: str, value: Number) -> None:
@@ -64,3 +66,39 @@ class MaxProb(Policy):
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         return state, drawn.max_prob < self.min_max_prob
+
+
+@dataclass(frozen=True)
+class LearnedProb(Policy):
+    """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob.
+
+    The probability is a logistic of the logits of q(y) and of max_v q(v), refitted on the job from q(y) itself on
+    (`decode.policies.learning`). vLLM's acceptance estimator does so with max_v q(v) alone, before the draw.
+    """
+
+    max_rejection_prob: Number = 0.7
+    signals = frozenset({"token_prob", "max_prob"})
+    nothing_learned = NOTHING
+
+    def __post_init__(self) -> None:
+        check_unit("max_rejection_prob", self.max_rejection_prob)
+
+    def start(self) -> State:
+        return 1.0, LEARNER.start()
+
+    def begin(self, state: State) -> State:
+        return 1.0, state[1]
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        survival = state[0] * score_of(state[1].weights, _inputs(drawn))
+        return (survival, state[1]), 1.0 - survival > self.max_rejection_prob
+
+    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return lesson_of(state[1].weights, _inputs(drawn), acceptance_prob)
+
+    def end(self, state: Any, outcome: Outcome) -> State:
+        return 1.0, LEARNER.learn(state[1], outcome.lesson)  # type: ignore[arg-type]
+
+
+def _inputs(drawn: AfterDraw) -> Inputs:
+    return Inputs(logit_of(drawn.token_prob), logit_of(drawn.max_prob))

@@ -26,6 +26,8 @@ class HeadPolicy(ScoringPolicy):
         is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
         min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's bounds are 2 and 20:
             a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
+        is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where it can, a fixed
+            threshold, which is for raw probabilities, does not.
     """
 
     head: AcceptanceHead
@@ -33,6 +35,7 @@ class HeadPolicy(ScoringPolicy):
     is_calibrated: bool = False
     min_draft_length: Number = 1
     also: AcceptanceHead | None = None
+    is_learning: bool | None = None
 
     def __post_init__(self) -> None:
         if self.scores and self.rule is None:
@@ -51,26 +54,38 @@ class HeadPolicy(ScoringPolicy):
             raise ValueError(f"max_rejection_prob is {self.max_rejection_prob!r}; it is a probability, or auto")
         if self.min_draft_length != 1:
             raise ValueError(f"min_draft_length is {self.min_draft_length}; leave it out, auto chooses its length freely")
-        return Auto.recommended(self.head, also=self.also)
+        return Auto.recommended(self.head, also=self.also, is_learning=self.is_learning)
 
     @property
     def has_memory(self) -> bool:
-        return self.rule is not None
+        return self.rule is not None or bool(self.is_learning)
 
     def start(self) -> State:
-        return (1.0,) if self.rule is None else self.rule.start()
+        return (1.0, self.untaught) if self.rule is None else self.rule.start()
 
     def begin(self, state: Any) -> State:
-        return (1.0,) if self.rule is None else self.rule.begin(state)
+        return (1.0, *state[1:]) if self.rule is None else self.rule.begin(state)
 
     def limit(self, state: Any) -> Number:
         return super().limit(state) if self.rule is None else self.rule.limit(state)
 
+    @property
+    def signals(self) -> frozenset[str]:  # type: ignore[override]
+        return super().signals if self.rule is None else self.rule.signals
+
+    @property
+    def nothing_learned(self) -> State:
+        return super().nothing_learned if self.rule is None else self.rule.nothing_learned
+
+    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        rule = self.rule
+        return super().lesson(state, drawn, acceptance_prob) if rule is None else rule.lesson(state, drawn, acceptance_prob)
+
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
         if self.rule is not None:
             return self.rule.after(state, drawn)
-        product, carried, _ = self.scores.after(state[0], drawn)
-        return (carried,), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
+        product, carried, _ = self.scored(*state, drawn)
+        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return state if self.rule is None else self.rule.end(state, outcome)
+        return (1.0, self.taught(state[1], outcome.lesson)) if self.rule is None else self.rule.end(state, outcome)

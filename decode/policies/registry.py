@@ -17,13 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decode.policies.base import Policy
-from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
+from decode.policies.confidence import CumulativeTokenProb, LearnedProb, MaxProb, TokenProb
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
 from heads.model.head import AcceptanceHead
 
-__all__ = ["AdaEDL", "CumulativeTokenProb", "Entropy", "FixedLength", "HeadPolicy", "Heuristic", "MaxProb", "SelfVerify", "TokenProb"]
+__all__ = [
+    "AdaEDL",
+    "CumulativeTokenProb",
+    "Entropy",
+    "FixedLength",
+    "HeadPolicy",
+    "Heuristic",
+    "LearnedProb",
+    "MaxProb",
+    "SelfVerify",
+    "TokenProb",
+]
 
 
 class Registered(NamedTuple):
@@ -49,6 +60,7 @@ POLICIES: dict[str, Registered] = {
     "heuristic": Registered(Heuristic, "heuristic", lambda longest: {"k": range(1, min(10, longest) + 1)}),
     "token_prob": Registered(TokenProb, "token probability", lambda _: {"min_token_prob": UNIT}),
     "cumulative_token_prob": Registered(CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}),
+    "learned_prob": Registered(LearnedProb, "token prob., learned", lambda _: {"max_rejection_prob": LOGISTIC}),
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),

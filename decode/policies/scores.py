@@ -10,18 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scipy.special import expit
-
-from decode.policies.base import JOINT, AfterDraw, Number, Policy
+from decode.policies.base import JOINT, AfterDraw, Number, Policy, State
+from decode.policies.learning import LEARNER, NOTHING, Inputs, cut, lesson_of, logit_of, score_of, sigmoid
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
-
-_LOWEST = -700.0
-"""exp of its negative is still a float."""
 
 
 class _Calibration(NamedTuple):
@@ -87,6 +82,12 @@ class Scores:
         product = carried * newest
         return product, product if fed is None else carried, newest
 
+    def drawn_logit(self, drawn: AfterDraw) -> Number:
+        """The drawn-time head's calibrated logit for the token."""
+        late = self._calibrations[1]
+        assert late is not None
+        return (drawn.drawn_logit + late.shift) / late.temperature
+
     @cached_property
     def _calibrations(self) -> tuple[_Calibration | None, _Calibration | None]:
         """Of the fed-time and the drawn-time head, read once: a head works them out anew each time it is asked."""
@@ -101,10 +102,18 @@ class ScoringPolicy(Policy):
     head: AcceptanceHead
     also: AcceptanceHead | None
     is_calibrated: bool = True
+    is_learning: bool | None = False
 
     @cached_property
     def scores(self) -> Scores:
-        """The heads as one source of scores."""
+        """The heads as one source of scores.
+
+        Raises:
+            ValueError: heads that cannot go together, or cannot learn.
+        """
+        if self.is_learning and not self.can_learn:
+            kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
+            raise ValueError(f"is_learning is for one drawn-time head, and this is a {kind}; leave it out")
         return Scores(self.head, self.also, self.is_calibrated)
 
     @property
@@ -117,15 +126,40 @@ class ScoringPolicy(Policy):
 
     @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return self.scores.signals
+        return self.scores.signals | ({"token_prob"} if self.is_learning else frozenset())
 
     @property
     def stop_kind(self) -> str:
         return self.scores.stop_kind
 
+    @property
+    def untaught(self) -> State:
+        """What a generation starts from; () where nothing is learned."""
+        return LEARNER.start() if self.is_learning else ()
 
-def sigmoid(logit: Number) -> Number:
-    """1 / (1 + exp(-logit)), of a float or elementwise of an array; 1 at +inf."""
-    if type(logit) is not float:  # the loop's is one, on which array functions cost ten times as much
-        return expit(logit)
-    return 1.0 / (1.0 + exp(-(_LOWEST if logit < _LOWEST else logit)))
+    @property
+    def nothing_learned(self) -> State:
+        return NOTHING if self.is_learning else ()
+
+    @property
+    def can_learn(self) -> bool:
+        """A fed-time head scores a token one step late; only what is scored when it is drawn is refitted."""
+        return self.head.timing == "drawn" and self.also is None
+
+    def scored(self, carried: Number, learned: Any, drawn: AfterDraw) -> tuple[Number, Number, Number]:
+        """`Scores.after`, or the same by what was learned."""
+        if not self.is_learning:
+            return self.scores.after(carried, drawn)
+        newest = score_of(learned.weights, self._inputs(drawn))
+        product = carried * newest
+        return product, product, newest
+
+    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
+
+    def taught(self, learned: Any, lesson: Any) -> State:
+        """What is learned with a round's lesson; a hierarchy's inner levels are told none."""
+        return LEARNER.learn(learned, lesson) if lesson else learned
+
+    def _inputs(self, drawn: AfterDraw) -> Inputs:
+        return Inputs(cut(self.scores.drawn_logit(drawn)), logit_of(drawn.token_prob))

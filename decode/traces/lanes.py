@@ -21,6 +21,8 @@ class Tokens(NamedTuple):
     max_draft_length: int
     oracle: Int[Array, " positions+1"] | None
     """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
+    acceptance_prob: Float[Array, " drafts+1"] | None
+    """What lessons are made of; None for policies that take none."""
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
@@ -32,7 +34,8 @@ class Tokens(NamedTuple):
             signals[name] = np.append(values, values[-1:])
         rejected, branch = np.append(trace.rejected, trace.num_positions), np.append(trace.branch, 0)
         oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
-        return cls(rejected, branch, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle)
+        revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.nothing_learned else None
+        return cls(rejected, branch, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle, revealed)
 
 
 @dataclass

@@ -7,16 +7,16 @@ policies learn are those of `decode.loop.decoder` and `decode.loop.drafter` (tes
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
 from decode.traces.lanes import Lanes, Tokens
 from decode.traces.trace import Array, Trace
 
@@ -95,9 +95,10 @@ class _Lockstep:
 
     def __init__(self, tokens: Tokens, policy: Policy, lanes: Lanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
+        self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
         size = len(lanes.index)
         # a state may hold one number for all lanes; compaction needs one of each
-        self.state = _mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
+        self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
         self._begin(np.ones(size, dtype=bool), self.state)
 
     def run(self, totals: _Totals) -> None:
@@ -124,6 +125,7 @@ class _Lockstep:
             lanes.allowed = np.where(begins, allowed, lanes.allowed)
             lanes.stop = np.where(begins, first_rejected, lanes.stop)
         lanes.shift = tokens.branch.take(lanes.stop) - lanes.stop
+        self.lesson = mapped(lambda value: np.where(begins, 0.0, value), self.lesson)
 
     def _step(self, totals: _Totals) -> None:
         """One draft step of every lane, and verification where the draft ended."""
@@ -137,6 +139,10 @@ class _Lockstep:
         if type(self.policy).stop_before is not Policy.stop_before:
             draws = wants & ~np.asarray(self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
+        if tokens.acceptance_prob is not None:
+            lesson = self.policy.lesson(self.state, drawn, tokens.acceptance_prob.take(at))
+            is_revealed = draws & (path <= lanes.stop)
+            self.lesson = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.lesson, lesson)
         self.state = _merged(draws, state, self.state)
         lanes.position = lanes.position + draws
         ended = ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed)
@@ -168,26 +174,19 @@ class _Lockstep:
         lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
         rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(lanes.stop), 0.0)
-        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy)
+        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.lesson)
 
     def _compact(self) -> None:
         """Drop lanes that have ended, once they are many."""
         alive = self.lanes.start < self.lanes.end
         if alive.mean() <= _LEAST_ALIVE:
             self.lanes = self.lanes.at(alive)
-            self.state = _mapped(lambda value: value[alive], self.state)
+            self.state, self.lesson = (mapped(lambda value: value[alive], each) for each in (self.state, self.lesson))
             self.policy = _expanded(self.policy, alive)
 
 
-def _mapped(function: Callable[..., Any], *states: State) -> State:
-    """The function of each number of the states, as a state of the same type: its numbers may have names."""
-    values = map(function, *states)
-    kind: Any = type(states[0])
-    return kind._make(values) if hasattr(kind, "_make") else tuple(values)
-
-
 def _merged(mask: Array, new: State, old: State) -> State:
-    return _mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
+    return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
 
 
 def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:

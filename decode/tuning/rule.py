@@ -17,7 +17,7 @@ _STEPS = 30
 _TOLERANCE = 1e-4
 
 
-def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_online: bool = False) -> Auto:
+def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_online: bool = False, is_learning: bool = False) -> Auto:
     """The rule for these times.
 
     Args:
@@ -27,6 +27,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
         also: a head of the other timing.
         is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which hold for all times;
             False: find its fixed point on the trace.
+        is_learning: refit the head's calibration while decoding.
     """
     index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
     rule = Auto(
@@ -38,6 +39,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_o
         index_slope=index.slope,
         first_index=index.first,
         also=also,
+        is_learning=is_learning,
     )
     return rule if is_online else fixed_point(rule, trace, cost)
 

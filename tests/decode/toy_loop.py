@@ -7,7 +7,19 @@ from enumeration import ToyModel, law_of
 from observed import observed
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
+from decode.policies import (
+    AdaEDL,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    HeadPolicy,
+    Heuristic,
+    LearnedProb,
+    MaxProb,
+    Policy,
+    SelfVerify,
+    TokenProb,
+)
 from decode.policies.registry import POLICIES as REGISTERED
 from heads import AcceptanceHead
 from lm import Draws, Sampling
@@ -44,6 +56,8 @@ POLICIES: dict[str, Policy] = {
     "ada_edl": AdaEDL(initial_lambda=0.65),
     "fed_head": HeadPolicy(toy_head("fed", seed=2), 0.5),
     "drawn_head": HeadPolicy(toy_head("drawn", seed=2), 0.5),
+    "learning_head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True),
+    "learned_prob": LearnedProb(0.7),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
 POLICIES |= {name: each.kind() for name, each in REGISTERED.items() if name not in POLICIES and name != "head"}

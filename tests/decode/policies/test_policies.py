@@ -13,6 +13,7 @@ from toy_loop import POLICIES, PROMPT, decoder_of
 from decode import policies
 from decode.policies import AdaEDL, AfterDraw, BeforeDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
 from decode.policies.auto import Auto
+from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
 from decode.policies.registry import make_policy, parse_policy
 from decode.policies.scores import Scores, sigmoid
@@ -189,12 +190,15 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
         state = policy.begin(policy.start())
         before = policy.stop_before(state, BeforeDraw(*drawn[:4]))
         state, stop = policy.after(state, drawn)
-        state = policy.end(state, outcome)
-        return policy.limit(state), before, stop, *state
+        state = policy.end(state, outcome._replace(lesson=policy.lesson(state, drawn, drawn.max_prob / 1.5)))
+        return policy.limit(state), before, stop, *numbers_of(state)
+
+    def numbers_of(state):
+        return [number for each in state for number in (numbers_of(each) if isinstance(each, tuple) else [each])]
 
     together = [np.broadcast_to(value, 8) for value in play(columns, outcome)]
     for lane in range(8):
-        alone = play(*(type(given)(*(float(column[lane]) for column in given)) for given in (columns, outcome)))
+        alone = play(*(mapped(lambda column, lane=lane: float(column[lane]), given) for given in (columns, outcome)))
         assert [float(column[lane]) for column in together] == pytest.approx([float(value) for value in alone])
 
 

@@ -21,6 +21,7 @@ from lm import Sampling
 
 RULES = POLICIES | {
     "auto_online": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2),
+    "auto_learning": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2, is_learning=True),
     "auto_stops_drafting": Auto(toy_head("fed", seed=2), 2.0, 1.0, prior_rounds=1.0, probe_every=2),
 }
 

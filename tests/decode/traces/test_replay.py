@@ -12,10 +12,11 @@ from scipy.special import expit
 from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from toy_traces import EOS, traced
 
-from decode.policies import FixedLength, Policy
+import decode.loop.decoder
+from decode.policies import FixedLength, LearnedProb, Policy
 from decode.policies.base import AfterDraw
 from decode.traces.replay import replay_settings
-from lm import Draws
+from lm import Draws, revealed_probs
 
 COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 CLEARANCE = 2e-5
@@ -29,6 +30,8 @@ class Diary(Policy):
     signals = frozenset(AfterDraw._fields) - {"position"}
     fed_head = toy_head("fed", seed=1)
     drawn_head = toy_head("drawn", seed=2)
+
+    nothing_learned = (0.0,)
 
     def start(self):
         return 0.1, 0.0
@@ -47,8 +50,12 @@ class Diary(Policy):
         mixed = clear(state[0] + sum(weight * number for weight, number in zip((3, 5, 7, 11, 13, 0.17), told, strict=True)), 0.7)
         return (mixed, state[1]), mixed > 0.7
 
+    def lesson(self, state, drawn, acceptance_prob):
+        return (acceptance_prob * (0.61 + 0.7 * drawn.token_prob + 0.23 * drawn.position),)
+
     def end(self, state, outcome):
-        mixed = sum(weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), outcome, strict=True))
+        *numbers, (lesson,) = outcome
+        mixed = 3.1 * lesson + sum(weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), numbers, strict=True))
         return clear(state[0] + mixed), state[1]
 
 
@@ -109,3 +116,29 @@ def test_replay_has_the_loops_law_with_no_eos_and_with_several(policy, eos_ids):
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_replay_has_the_loops_law_at_every_length_limit_and_draft_length(limit, length):
     assert_same_counts(FixedLength(20), limit=limit, length=length)
+
+
+def test_a_lesson_of_one_token_too_many_is_seen(monkeypatch):
+    monkeypatch.setattr(decode.loop.decoder, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
+    with pytest.raises(AssertionError):
+        assert_same_counts(Diary(), limit=4)
+
+
+class Foresight(LearnedProb):
+    """Illegal: in a trace lessons can be had before the draft has ended, and this one acts on them at once; no loop can."""
+
+    def start(self):
+        object.__setattr__(self, "foreseen", False)
+        return super().start()
+
+    def lesson(self, state, drawn, acceptance_prob):
+        object.__setattr__(self, "foreseen", acceptance_prob < 0.5)
+        return super().lesson(state, drawn, acceptance_prob)
+
+    def after(self, state, drawn):
+        return state, self.foreseen & (drawn.position > 0)
+
+
+def test_a_policy_that_looks_at_the_future_has_not_the_loops_law():
+    with pytest.raises(AssertionError):
+        assert_same_counts(Foresight(), limit=4)

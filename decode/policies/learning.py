@@ -1,0 +1,159 @@
+"""Heads that learn on the job (law 4.14): a calibration that is refitted, round after round, to what verification reveals.
+
+A head that was trained on one kind of text is off on another. After verification the acceptance probabilities of the drafted tokens are
+known up to the first rejected one, at no cost, and a logistic regression on three inputs follows them:
+
+    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y)
+
+It starts at w = (0, 1, 0), which is the head's own calibration, with a Gaussian prior there. Each round is one Newton step (Laplace's
+approximation) over the tokens that it revealed, in which what was learned before counts `memory` times as much as a round ago:
+
+    P <- P0 + memory (P - P0) + sum a (1 - a) x x'          w <- w + P^-1 (sum (p - a) x - (1 - memory) P0 (w - w0))
+
+where p = min(1, p(y) / q(y)) is what the target says of the token: a label far less noisy than the coin that it decides. Tokens after the
+first rejected one teach nothing. The law of the output stays the target's: the weights of a round come of the rounds before it alone.
+"""
+
+from math import exp, log
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import expit
+
+from decode.policies.base import Number
+
+_LARGEST = 8.0
+"""Inputs are cut to +- this, so that no single token can carry the fit away."""
+_LEAST_PROB = 1.0 / (1.0 + exp(_LARGEST))
+_LOWEST = -700.0
+"""exp of its negative is still a float."""
+
+
+class Inputs(NamedTuple):
+    """x but for the 1."""
+
+    logit: Number
+    """f."""
+    token: Number
+    """l."""
+
+
+class Weights(NamedTuple):
+    """w: of 1, of the head's logit, of the logit of q(y)."""
+
+    shift: Number
+    slope: Number
+    token: Number
+
+
+class Precision(NamedTuple):
+    """The upper half of a symmetric matrix over the weights."""
+
+    shift: Number
+    shift_slope: Number
+    shift_token: Number
+    slope: Number
+    slope_token: Number
+    token: Number
+
+
+_FIRST = Weights(0.0, 1.0, 0.0)
+
+
+class Lesson(NamedTuple):
+    """What tokens teach, summed over them."""
+
+    gradient: Weights
+    """sum of (p - a) x."""
+    curvature: Precision
+    """sum of a (1 - a) x x'."""
+
+
+class Learned(NamedTuple):
+    """What a generation has learned so far."""
+
+    weights: Weights
+    precision: Precision
+    """P."""
+
+
+NOTHING = Lesson(Weights(0.0, 0.0, 0.0), Precision(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+class Learner(NamedTuple):
+    """How fast, and from where."""
+
+    sd: float = 0.35
+    """Standard deviation of each weight under the prior."""
+    memory: float = 0.98
+    """What a round counts for, after the next."""
+
+    def start(self) -> Learned:
+        """The prior."""
+        return Learned(_FIRST, self._prior)
+
+    def learn(self, before: Learned, lesson: Lesson) -> Learned:
+        """After a round."""
+        kept, prior = self.memory, self._prior
+        grown = Precision(*(p0 + kept * (p - p0) + h for p0, p, h in zip(prior, before.precision, lesson.curvature, strict=True)))
+        pull = (1.0 - kept) * prior.shift
+        steps = _solved(grown, *(g - pull * (w - w0) for g, w, w0 in zip(lesson.gradient, before.weights, _FIRST, strict=True)))
+        return Learned(Weights(*(w + step for w, step in zip(before.weights, steps, strict=True))), grown)
+
+    @property
+    def _prior(self) -> Precision:
+        each = self.sd**-2
+        return Precision(each, 0.0, 0.0, each, 0.0, each)
+
+
+LEARNER = Learner()
+
+
+def score_of(weights: Weights, inputs: Inputs) -> Number:
+    """a."""
+    return sigmoid(weights.shift + weights.slope * inputs.logit + weights.token * inputs.token)
+
+
+def lesson_of(weights: Weights, inputs: Inputs, acceptance_prob: Number) -> Lesson:
+    """What one token teaches."""
+    f, token = inputs
+    score = score_of(weights, inputs)
+    error, v = acceptance_prob - score, score * (1.0 - score)
+    vf, vl = v * f, v * token
+    return Lesson(Weights(error, error * f, error * token), Precision(v, vf, vl, vf * f, vf * token, vl * token))
+
+
+def cut(value: Number) -> Number:
+    """As inputs are."""
+    if type(value) is float:  # the loop's is one, as in `sigmoid`
+        return min(max(value, -_LARGEST), _LARGEST)
+    return np.clip(value, -_LARGEST, _LARGEST)
+
+
+def logit_of(prob: Number) -> Number:
+    """log(p / (1 - p)), cut as inputs are."""
+    if type(prob) is float:
+        prob = min(max(prob, _LEAST_PROB), 1.0 - _LEAST_PROB)
+        return log(prob / (1.0 - prob))
+    prob = np.clip(prob, _LEAST_PROB, 1.0 - _LEAST_PROB)
+    return np.log(prob / (1.0 - prob))
+
+
+def _solved(matrix: Precision, a: Number, b: Number, c: Number) -> tuple[Number, Number, Number]:
+    """matrix^-1 (a, b, c), by cofactors."""
+    m00, m01, m02, m11, m12, m22 = matrix
+    c00, c01, c02 = m11 * m22 - m12 * m12, m02 * m12 - m01 * m22, m01 * m12 - m02 * m11
+    c11, c12, c22 = m00 * m22 - m02 * m02, m01 * m02 - m00 * m12, m00 * m11 - m01 * m01
+    determinant = m00 * c00 + m01 * c01 + m02 * c02
+    return (
+        (c00 * a + c01 * b + c02 * c) / determinant,
+        (c01 * a + c11 * b + c12 * c) / determinant,
+        (c02 * a + c12 * b + c22 * c) / determinant,
+    )
+
+
+def sigmoid(logit: Number) -> Number:
+    """1 / (1 + exp(-logit)), of a float or elementwise of an array; 1 at +inf."""
+    if type(logit) is not float:  # the loop's is one, on which array functions cost ten times as much
+        return expit(logit)
+    return 1.0 / (1.0 + exp(-(_LOWEST if logit < _LOWEST else logit)))
