@@ -110,21 +110,37 @@ class Contestant(NamedTuple):
 class Resamples:
     """Draws of prompts and times that all contestants share."""
 
-    def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num: int = _RESAMPLES, seed: int = 0) -> None:
+    def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num_home: int = 0, num: int = _RESAMPLES, seed: int = 0) -> None:
+        """Args:
+        num_dev: prompts.
+        num_test: prompts.
+        errors: of the times.
+        num_home: dev prompts of another set, on which contestants that travelled were chosen.
+        num: of the resamples.
+        seed: of the draws.
+        """
         generator = np.random.default_rng(seed)
-        self._weights = [generator.multinomial(count, np.full(count, 1 / count), num).astype(np.float64) for count in (num_dev, num_test)]
+        self._weights = [_weights(generator, count, num) for count in (num_dev, num_test)]
         self._drafting, self._verifying = (_factors(generator, error, num) for error in errors[:2])
         # by name, so that a kind's draws do not depend on which others there are
         self._stopping = {
             kind: _factors(np.random.default_rng((seed, crc32(kind.encode()))), error, num) for kind, error in errors.stopping.items()
         }
+        self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
-    def throughput(self, contestants: Sequence[Contestant]) -> Float[Array, " resample"]:
-        """Tokens per second on the test prompts of each resample, of the contestant and setting that its dev prompts choose."""
+    def throughput(self, contestants: Sequence[Contestant], *, is_from_home: bool = False) -> Float[Array, " resample"]:
+        """Tokens per second on the test prompts of each resample, of the contestant and setting that its dev prompts choose.
+
+        Args:
+            contestants: that compete on dev.
+            is_from_home: their dev prompts are those of the home set.
+        """
+        dev = self._home if is_from_home else self._weights[0]
+        assert dev is not None, "num_home was not given"
         rows = np.arange(len(self._drafting))
         best, reached = np.full(len(rows), -np.inf), np.zeros(len(rows))
         for one in contestants:
-            on_dev = self._of_all(one.dev, self._weights[0])
+            on_dev = self._of_all(one.dev, dev)
             chosen = on_dev.argmax(1)
             wins = on_dev[rows, chosen] > best
             best = np.where(wins, on_dev[rows, chosen], best)
@@ -143,6 +159,11 @@ def gain_of(value: float, base: Float[Array, " resample"], own: Float[Array, " r
     gains = own / base - 1
     low, high = np.percentile(gains, _LEVELS)
     return Gain(value, min(value, float(low)), max(value, float(high)), float(gains.std(ddof=1)))
+
+
+def _weights(generator: np.random.Generator, count: int, num: int) -> Float[Array, "resample prompt"]:
+    """How often each prompt is drawn."""
+    return generator.multinomial(count, np.full(count, 1 / count), num).astype(np.float64)
 
 
 def _factors(generator: np.random.Generator, error: float, num: int) -> Float[Array, "resample 1"]:

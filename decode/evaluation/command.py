@@ -23,11 +23,12 @@ from decode.evaluation.page import Page, report_arms, report_hierarchies, write_
 from decode.evaluation.plots import all_plots, speed_up_bars
 from decode.evaluation.results import results_of, yardstick_of
 from decode.evaluation.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
+from decode.evaluation.travel import Judged, travel, travel_frame, travel_table
 from decode.experiment import Experiment
 from decode.figure import Plot
 from decode.hierarchies.runs import resumable_loop
 from decode.hierarchies.trio import Trio
-from decode.traces.recording import trace_folder
+from decode.traces.recording import Traces, trace_folder
 
 
 def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
@@ -47,15 +48,13 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
     folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
     every: dict[str, Replays] = {}
     frames: list[pd.DataFrame] = []
+    homes: dict[str, Judged] = {}
     page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
-        every[dataset], decoded = replays, None
-        if experiment.decode.hierarchies:
-            loop = resumable_loop(experiment, dataset, trio)
-            decoded = decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
-        compared = [compare(replays, decoded, cost=each, dataset=dataset) for each in costs]
+        every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
+        compared = [compare(replays, decoded, cost=each, dataset=dataset, homes=homes) for each in costs]
         frames.extend(frame for frame, _ in compared)
         plots = [*(bars for _, bars in compared), *all_plots(replays, cost, names=NAMES)]
         page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
@@ -72,17 +71,44 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
 
 
-def compare(replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str) -> tuple[pd.DataFrame, Plot]:
-    """Print the table of one dataset at one cost; the same as numbers, and as a plot."""
+def hierarchies_of(
+    experiment: Experiment, dataset: str, traces: Traces, *, trio: Trio, costs: Sequence[CostModel]
+) -> DecodedHierarchies | None:
+    """Those of one dataset, decoded; None where none are asked for."""
+    if not experiment.decode.hierarchies:
+        return None
+    loop = resumable_loop(experiment, dataset, trio)
+    return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
+
+
+def compare(
+    replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str, homes: dict[str, Judged]
+) -> tuple[pd.DataFrame, Plot]:
+    """Print the table of one dataset at one cost; the same as numbers, and as a plot.
+
+    Args:
+        replays: of the dataset.
+        decoded: its hierarchies.
+        cost: of both.
+        dataset: its name.
+        homes: the home set by title of the cost. Where there is none yet this set is home; else the table of what travels is added.
+    """
+    home = homes.get(cost.title)
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
-    yardstick = yardstick_of(arms, cost)
+    yardstick = yardstick_of(arms, cost, num_home=home.num_dev if home else 0)
     results = ordered([*results_of(arms, cost, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
-    frame = frame_of(results, cost, dataset=dataset)
+    frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
     wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
     wide_console().print(lead_line(yardstick))
     if decoded:
         wide_console().print(decoded.table(cost))
         frame = decoded.annotated(frame, cost)
+    judged = Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
+    homes.setdefault(cost.title, judged)
+    if home is not None:
+        travelled = travel(home, judged, test=replays.traces.test, cost=cost)
+        wide_console().print(travel_table(travelled, home, judged, cost))
+        frame = pd.concat([frame, travel_frame(travelled, home, judged, cost)])
     return frame, speed_up_bars(results, cost, names=NAMES)
 
 

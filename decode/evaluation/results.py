@@ -66,16 +66,18 @@ class Yardstick(NamedTuple):
     """Seconds of one token by the target alone."""
     reached: Mapping[str, Array]
     """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
+    resamples: Resamples
+    """Those, for contestants that are yet to come."""
     champions: Mapping[str, str]
     """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
 
 
-def yardstick_of(arms: Sequence[Arm], cost: CostModel) -> Yardstick:
-    """The yardstick of one dataset at one cost."""
+def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:
+    """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are made."""
     families, picks = by_family(arms), picks_of(arms, cost)
     contestants = {family: [arm.contestant(cost) for arm in members] for family, members in families.items()}
     one = contestants[BASELINE][0]
-    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors)
+    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
     reached = {family: resamples.throughput(members) for family, members in contestants.items()}
     champions = {}
     for group, belongs in _GROUPS.items():
@@ -83,7 +85,7 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel) -> Yardstick:
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
             reached[group] = resamples.throughput([each for family in members for each in contestants[family]])
-    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, champions)
+    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions)
 
 
 def lead_of(yardstick: Yardstick) -> Gain | None:

@@ -77,9 +77,9 @@ def lead_line(yardstick: Yardstick) -> str:
     return f"best head ({own}) over best training-free policy ({base}): {lead.value:+.1%} ({lead.low:+.1%}, {lead.high:+.1%})"
 
 
-def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str) -> pd.DataFrame:
-    """The same as rows of numbers."""
-    rows = [{"dataset": dataset, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
+def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
+    """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
+    rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
     for row in rows:
         row["setting"] = json.dumps(row["setting"])
     return pd.DataFrame(rows)

@@ -1,0 +1,65 @@
+"""What is chosen at home and judged elsewhere: the choice is home's, the figures are the foreign set's."""
+
+import pandas as pd
+import pytest
+import torch
+from small_pair import trace
+
+from decode.costs.model import CostModel
+from decode.evaluation.arms import Replays, replay_dataset
+from decode.evaluation.grids import default_values, head_grid, make_grid
+from decode.evaluation.results import results_of, yardstick_of
+from decode.evaluation.travel import Judged, travel, travel_frame
+from decode.policies.registry import LOGISTIC
+from decode.traces.recording import Traces
+from heads import AcceptanceHead
+from lm import Sampling
+
+COST = CostModel.constant(0.2, 1.0)
+FAMILIES = ("fixed_length", "token_prob", "entropy")
+
+
+@pytest.fixture(scope="module")
+def sets() -> list[Replays]:
+    """Home, and a set that is colder than it."""
+    torch.manual_seed(0)
+    head = AcceptanceHead(16, 1, "drawn", True).eval()
+    values = default_values(5)
+    grids = [make_grid(name, name, values[name]) for name in FAMILIES] + [head_grid("it", head, {"max_rejection_prob": LOGISTIC})]
+    every = [Traces(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
+    return [replay_dataset(traces, grids, heads={"it": head}, cost=COST, perfect_head=True, name="") for traces in every]
+
+
+def judged(replays: Replays, name: str, *, num_home: int = 0) -> Judged:
+    arms = [*replays.arms, *replays.auto_arms(COST)]
+    yardstick = yardstick_of(arms, COST, num_home=num_home)
+    return Judged(dataset=name, arms=arms, yardstick=yardstick, results=results_of(arms, COST, yardstick))
+
+
+def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):
+    home = judged(sets[0], "home")
+    there = judged(sets[1], "there", num_home=home.num_dev)
+    travelled = {each.result.family: each for each in travel(home, there, test=sets[1].traces.test, cost=COST)}
+    tuned = {result.family: result for result in there.results}
+    assert {"head_drawn", "auto_drawn_learning", *FAMILIES} <= set(travelled)
+    assert not {"oracle", "perfect_drawn"} & set(travelled)
+    for at_home, arm in zip(home.results, home.arms, strict=True):
+        if at_home.family in (*FAMILIES, "head_drawn"):
+            setting = int(COST.tokens_per_s(arm.dev).argmax())
+            moved = next(each for each in there.arms if each.grid.name == arm.grid.name)
+            result, kept = travelled[at_home.family]
+            assert result.setting == at_home.setting == arm.grid.settings[setting]
+            assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(moved.test)[setting])
+            assert kept.value == pytest.approx(result.tokens_per_s / tuned[at_home.family].tokens_per_s - 1)
+            assert kept.low <= kept.value <= kept.high
+    frame = travel_frame(list(travelled.values()), home, there, COST)
+    assert set(frame["chosen_on"]) == {"home"}
+    assert set(frame["dataset"]) == {"there"}
+    assert isinstance(frame, pd.DataFrame)
+
+
+def test_at_home_nothing_is_lost_on_the_way(sets):
+    home = judged(sets[0], "home", num_home=40)
+    for result, kept in travel(home, home, test=sets[0].traces.test, cost=COST):
+        assert kept.value == pytest.approx(0, abs=1e-12)
+        assert result.gain == pytest.approx(home.gain(result.family))
