@@ -54,7 +54,8 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
-        compared = [compare(replays, decoded, cost=each, dataset=dataset, homes=homes) for each in costs]
+        is_home = experiment.is_home(dataset)
+        compared = [compare(replays, decoded, cost=each, dataset=dataset, homes=homes, is_home=is_home) for each in costs]
         frames.extend(frame for frame, _ in compared)
         plots = [*(bars for _, bars in compared), *all_plots(replays, cost, names=NAMES)]
         page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
@@ -82,7 +83,7 @@ def hierarchies_of(
 
 
 def compare(
-    replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str, homes: dict[str, Judged]
+    replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str, homes: dict[str, Judged], is_home: bool
 ) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot.
 
@@ -91,9 +92,10 @@ def compare(
         decoded: its hierarchies.
         cost: of both.
         dataset: its name.
-        homes: the home set by title of the cost. Where there is none yet this set is home; else the table of what travels is added.
+        homes: title of the cost -> the set on which what travels is chosen: the first one.
+        is_home: heads are trained on this set, so that nothing travels to it.
     """
-    home = homes.get(cost.title)
+    home = None if is_home else homes.get(cost.title)
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=home.num_dev if home else 0)
     results = ordered([*results_of(arms, cost, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])

@@ -13,7 +13,7 @@ import decode.loop.drafter
 import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
-from lm import GreedyDraws, RandomDraws, residual_probs, verify
+from lm import GreedyDraws, RandomDraws, residual_probs, revealed_probs, verify
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
 _counts_of = decode.loop.decoder._counts_of
@@ -67,6 +67,18 @@ def _drop_by_value(self, committed, max_tokens):
     if proposal.tokens and proposal.laws[-1][proposal.tokens[-1]] < 0.4:
         for column in (proposal.tokens, proposal.laws, proposal.entropies):
             column.pop()
+    return proposal
+
+
+def _learn_ahead(self, committed, max_tokens):
+    """A draft ends before the first token of which its own verification will reveal that it is likelier rejected than not."""
+    proposal = _propose(self, committed, max_tokens)
+    fed = committed + proposal.tokens
+    p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
+    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.laws, p, RandomDraws())
+    num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
+    for column in (proposal.tokens, proposal.laws, proposal.entropies):
+        del column[num_kept:]
     return proposal
 
 
@@ -177,6 +189,7 @@ MUTANTS = {
     "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
     "q_shifted": (ModelDrafter, "propose", _q_shifted),
     "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
+    "learn_ahead": (ModelDrafter, "propose", _learn_ahead),
     "draft_past_eos": (ModelDrafter, "propose", _draft_past_eos),
     "second_best": (GreedyDraws, "token", _second_best),
     "all_agree": (GreedyDraws, "num_accepted", _all_agree),

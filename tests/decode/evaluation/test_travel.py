@@ -2,9 +2,11 @@
 
 import pandas as pd
 import pytest
+import small_pair
 import torch
-from small_pair import trace
+from small_pair import EOS, LENGTH, VOCAB, model, trace
 
+from decode import Recorder
 from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.grids import default_values, head_grid, make_grid
@@ -56,6 +58,26 @@ def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):
     assert set(frame["chosen_on"]) == {"home"}
     assert set(frame["dataset"]) == {"there"}
     assert isinstance(frame, pd.DataFrame)
+
+
+def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkeypatch):
+    """There the draft is the target, and the longest draft is best."""
+    monkeypatch.setattr(small_pair, "recorder", always_right)
+    grid = make_grid("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
+    traces = Traces(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
+    home = judged(sets[0], "home")
+    there = judged(replay_dataset(traces, [grid], heads={}, cost=COST, perfect_head=False, name=""), "there", num_home=home.num_dev)
+    travelled = {each.result.family: each for each in travel(home, there, test=traces.test, cost=COST)}
+    assert there.results[0].setting == {"k": LENGTH}
+    result, kept = travelled["fixed_length"]
+    assert result.setting == next(each.setting for each in home.results if each.family == "fixed_length") != {"k": LENGTH}
+    assert result.gain == pytest.approx(kept.value)
+    assert kept.high < -0.01
+    assert travelled["entropy"].kept is None
+
+
+def always_right(sampling: Sampling, length: int = LENGTH) -> Recorder:
+    return Recorder(model(1, 2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
 
 
 def test_at_home_nothing_is_lost_on_the_way(sets):

@@ -23,6 +23,7 @@ KILLERS = {
     "q_before_warping": (PER_SAMPLING, ("fixed_length", "top_k")),
     "q_shifted": (PER_SAMPLING, ("fixed_length", "plain")),
     "drop_by_value": (PER_SAMPLING, ("fixed_length", "plain")),
+    "learn_ahead": (PER_SAMPLING, ("learning_head", "plain")),
     "second_best": (laws.test_temperature_zero_emits_the_most_probable_token_each_time, ()),
     "all_agree": (laws.test_temperature_zero_emits_the_most_probable_token_each_time, ()),
     "emit_past_eos": (laws.test_nothing_is_drafted_or_emitted_after_eos, ()),
