@@ -11,7 +11,8 @@ from enumeration import ToyModel, assert_same_law, law_of
 from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import FixedLength, Heuristic
+from decode.policies import FixedLength, Heuristic, Policy
+from decode.policies.base import AfterDraw, Outcome, State
 from lm import Draws, Sampling
 
 
@@ -39,9 +40,34 @@ def test_the_length_limit_and_the_draft_length_never_change_the_law(max_new_toke
     assert_lossless(decoder_of(FixedLength(20), length=length, eos_ids=(0, 2) if max_new_tokens == 4 else (2,)), max_new_tokens)
 
 
-@pytest.mark.parametrize("policy", ["heuristic", "self_verify", "ada_edl", "fed_head"])
+@pytest.mark.parametrize("policy", ["heuristic", "self_verify", "ada_edl", "fed_head", "learning_head"])
 def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_more_rounds(policy):
     assert_lossless(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"]), 4)
+
+
+class Heeds(Policy):
+    """Drafts one token after a round whose lesson was large, else three: what was revealed decides the next draft, and not this one."""
+
+    nothing_learned = (0.0,)
+
+    def start(self) -> State:
+        return (0.0,)
+
+    def limit(self, state: State) -> float:
+        return 1 if state[0] > 1 else 3
+
+    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: float) -> State:
+        return (acceptance_prob,)
+
+    def end(self, state: State, outcome: Outcome) -> State:
+        return outcome.lesson
+
+
+def test_a_policy_that_heeds_its_lessons_preserves_the_target_law():
+    decoder = decoder_of(Heeds(), eos_ids=())
+    rounds = decoder.generate(PROMPT, 60, generator=torch.Generator().manual_seed(0)).rounds[:-3]
+    assert {len(played.drafted) for played in rounds} == {1, 3}
+    assert_lossless(decoder, 4)
 
 
 @pytest.mark.parametrize("policy", [FixedLength(3), Heuristic(2)])
