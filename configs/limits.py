@@ -46,6 +46,7 @@ LIMITS = {
     "pair.num_threads": _THREADS,
     **{f"data.num_{split}": _COUNT_OR_NONE for split in ("train", "dev", "test")},
     **{f"data.{name}": _COUNT for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")},
+    "data.prompts.weight": _POSITIVE,
     "data.split_weights": _AT_LEAST_ZERO,
     "data.seed": _SEED,
     "data.mixing_ratio": _SHARE,
@@ -100,10 +101,13 @@ def check(config: Config) -> None:
 
 
 def _entry(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name; None where a section on the way is null or lacks it."""
+    """The value at a dotted name, of a list of sections those of all; None where a section on the way is null or lacks it."""
     found: Any = values
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
+        if isinstance(found, list | tuple):
+            found = [each.get(part) for each in found if isinstance(each, Mapping)]
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from configs.command import run
 from configs.limits import LIMITS, check
-from configs.schema import Config, ModelSource, PairConfig
+from configs.schema import Config, ModelSource, PairConfig, PromptSource
 
 PAIR = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"), micro=ModelSource(path="tiny"))
 
@@ -18,6 +18,10 @@ def changed(section: Any, name: str, value: Any) -> Any:
     first, _, rest = name.partition(".")
     if isinstance(section, dict):
         return {**section, first: value}
+    if isinstance(section, str):
+        section = (PromptSource(path="stories"), PromptSource(path=section))
+    if isinstance(section, tuple):
+        return *section[:-1], changed(section[-1], name, value)
     return replace(section, **{first: changed(getattr(section, first), rest, value) if rest else value})
 
 
