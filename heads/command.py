@@ -1,6 +1,7 @@
 """The commands that move heads between formats and places: `export`, `import`, `push`, `inspect`."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+_WRITTEN = re.compile("|".join([*(rf"{re.escape(name)}(\.tmp)?" for name in hub.FILES), r"\.tmp\w+"]))
 
 
 def export(
@@ -162,8 +164,8 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
 
 
 def _is_head(path: Path) -> bool:
-    """Does a directory hold what `save_whole` writes, or nothing?"""
-    if not path.is_dir() or not {entry.name.removesuffix(".tmp") for entry in path.iterdir()} <= set(hub.FILES):
+    """Does a directory hold what `save_whole` writes, or nothing? An export that was killed leaves safetensors' temporary file."""
+    if not path.is_dir() or not all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir()):
         return False
     config = path / "config.json"
     kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]

@@ -121,6 +121,7 @@ def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: P
     path = save_whole(AcceptanceHead(4, 1), tmp_path / "head")
     path.rename(tmp_path / ".head.replaced")
     (tmp_path / ".head.partial").mkdir()
+    (tmp_path / ".head.partial" / ".tmpJiIJDe").write_bytes(b"half of the weights, as safetensors names them while it writes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceptanceHead, "save_pretrained", lambda self, where: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(ValueError, match="cannot be written"):
