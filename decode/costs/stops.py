@@ -59,6 +59,13 @@ class Unstopping(Policy):
     def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
         return self.policy.drawn_head
 
+    @property
+    def nothing_learned(self) -> State:
+        return self.policy.nothing_learned
+
+    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return self.policy.lesson(state, drawn, acceptance_prob)
+
     def start(self) -> State:
         return self.policy.start()
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Auto(ScoringPolicy):
             idle=np.where(has_drafted, 0.0, state.idle + 1.0),
             profit=state.profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - state.profit),
             rounds=state.rounds + has_drafted,
-            learned=self.taught(state.learned, outcome.lesson),
+            learned=LEARNER.learn(state.learned, outcome.lesson),
         )
 
     def _rate(self, state: AutoState) -> Number:

@@ -97,7 +97,7 @@ class LearnedProb(Policy):
         return lesson_of(state[1].weights, _inputs(drawn), acceptance_prob)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return 1.0, LEARNER.learn(state[1], outcome.lesson)  # type: ignore[arg-type]
+        return 1.0, LEARNER.learn(state[1], outcome.lesson)
 
 
 def _inputs(drawn: AfterDraw) -> Inputs:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Outcome, State
 from decode.policies.confidence import check_unit
+from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class HeadPolicy(ScoringPolicy):
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
         if self.rule is not None:
             return self.rule.after(state, drawn)
-        product, carried, _ = self.scored(*state, drawn)
+        product, carried, _ = self.scored(state[0], state[1], drawn)
         return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return (1.0, self.taught(state[1], outcome.lesson)) if self.rule is None else self.rule.end(state, outcome)
+        return (1.0, LEARNER.learn(state[1], outcome.lesson)) if self.rule is None else self.rule.end(state, outcome)

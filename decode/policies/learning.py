@@ -15,7 +15,7 @@ first rejected one teach nothing. The law of the output stays the target's: the 
 """
 
 from math import exp, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit
@@ -92,8 +92,10 @@ class Learner(NamedTuple):
         """The prior."""
         return Learned(_FIRST, self._prior)
 
-    def learn(self, before: Learned, lesson: Lesson) -> Learned:
-        """After a round."""
+    def learn(self, before: Any, lesson: Any) -> Any:
+        """What is `Learned` after a round, from its `Lesson`; the same as before where there is none, as in a hierarchy's inner levels."""
+        if not lesson:
+            return before
         kept, prior = self.memory, self._prior
         grown = Precision(*(p0 + kept * (p - p0) + h for p0, p, h in zip(prior, before.precision, lesson.curvature, strict=True)))
         pull = (1.0 - kept) * prior.shift

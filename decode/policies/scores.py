@@ -157,9 +157,5 @@ class ScoringPolicy(Policy):
     def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
-    def taught(self, learned: Any, lesson: Any) -> State:
-        """What is learned with a round's lesson; a hierarchy's inner levels are told none."""
-        return LEARNER.learn(learned, lesson) if lesson else learned
-
     def _inputs(self, drawn: AfterDraw) -> Inputs:
         return Inputs(cut(self.scores.drawn_logit(drawn)), logit_of(drawn.token_prob))
