@@ -176,4 +176,4 @@ def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
 
 def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
     head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
-    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "drawn+s-d1"}
+    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "max_prob & token_prob", "drawn+s-d1"}
