@@ -2,7 +2,7 @@
 
 {"id": "81", "response": "text"}                        tokenized here, and ended with end-of-sequence unless finish_reason is length
 {"id": "81", "turn": 2, "response_ids": [5, 9, 1]}      taken as they are; turns count from 1
-optional: "finish_reason": "stop" | "length"
+optional: "finish_reason": "stop" | "length", and "prompt_ids": the ids of the prompt that was answered, which must be those of the run
 """
 
 import json
@@ -44,6 +44,9 @@ class ResponseFile:
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         """The response of one line."""
+        if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
+            other = f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and data.template"
+            return Problem(request.id, "error", other)
         reason: FinishReason = record.get("finish_reason", "stop")
         if "response_ids" in record:
             ids = list(record["response_ids"])
@@ -62,9 +65,9 @@ class ResponseFile:
         where = f"{self.path}:{number}"
         if record.get("id") is None:
             raise ValueError(f"{where}: expected an id; got {sorted(record)}")
-        ids = record.get("response_ids")
-        has_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
-        if not has_ids and not isinstance(record.get("response"), str):
+        if "prompt_ids" in record and not _are_ids(record["prompt_ids"]):
+            raise ValueError(f"{where}: expected prompt_ids to be a list of integers, got {record['prompt_ids']!r:.80}")
+        if not _are_ids(record.get("response_ids")) and not isinstance(record.get("response"), str):
             raise ValueError(f"{where}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
         if record.get("finish_reason", "stop") not in ("stop", "length"):
             raise ValueError(f"{where}: expected finish_reason to be stop or length, got {record['finish_reason']!r}")
@@ -72,6 +75,10 @@ class ResponseFile:
         if not isinstance(turn, int) or turn < 1:
             raise ValueError(f"{where}: expected turn to be a whole number from 1, got {turn!r}")
         return str(record["id"]) if turn == 1 else f"{record['id']}#{turn}"
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _line_offsets(path: str) -> list[int]:

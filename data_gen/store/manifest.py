@@ -42,6 +42,8 @@ _SIZES = ("prompts", "bytes")
 _GROWING = ("split", "responses")
 """Entries of parts, to which a later run may append."""
 
+_LABELS_ANEW = " (`python -m data_gen responses` lets it label the responses that are there)"
+
 Parts = list[dict[str, Any]]
 """What a directory was made from, and each time that it grew: sizes, with the sha256 of everything up to there."""
 
@@ -135,8 +137,8 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     there = read_manifest(directory)
     if mismatch := next(_mismatches(there, here), None):
         raise ValueError(
-            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose another {setting}, or "
-            f"delete {directory} to start anew"
+            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose another {setting}"
+            f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
     if any(here.get(name) and there.get(name) != here[name] for name in _GROWING):
         grown = {name: here[name] for name in _GROWING if name in here}

@@ -3,11 +3,31 @@
 import os
 from pathlib import Path
 
+import torch
+
+from data_gen.store.rows import POSITION_COLUMNS, read_rows
+from data_gen.store.shards import list_shards
+
 
 def files_of(directory: str | Path) -> dict[str, bytes]:
     """Every shard, sidecar and errors.jsonl."""
     paths = [path for path in Path(directory).rglob("*") if path.is_file() and path.name != "manifest.json"]
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def rows_of(config) -> list[dict]:
+    """All training rows of a run."""
+    return [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+
+
+def assert_same_rows(rows, others):
+    """The same prompts, ids and coins, and the same numbers up to rounding."""
+    for row, other in zip(rows, others, strict=True):
+        assert {name: row[name] for name in row if name not in POSITION_COLUMNS} == {
+            name: other[name] for name in other if name not in POSITION_COLUMNS
+        }
+        for name in POSITION_COLUMNS:
+            torch.testing.assert_close(torch.tensor(row[name]), torch.tensor(other[name]), rtol=1e-4, atol=1e-4)
 
 
 def in_a_child(work) -> int:

@@ -6,28 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_disk import files_of
+from on_disk import assert_same_rows, files_of, rows_of
 
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline.command import make
 from data_gen.store.manifest import settle
-from data_gen.store.rows import POSITION_COLUMNS, read_rows
 from data_gen.store.shards import list_shards, read_sidecar, rows_path
 
 CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
-
-
-def rows_of(config) -> list[dict]:
-    return [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
-
-
-def assert_same_rows(rows, others):
-    for row, other in zip(rows, others, strict=True):
-        assert {name: row[name] for name in row if name not in POSITION_COLUMNS} == {
-            name: other[name] for name in other if name not in POSITION_COLUMNS
-        }
-        for name in POSITION_COLUMNS:
-            torch.testing.assert_close(torch.tensor(row[name]), torch.tensor(other[name]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_larger_run_keeps_the_shards_of_the_smaller_one_byte_for_byte(toy_config, with_data, tmp_path, capsys):
