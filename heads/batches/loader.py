@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.batches.features import Batch, Features, FeatureShard, join, none_of
-from heads.batches.order import POOL_SIZE, Block, Item, Share, batches, in_order, num_batches, own_batches, shuffled
+from heads.batches.order import POOL_SIZE, Block, Item, Share, Turn, batches, in_order, num_batches, own_batches, shuffled
 
 READ_AHEAD = 4
 """Batches made ready while the step runs."""
@@ -64,6 +64,7 @@ class BatchLoader:
         batch_size: int,
         seed: int | None,
         share: Share = ALONE,
+        chosen: Callable[[Item], bool] | None = None,
     ) -> None:
         """Args:
         read: makes a batch of some responses; called in a thread.
@@ -71,8 +72,10 @@ class BatchLoader:
         batch_size: responses per batch and process.
         seed: of the order; None: as stored, every epoch alike, each process its own blocks.
         share: of the processes that read the data together.
+        chosen: leave out all other responses; only without a seed.
         """
         self.read, self.lengths, self.batch_size, self.seed, self.share = read, lengths, batch_size, seed, share
+        self.chosen = chosen
         self.num_items = sum(map(len, lengths))
         self.sampler, self.batch_sampler = self, None  # where Lightning looks for set_epoch
         self.epoch, self._taken = 0, 0
@@ -106,9 +109,13 @@ class BatchLoader:
     def _order(self) -> Iterator[list[Item]]:
         """The batches of the epoch, from `_taken` on."""
         if self.seed is None:
-            return own_batches(in_order(list(map(len, self.lengths))), self.batch_size, self.share)
+            turns = in_order(list(map(len, self.lengths)))
+            return own_batches(filter(self._is_chosen, turns), self.batch_size, self.share)
         turns = shuffled(self.lengths, self.share.world_size, seed=self.seed, epoch=self.epoch)
         return batches(turns, self.batch_size, self.share, first=self._taken)
+
+    def _is_chosen(self, turn: Turn) -> bool:
+        return self.chosen is None or self.chosen(turn.item)
 
 
 def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:

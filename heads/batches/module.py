@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ from data_gen.store.shards import list_shards
 from heads.batches.features import Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item, Share
+from heads.batches.sets import sets_of
 from heads.grid import grid, scalar_names
-
-TESTED = ("dev", "train", "test")
-"""The splits that a finished sweep is measured on, in the order of their loaders; test comes last, since there may be none."""
 
 
 class FeatureData(pl.LightningDataModule):
@@ -45,6 +44,7 @@ class FeatureData(pl.LightningDataModule):
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
+        self._names: dict[str, list[list[str]]] = {}
         self._shards = {split: self._open(split) for split in ("train", "dev", "test") if split != "test" or data.num_test}
         self.hidden_size = self._width()
 
@@ -59,20 +59,28 @@ class FeatureData(pl.LightningDataModule):
     def val_dataloader(self) -> BatchLoader:
         return self.loader("dev")
 
-    def test_dataloader(self) -> list[BatchLoader]:
-        """In the order of `TESTED`; of train as many responses as dev has, which is enough to see how far heads overfit."""
-        some = min(self.num_responses("train"), self.num_responses("dev"))
-        return [self.loader(split, num=some if split == "train" else None) for split in TESTED if split in self._shards]
+    @cached_property
+    def tested(self) -> tuple[str, ...]:
+        """What a finished sweep is measured on: dev, train and test, and where prompts come from several sets dev/NAME and test/NAME."""
+        held_out = [split for split in ("dev", "test") if split in self._shards]
+        by_set = [f"{split}/{name}" for split in held_out for name in sorted({name for shard in self._sets(split) for name in shard})]
+        return "dev", "train", *held_out[1:], *by_set
 
-    def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
-        """Batches of one split, or of its first `num` responses; shuffled if there is a seed."""
+    def test_dataloader(self) -> list[BatchLoader]:
+        """In the order of `tested`; of train as many responses as dev has, which is enough to see how far heads overfit."""
+        some = min(self.num_responses("train"), self.num_responses("dev"))
+        parts = [name.partition("/") for name in self.tested]
+        return [self.loader(split, num=some if split == "train" else None, only=name) for split, _, name in parts]
+
+    def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
+        """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a seed."""
         shards, first = self._shards[split], self.timings[0]
         times = self._rows_per_item[first]
         lengths = [[sum(rows[i : i + times]) for i in range(0, len(rows), times)] for rows in (s.row_lengths() for s in shards[first])]
         if self.share.world_size > 1:
             _verify_together(shards, self.share)
         reader = BlockReader(shards, self._rows_per_item)
-        return self._loader(lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num)
+        return self._loader(lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num, only=only)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -89,13 +97,28 @@ class FeatureData(pl.LightningDataModule):
         return Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else Share()
 
     def _loader(
-        self, read: Callable[[Sequence[Item]], Any], lengths: list[list[int]], *, split: str, seed: int | None, num: int | None
+        self,
+        read: Callable[[Sequence[Item]], Any],
+        lengths: list[list[int]],
+        *,
+        split: str,
+        seed: int | None,
+        num: int | None,
+        only: str = "",
     ) -> BatchLoader:
         if split == "train" and self.heads.num_train is not None:
             lengths = _first(lengths, self.heads.num_train)
         if num is not None:
             lengths = _first(lengths, num)
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=self.share)
+        sets = self._sets(split) if only else None
+        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
+        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=self.share, chosen=chosen)
+
+    def _sets(self, split: str) -> list[list[str]]:
+        """The set of each response of each shard; no shard where prompts come from one set."""
+        if split not in self._names:
+            self._names[split] = sets_of(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
+        return self._names[split]
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {

@@ -64,9 +64,10 @@ class RowData(FeatureData):
 
     draft: "DraftFeatures"
 
-    def loader(self, split: str, *, seed: int | None = None, num: int | None = None) -> BatchLoader:
+    def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         paths = list_shards(self.data.dir, split)
-        return self._loader(RowReader(paths, self.data.mixes).batch, [_lengths(path) for path in paths], split=split, seed=seed, num=num)
+        read, lengths = RowReader(paths, self.data.mixes).batch, [_lengths(path) for path in paths]
+        return self._loader(read, lengths, split=split, seed=seed, num=num, only=only)
 
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))

@@ -1,7 +1,7 @@
 """The results of a sweep as text: a table like Table 3 of SpecDec++ (arXiv 2405.19715), a longer one, and val_metrics.json."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,20 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
         parts += [f"### {inputs}: binary KL on {split}, nats per token, raw / calibrated", _by_depth_and_weight(result, chosen)]
     parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
     return "\n\n".join(parts) + "\n"
+
+
+def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
+    """Markdown: the best head on dev of each kind of inputs, on each set of prompts; nothing where there is one set."""
+    sets = [name for name in results if "/" in name]
+    if not sets:
+        return ""
+    heads = list(best_heads(results["dev"], specs).values())
+    lines = ["| set | tokens | mean acceptance prob | " + " | ".join(heads) + " |", "|---" * (len(heads) + 3) + "|"]
+    for name in sets:
+        labels = next(iter(results[name]["labels"].values()))
+        cells = [f"{of[head]['calibrated_kl']:.4f}, {of[head]['auroc']:.4f}" for of in [results[name]["heads"]] for head in heads]
+        lines.append(f"| {name} | {labels['num_tokens']:,.0f} | {labels['mean_acceptance_prob']:.3f} | " + " | ".join(cells) + " |")
+    return "\n\n".join(["### Calibrated KL and AUROC by set of prompts, of the best heads on dev", "\n".join(lines)]) + "\n"
 
 
 def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:

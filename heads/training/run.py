@@ -13,7 +13,7 @@ from data_gen.store.shards import write_atomic
 from heads.batches.module import FeatureData
 from heads.batches.online import DraftFeatures, RowData
 from heads.measures.plots import save_plots
-from heads.measures.tables import tables, write_metrics
+from heads.measures.tables import by_set, tables, write_metrics
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS
@@ -64,10 +64,11 @@ def input_embedding(draft: PreTrainedModel, hidden_size: int) -> Float[Tensor, "
 def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
     """Write val_metrics.json, tables.md and the plots; print the tables. Returns the results by split."""
     write_metrics(directory.metrics, sweep.results, run=sweep.facts.get("run"), history=sweep.history)
-    text = "\n".join(tables(result, sweep.specs, split=split) for split, result in sweep.results.items())
-    write_atomic(directory.path / "tables.md", text.encode())
+    texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
+    sets = by_set(sweep.results, sweep.specs)
+    write_atomic(directory.path / "tables.md", "\n".join([*texts, sets]).encode())
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
-    print(tables(sweep.results["dev"], sweep.specs, split="dev"))
+    print(tables(sweep.results["dev"], sweep.specs, split="dev"), sets, sep="\n")
     print("\n".join(str(path) for path in (directory.metrics, directory.path / "tables.md", *plots)))
     return sweep.results
 

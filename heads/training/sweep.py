@@ -15,7 +15,6 @@ from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
 from heads.batches.features import Batch, has_tokens
-from heads.batches.module import TESTED
 from heads.batches.online import DraftFeatures
 from heads.grid import Shape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
@@ -37,7 +36,7 @@ class Sweep(pl.LightningModule):
         stacks: current weights, by shape.
         best: weights of each head at its best calibrated KL on dev.
         history: one entry per validation: {step, epoch, metric: [value of each head]}.
-        results: split -> `heads.measures.evaluation.Result`, after `trainer.test`.
+        results: split, or split/set -> `heads.measures.evaluation.Result`, after `trainer.test`.
     """
 
     best_kl: Tensor
@@ -137,7 +136,8 @@ class Sweep(pl.LightningModule):
         self._evaluations[dataloader_idx].update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
 
     def on_test_epoch_end(self) -> None:
-        self.results = {TESTED[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
+        names = self.trainer.datamodule.tested  # type: ignore[attr-defined]
+        self.results = {names[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
 
     def configure_optimizers(self) -> Any:
         # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
