@@ -196,8 +196,9 @@ class DecodeConfig:
     """Where traces, tables and the report go."""
     max_draft_length: int = 20
     max_new_tokens: int = 128
-    compile: bool = False
-    """Compile draft steps and verifications on static caches (each width's first use takes seconds); on a GPU they become CUDA graphs."""
+    compile: bool | Literal["stop"] = False
+    """true: draft steps and verifications, on static caches (each width's first use takes seconds; CUDA graphs on a GPU). stop: only what
+    follows the draft's forward (sampling, draw, signals, head), beside eager models of any family."""
     num_dev: int = 50
     """Prompts on which each policy's setting is chosen."""
     num_test: int = 50

@@ -14,6 +14,8 @@ from lm.entropy import cross_entropy, entropy
 from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
 from lm.models.compiled import CompiledModel
+from lm.models.compiled_tail import CompiledTailModel
+from lm.models.kinds import KINDS, Compile
 from lm.pair import (
     Pair,
     check_width,
@@ -32,9 +34,12 @@ from lm.sampling import Sampling
 from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, revealed_probs, verify
 
 __all__ = [
+    "KINDS",
     "CachedModel",
     "Chance",
+    "Compile",
     "CompiledModel",
+    "CompiledTailModel",
     "Draws",
     "GreedyDraws",
     "Pair",

@@ -127,7 +127,7 @@ class Bare:
     def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
         pair, prompts, num_tokens, decode = self._experiment.pair, self._prompts, self._num_tokens, self._experiment.decode
         if "lengths" in parts:
-            how: dict[str, Any] = {"lengths": self._lengths, "num_tokens": num_tokens, "has_compiled": decode.compile}
+            how: dict[str, Any] = {"lengths": self._lengths, "num_tokens": num_tokens, "has_compiled": decode.compile is True}
             for row in length_rows(pair, prompts, _PLAIN, **how):
                 yield "lengths", row
         if "overheads" in parts:

@@ -31,7 +31,7 @@ def length_rows(
         what: dict[str, Any] = {"pair": pair, "prompts": prompts, "sampling": sampling, "max_draft_length": max(lengths)}
         loops = {"ours": Loop(**what, max_new_tokens=num_tokens)}
         if has_compiled:
-            loops["compiled"] = Loop(**what, max_new_tokens=num_tokens, is_compiled=True)
+            loops["compiled"] = Loop(**what, max_new_tokens=num_tokens, compile=True)
         for k in lengths:
             timed = {which: assisted(pair, num_tokens, sampling, how) for which, how in (("plain", None), ("assisted", constant(k)))}
             timed |= {which: generations_of(loop.decoder(FixedLength(k)), num_tokens) for which, loop in loops.items()}

@@ -148,7 +148,7 @@ class Race:
             sampling=sampling,
             max_draft_length=decode.max_draft_length,
             max_new_tokens=num_tokens,
-            is_compiled=decode.compile,
+            compile=decode.compile,
         )
         arms = {
             name: Arm(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
-from lm import CachedModel, CompiledModel, Pair, Sampling
+from lm import CachedModel, Compile, CompiledModel, CompiledTailModel, Pair, Sampling
 
 
 class PrimedModel(CachedModel):
@@ -41,12 +41,19 @@ class PrimedCompiledModel(PrimedModel, CompiledModel):
         super()._grow(length)
 
 
-class PrimedLoop:
-    """The loop of a config, compiled or eager, for several policies that take turns on one prompt."""
+class PrimedCompiledTailModel(PrimedModel, CompiledTailModel):
+    """The same of a `CompiledTailModel`."""
 
-    def __init__(self, pair: Pair, sampling: Sampling, *, max_draft_length: int, is_compiled: bool) -> None:
+
+_KINDS: dict[Compile, type[PrimedModel]] = {False: PrimedModel, "stop": PrimedCompiledTailModel, True: PrimedCompiledModel}
+
+
+class PrimedLoop:
+    """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
+
+    def __init__(self, pair: Pair, sampling: Sampling, *, max_draft_length: int, compile: Compile) -> None:
         self._pair, self._sampling, self._max_draft_length = pair, sampling, max_draft_length
-        self._kind = PrimedCompiledModel if is_compiled else PrimedModel
+        self._kind = _KINDS[compile]
         self._target = self._kind(pair.target, vocab_size=pair.vocab_size)
         self._drafts: dict[bool, PrimedModel] = {}
         """By whether they keep hidden states."""

@@ -102,7 +102,7 @@ def loop_of(experiment: Experiment) -> Loop:
         sampling=experiment.sampling,
         max_draft_length=experiment.decode.max_draft_length,
         max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS),
-        is_compiled=experiment.decode.compile,
+        compile=experiment.decode.compile,
     )
 
 
@@ -127,7 +127,7 @@ def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
 def measure(loop: Loop) -> dict[str, Any]:
     """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
     generations = time_generations(loop)
-    cost = costs_of(generations, loop.max_draft_length, in_steps=loop.is_compiled)
+    cost = costs_of(generations, loop.max_draft_length, in_steps=loop.compile is True)
     return {
         "t_draft_s": cost.t_draft_s,
         "t_target_s": list(cost.t_target_s),

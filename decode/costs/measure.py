@@ -24,7 +24,7 @@ from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength, Policy
 from decode.traces.trace import Array
-from lm import CachedModel, CompiledModel, Pair, Sampling
+from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
@@ -50,7 +50,7 @@ class Loop:
     sampling: Sampling
     max_draft_length: int
     max_new_tokens: int
-    is_compiled: bool = False
+    compile: Compile = False
 
     def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
@@ -72,11 +72,10 @@ class Loop:
         return self._made(self.pair.draft, with_hidden=True)
 
     def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
-        if not self.is_compiled:
-            return CachedModel(model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
-        compiled = CompiledModel(model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
-        compiled.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
-        return compiled
+        made = KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+        if isinstance(made, CompiledModel):
+            made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
+        return made
 
 
 def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Generation]:

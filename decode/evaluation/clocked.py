@@ -32,7 +32,7 @@ def clock_dataset(
         experiment.pair,
         experiment.sampling,
         max_draft_length=experiment.decode.max_draft_length,
-        is_compiled=experiment.decode.compile,
+        compile=experiment.decode.compile,
     )
     trace = replays.traces.test.select(range(min(num_prompts, replays.num_prompts)))
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)

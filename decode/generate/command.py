@@ -18,7 +18,7 @@ from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
-from lm import CachedModel, CompiledModel, Pair
+from lm import KINDS, Pair
 
 
 def generate(
@@ -77,7 +77,7 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
 
 def decoder_for(experiment: Experiment, policy: Policy) -> SpeculativeDecoder:
     """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
-    pair, kind = experiment.pair, CompiledModel if experiment.decode.compile else CachedModel
+    pair, kind = experiment.pair, KINDS[experiment.decode.compile]
     has_heads = policy.fed_head is not None or policy.drawn_head is not None
     draft = kind(pair.draft, vocab_size=pair.vocab_size, with_hidden=has_heads)
     return SpeculativeDecoder(

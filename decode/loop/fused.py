@@ -1,5 +1,7 @@
 """A draft step as one compiled step: forward, sampling transform, draw, signals and heads in one graph, and one small tensor for the host.
 
+Or all of that after an eager forward, where only the stop is compiled (`lm.CompiledTailModel`).
+
 The laws are those of `decode.loop.signals`, which serves drafts that are not compiled, and tests hold the two together. A token is drawn by
 inversion from a uniform that is handed in (`lm.draws.Chance`), from the very q that comes back for verification. The token that a fed-time
 head scores is the one that is fed, and its numbers wait on the device from the step before.
@@ -13,16 +15,16 @@ from torch import Tensor
 
 from decode.loop.reading import OfToken, Reader, numbers_of, scored
 from decode.policies.base import AfterDraw, Policy
-from lm import Chance, CompiledModel, Draws, Sampling
+from lm import Chance, CompiledModel, CompiledTailModel, Draws, Sampling
 from lm.draws import greedy_token, inverted, refuse_no_token
 
 _INFINITY = float("inf")
 
 
 class FusedStep(Reader):
-    """One policy's signals and one sampling on one compiled draft."""
+    """One policy's signals and one sampling on one draft."""
 
-    def __init__(self, policy: Policy, model: CompiledModel, sampling: Sampling) -> None:
+    def __init__(self, policy: Policy, model: CompiledModel | CompiledTailModel, sampling: Sampling) -> None:
         super().__init__(policy, model)
         self._compiled, self._sampling = model, sampling
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
@@ -77,8 +79,8 @@ class FusedStep(Reader):
 
 
 def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) -> FusedStep | None:
-    """The step for this policy; None where the draft is not compiled, or in two places, processors look at tokens, or draws are others."""
-    if not (isinstance(model, CompiledModel) and isinstance(draws, Chance) and sampling.sees_no_tokens):
+    """The step for this policy; None where nothing is compiled, the draft is in two places, or processors or draws are of other kinds."""
+    if not (isinstance(model, CompiledModel | CompiledTailModel) and isinstance(draws, Chance) and sampling.sees_no_tokens):
         return None
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None

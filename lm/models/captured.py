@@ -11,23 +11,27 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
+Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], Tensors]
+"""What is made of a forward of one token: of its logits, its final hidden state, and the token."""
 
 
 class Captured:
     """The function, compiled at its first call."""
 
-    def __init__(self, function: Callable[[], Tensors], options: dict[str, Any]) -> None:
+    def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:
         """Args:
         function: every tensor that it reads is found through its closure; returns new tensors, and has no effects but on tensors.
-        options: inductor's.
+        device: of these tensors; on a GPU the kernels become a CUDA graph.
 
         Raises:
             torch._dynamo.exc.TorchDynamoException: at the first call, if it cannot be compiled.
         """
-        self._options = options
+        self._on_gpu = device.type == "cuda"
+        self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}
         self._kernels: Callable[..., Sequence[Tensor]] | None = None
         self._inputs: tuple[Any, ...] = ()
         assert isinstance(function, FunctionType)
@@ -37,6 +41,12 @@ class Captured:
 
     def __call__(self) -> Tensors:
         """What the function returns now."""
+        if not self._on_gpu:
+            return self._run()
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(output.clone() for output in self._run())  # a CUDA graph writes its next output over this one
+
+    def _run(self) -> Tensors:
         return self._first() if self._kernels is None else tuple(self._kernels(*self._inputs))
 
     def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

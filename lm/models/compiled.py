@@ -15,7 +15,7 @@ Departures from `CachedModel`: attention reads the whole capacity, masked, so a 
 doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,10 @@ from transformers import PreTrainedModel
 
 from lm.caches.static import StaticBufferCache
 from lm.models.cached import CachedModel
-from lm.models.captured import Captured, Tensors
+from lm.models.captured import Captured, Tail, Tensors
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
-Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], Tensors]
-"""What is made of a forward of one token: of its logits, its final hidden state, and the token."""
 
 
 class _Feed(NamedTuple):
@@ -73,8 +71,6 @@ class CompiledModel(CachedModel):
         """Makers of tails, kept here by those who ask for them since each tail takes seconds to compile."""
         self._is_tried = False  # what the cache is tried with takes no compiling
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
-        on_gpu = self.device.type == "cuda"
-        self._options: dict[str, Any] = {"triton.cudagraphs": on_gpu, "cpp_wrapper": not on_gpu}
         self._is_tried = True
         self._capacity, self._made_for = capacity, None
         self.reset()
@@ -172,11 +168,8 @@ class CompiledModel(CachedModel):
         key = width, tail, torch.get_num_threads()  # as many as were compiled for
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Captured(lambda: self._step(feed.ids, tail), self._options)
-        if not feed.ids.is_cuda:
-            return step()
-        torch.compiler.cudagraph_mark_step_begin()
-        return tuple(output.clone() for output in step())  # a CUDA graph writes its next output over this one
+            step = self._steps[key] = Captured(lambda: self._step(feed.ids, tail), feed.ids.device)
+        return step()
 
     def _step(self, ids: Int[Tensor, "1 width"], tail: Tail | None = None) -> Tensors:
         """Logits of every row of one forward, final hidden states after them if they are kept; or what the tail makes of both."""

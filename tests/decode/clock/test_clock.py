@@ -45,7 +45,7 @@ class Words(PreTrainedTokenizerBase):
 
 def loop() -> PrimedLoop:
     pair = Pair(target=model(1, 2), draft=model(2), micro=None, tokenizer=Words())
-    return PrimedLoop(pair, WARM, max_draft_length=LENGTH, is_compiled=False)
+    return PrimedLoop(pair, WARM, max_draft_length=LENGTH, compile=False)
 
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):

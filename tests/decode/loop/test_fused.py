@@ -16,7 +16,7 @@ from decode.generate.in_transformers import ProcessedSampling
 from decode.loop.fused import fused_step
 from decode.policies import AfterDraw, FixedLength, Policy
 from heads import AcceptanceHead
-from lm import CachedModel, Chance, CompiledModel, RandomDraws, Sampling
+from lm import CachedModel, Chance, CompiledModel, CompiledTailModel, RandomDraws, Sampling
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 PROMPT = [1, 2, 3]
@@ -58,15 +58,17 @@ def drafted(kind, sampling, draws, heads):
     committed = [*PROMPT, *first.tokens, 7]
     drafter.conclude(committed, 5)
     second = drafter.propose(committed, 4)
-    assert (drafter._fused is not None) == (kind is CompiledModel)
+    assert (drafter._fused is not None) == (kind is not CachedModel)
     return first.tokens + second.tokens, torch.stack(first.laws + second.laws), torch.tensor(policy.seen)
 
 
 def assert_alike(sampling, heads, make_draws=lambda: RandomDraws(torch.Generator().manual_seed(3))):
-    (tokens, laws, signals), expected = (drafted(kind, sampling, make_draws(), heads) for kind in (CompiledModel, CachedModel))
-    assert tokens == expected[0]
-    torch.testing.assert_close(laws, expected[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
+    expected = drafted(CachedModel, sampling, make_draws(), heads)
+    for kind in (CompiledModel, CompiledTailModel):
+        tokens, laws, signals = drafted(kind, sampling, make_draws(), heads)
+        assert tokens == expected[0]
+        torch.testing.assert_close(laws, expected[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
