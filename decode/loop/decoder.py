@@ -4,81 +4,20 @@ A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that th
 has the law of the target alone under the same `Sampling`, whatever drafter and policy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.counts import Counts
-from decode.loop.drafter import Drafter, Proposal, Session
-from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, revealed_probs, verify
-
-
-@dataclass(frozen=True)
-class Round:
-    """One draft and one verification."""
-
-    drafted: tuple[int, ...]
-    num_accepted: int
-    emitted: tuple[int, ...]
-    """The accepted tokens and, unless the generation ended inside the draft, the residual or bonus token."""
-    stop_reason: str
-    """Why drafting stopped: limit, policy, eos."""
-    counts: Counts
-    draft_s: float
-    target_s: float
-
-    @property
-    def next_kind(self) -> str | None:
-        """residual, bonus, or None where the draft's EOS ended the generation."""
-        if len(self.emitted) == self.num_accepted:
-            return None
-        return "bonus" if self.num_accepted == len(self.drafted) else "residual"
-
-    def cut(self, num_emitted: int) -> "Round":
-        """The same round, had only its first `num_emitted` tokens been emitted; the rest counts as discarded."""
-        num_accepted = min(self.num_accepted, num_emitted)
-        counts = replace(self.counts, num_emitted=num_emitted, num_accepted=num_accepted)
-        return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
-
-    def as_dict(self) -> dict[str, Any]:
-        """This record as JSON has it; times in seconds."""
-        return {
-            "drafted": list(self.drafted),
-            "num_accepted": self.num_accepted,
-            "emitted": list(self.emitted),
-            "next_kind": self.next_kind,
-            "stop_reason": self.stop_reason,
-            "draft_s": self.draft_s,
-            "target_s": self.target_s,
-        }
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What was generated (without the prompt), how, and at what cost."""
-
-    token_ids: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    counts: Counts
-
-    @classmethod
-    def of(cls, rounds: Iterable[Round]) -> "Generation":
-        """The generation that these rounds make up."""
-        rounds = tuple(rounds)
-        token_ids = tuple(token for one in rounds for token in one.emitted)
-        # summed field by field: a `Counts` for every partial sum would cost a twentieth of a small model's round
-        totals = {f.name: sum(getattr(one.counts, f.name) for one in rounds) for f in fields(Counts)}
-        return cls(token_ids, rounds, Counts(**totals))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Tokens, one record per round, and totals, as JSON has them."""
-        return {"token_ids": list(self.token_ids), "rounds": [one.as_dict() for one in self.rounds], "counts": asdict(self.counts)}
+from decode.loop.batch import Batch, BatchRound, Request, Together
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.loop.rounds import Generation, Round, settle
+from decode.policies.batch import batched
+from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, verify
+from lm.models.seats import Seats
 
 
 class SpeculativeDecoder:
@@ -114,6 +53,58 @@ class SpeculativeDecoder:
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:
         """All rounds of one generation."""
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        batch_size: int = 16,
+        generator: torch.Generator | Sequence[Draws] | None = None,
+    ) -> list[Generation]:
+        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate` would write it.
+
+        Args:
+            prompts: token ids of each.
+            max_new_tokens: of all, or of each.
+            batch_size: sequences at once; a prompt takes the place of one that has ended.
+            generator: seeds the draws of each prompt in turn, whatever the batch size; or draws for each prompt.
+
+        Raises:
+            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back sequence by sequence.
+        """
+        batch, rounds = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
+        for _ in rounds:
+            pass
+        return batch.generations
+
+    def batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        batch_size: int = 16,
+        generator: torch.Generator | Sequence[Draws] | None = None,
+    ) -> tuple[Batch, Iterator[BatchRound]]:
+        """The same round by round: (what collects the generations, what plays the rounds)."""
+        if type(self.drafter) is not ModelDrafter:
+            raise ValueError(f"a {type(self.drafter).__name__} drafts for one prompt at a time; use generate, or a ModelDrafter")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; at least 1 sequence is decoded at a time")
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        for prompt, limit in zip(prompts, limits, strict=True):
+            self._check(len(prompt), limit)
+        draws = [RandomDraws(generator) for _ in prompts] if generator is None or isinstance(generator, torch.Generator) else generator
+        requests = [Request(*each) for each in zip(prompts, limits, draws, strict=True)]
+        target, draft = self._seats(self.target, batch_size), self._seats(self.drafter.model, batch_size)
+        policy = batched(self.drafter.policy, batch_size)
+        drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
+        batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
+        return batch, batch.rounds(requests, max_draft_length=self.max_draft_length)
+
+    def _seats(self, model: CachedModel, num: int) -> Together:
+        """A model for so many sequences."""
+        return Seats(model, num)
 
     def stream(
         self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
@@ -171,18 +162,8 @@ class SpeculativeDecoder:
         logits = self.target.forward(fed, num_drafted + 1)
         p = self.sampling.laws_after(logits, fed)
         verdict = self._verify(proposal, p, draws)
-        if proposal.takes_lessons:
-            proposal.acceptance_probs = revealed_probs(verdict.num_accepted, proposal.tokens, proposal.laws, p, draws)
-        emitted = proposal.tokens[: verdict.num_accepted]
-        if not (emitted and emitted[-1] in self.eos_ids):
-            emitted = [*emitted, verdict.next_token]
-        committed += emitted
-        # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather than derived
-        num_beyond = len(self.target) - (len(committed) - 1)
-        self.target.roll_back(len(committed) - 1)
-        self.drafter.conclude(committed, verdict.num_accepted)
-        counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
-        assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+        proposal.reveal(verdict.num_accepted, p, draws)
+        emitted, counts = settle(committed, proposal, verdict, target=self.target, drafter=self.drafter, eos_ids=self.eos_ids)
         ended_s = perf_counter()
         return Round(
             tuple(proposal.tokens),
@@ -197,15 +178,3 @@ class SpeculativeDecoder:
     def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:
         """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
         return verify(proposal.tokens, proposal.laws, p, draws)
-
-
-def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:
-    return Counts(
-        num_emitted=num_emitted,
-        num_drafted=len(proposal.tokens),
-        num_target=1,
-        num_accepted=num_accepted,
-        num_draft_forwards=proposal.num_draft_forwards,
-        num_micro=proposal.num_micro,
-        num_micro_forwards=proposal.num_micro_forwards,
-    )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decode.loop.fused import fused_step
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, mapped
-from lm import CachedModel, Draws, GreedyDraws, Sampling
+from lm import CachedModel, Draws, GreedyDraws, Sampling, revealed_probs
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,17 @@ class Proposal:
     num_allowed: int = 0
     """The most tokens that the loop let this round draft."""
     takes_lessons: bool = False
-    """Whoever verifies is to fill in `acceptance_probs`."""
+    """Whoever verifies is to `reveal` what the policy learns from."""
     acceptance_probs: Sequence[float] = ()
     """Of the accepted tokens and of the first rejected one, once verification has revealed them."""
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
+
+    def reveal(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Draws) -> None:
+        """Fill in `acceptance_probs`, where lessons are taken; the arguments are those of the verification."""
+        if self.takes_lessons:
+            self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
 
     def outcome(self, num_accepted: int) -> Outcome:
         """The round's outcome, as policies learn it."""
@@ -109,45 +114,62 @@ class ModelDrafter:
         self.model.reset()
         self._session = session
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
-        self._state = self.policy.start()
+        self.state = self.policy.start()
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        policy, session = self.policy, self._session
-        state = policy.begin(self._state)
-        proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
-        self._drawn: list[AfterDraw] = []
-        num_tokens = int(min(policy.limit(state), max_tokens, self.model.max_length - len(committed) + 1))
-        self._state, self._proposal = state, proposal
-        if self.reads_at_end and num_tokens > 0 and session.sampling.sees_no_tokens:
+        num_tokens = self.begin(committed, max_tokens)
+        if self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens:
             self._propose_on_device(committed, num_tokens)
-            return proposal
+            return self.proposal
         ids = list(committed)
-        while len(proposal.tokens) < num_tokens:
-            token, drawn, q = self._step(len(proposal.tokens), ids)
-            proposal.num_draft_forwards += 1
-            if self._may_stop_before and policy.stop_before(state, BeforeDraw(*drawn[:4])):
-                proposal.stop_reason = "policy"
-                break
-            ids.append(token)
-            proposal.tokens.append(token)
-            proposal.laws.append(q)
-            proposal.entropies.append(drawn.entropy)
-            self._drawn.append(drawn)
-            state, stop = policy.after(state, drawn)
-            if token in session.eos_ids or stop:
-                proposal.stop_reason = "eos" if token in session.eos_ids else "policy"
-                break
-        self._state = state
-        return proposal
+        while num_tokens > 0 and self.take(*self._step(len(self.proposal.tokens), ids)):
+            ids.append(self.proposal.tokens[-1])
+        return self.proposal
+
+    def begin(self, committed: list[int], max_tokens: int) -> int:
+        """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
+        self.state = self.policy.begin(self.state)
+        self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
+        self._drawn: list[AfterDraw] = []
+        self._num_tokens = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
+        return self._num_tokens
+
+    def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
+        """One draft step's token goes into the proposal, unless the policy stops before it; True if the draft goes on.
+
+        Args:
+            token: drawn from q.
+            drawn: the signals of the step.
+            q: the law of the step.
+        """
+        proposal, eos_ids = self.proposal, self._session.eos_ids
+        proposal.num_draft_forwards += 1
+        if self._may_stop_before and self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])):
+            proposal.stop_reason = "policy"
+            return False
+        proposal.tokens.append(token)
+        proposal.laws.append(q)
+        proposal.entropies.append(drawn.entropy)
+        self._drawn.append(drawn)
+        self.state, stop = self.policy.after(self.state, drawn)
+        if token in eos_ids or stop:
+            proposal.stop_reason = "eos" if token in eos_ids else "policy"
+            return False
+        return len(proposal.tokens) < self._num_tokens
 
     def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Draw a token after `ids`: it, the signals of the step, and the law that it was drawn from."""
-        sampling, draws = self._session.sampling, self._session.draws
+        session = self._session
         if self._fused is not None:
-            return self._fused.draw(position, ids, draws)  # type: ignore[arg-type]  # they offer a chance, or it would be None
+            return self._fused.draw(position, ids, session.draws)  # type: ignore[arg-type]  # they offer a chance, or it would be None
         logits = self.model.forward(ids)
-        q = sampling.laws_after(logits, ids)[0]
-        token, drawn = self._signals.draw(position, logits[0], q, draws, probs=q if sampling.is_plain else None)
+        return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
+
+    def drawn(self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        """What `take` is told of a step, after a forward of the draft that gave these logits."""
+        session = self._session
+        probs = q if session.sampling.is_plain else None
+        token, drawn = self._signals.draw(len(self.proposal.tokens), logits, q, session.draws, probs=probs)
         return token, drawn, q
 
     def _propose_on_device(self, committed: list[int], num_tokens: int) -> None:
@@ -155,7 +177,7 @@ class ModelDrafter:
 
         Tokens beyond an EOS were drafted for nothing; their forwards count.
         """
-        proposal, session = self._proposal, self._session
+        proposal, session = self.proposal, self._session
         self.model.reserve(len(committed) + num_tokens)
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
@@ -178,9 +200,9 @@ class ModelDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
-        outcome = self._proposal.outcome(num_accepted)
+        outcome = self.proposal.outcome(num_accepted)
         if self._takes_lessons:
-            revealed = zip(self._drawn, self._proposal.acceptance_probs, strict=False)  # a round reveals no more than a part of its draft
-            lessons = (self.policy.lesson(self._state, drawn, prob) for drawn, prob in revealed)
+            revealed = zip(self._drawn, self.proposal.acceptance_probs, strict=False)  # a round reveals no more than a part of its draft
+            lessons = (self.policy.lesson(self.state, drawn, prob) for drawn, prob in revealed)
             outcome = outcome._replace(lesson=reduce(partial(mapped, add), lessons, self.policy.nothing_learned))
-        self._state = self.policy.end(self._state, outcome)
+        self.state = self.policy.end(self.state, outcome)

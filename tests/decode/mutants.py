@@ -10,13 +10,14 @@ from enumeration import ToyModel
 
 import decode.loop.decoder
 import decode.loop.drafter
+import decode.loop.rounds
 import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from lm import GreedyDraws, RandomDraws, residual_probs, revealed_probs, verify
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
-_counts_of = decode.loop.decoder._counts_of
+_counts_of = decode.loop.rounds._counts_of
 
 
 def _residual_sign(q, p):
@@ -196,9 +197,9 @@ MUTANTS = {
     "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
     "overrun": (SpeculativeDecoder, "_round", _overrun),
     "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),
-    "drafts_without_the_rejected": (decode.loop.decoder, "_counts_of", _drafts_without_the_rejected),
-    "accepted_without_eos": (decode.loop.decoder, "_counts_of", _accepted_without_eos),
-    "forwards_without_unused": (decode.loop.decoder, "_counts_of", _forwards_without_unused),
+    "drafts_without_the_rejected": (decode.loop.rounds, "_counts_of", _drafts_without_the_rejected),
+    "accepted_without_eos": (decode.loop.rounds, "_counts_of", _accepted_without_eos),
+    "forwards_without_unused": (decode.loop.rounds, "_counts_of", _forwards_without_unused),
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
     "uncut_padding": (ToyModel, "forward", _uncut_forward),

@@ -12,7 +12,7 @@ from scipy.special import expit
 from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from toy_traces import EOS, traced
 
-import decode.loop.decoder
+import decode.loop.drafter
 from decode.policies import FixedLength, LearnedProb, Policy
 from decode.policies.base import AfterDraw
 from decode.traces.replay import replay_settings
@@ -119,7 +119,7 @@ def test_replay_has_the_loops_law_at_every_length_limit_and_draft_length(limit, 
 
 
 def test_a_lesson_of_one_token_too_many_is_seen(monkeypatch):
-    monkeypatch.setattr(decode.loop.decoder, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
+    monkeypatch.setattr(decode.loop.drafter, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
     with pytest.raises(AssertionError):
         assert_same_counts(Diary(), limit=4)
 

@@ -1,0 +1,184 @@
+"""Law 4.13 in the real loop: sequences that draft in lockstep and are verified together, each with a draft length of its own.
+
+One round of the batch is one round of each of its sequences. A draft step is one forward of those that still draft; the others wait. Then
+one padded forward verifies them all, and a sequence that has ended leaves its seat to the next prompt. What a sequence draws and emits is
+what it would draw and emit alone, up to the rounding of a forward with other rows in it, so the batch is as lossless as the loop; with a
+rule for the whole batch (`decode.policies.batch`) the draft lengths alone depend on the others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from decode.loop.drafter import ModelDrafter, Session
+from decode.loop.rounds import Generation, Round, settle
+from decode.policies.batch import BatchRule
+from lm import CachedModel, Draws, Sampling, verify
+from lm.models.seats import Ask
+
+
+@runtime_checkable
+class Together(Protocol):
+    """One model for all sequences: `lm.models.seats.Seats`."""
+
+    @property
+    def seats(self) -> Sequence[CachedModel]: ...
+
+    def forward(self, asks: Sequence[Ask]) -> list[Tensor]: ...
+
+
+class Request(NamedTuple):
+    """One generation that is wanted."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    draws: Draws
+
+
+class BatchRound(NamedTuple):
+    """What one round of the batch cost."""
+
+    steps: tuple[int, ...]
+    """Sequences in each draft step."""
+    num_tokens: int
+    """Fed to the verification: each sequence's draft, and one token more of each."""
+    num_emitted: int
+    draft_s: float
+    target_s: float
+    num_joined: int
+    """Sequences that begin with it: their prompts are read in it."""
+
+
+@dataclass
+class _Place:
+    """A seat in both models, and the sequence that has it."""
+
+    drafter: ModelDrafter
+    target: CachedModel
+    request: int | None = None
+    committed: list[int] = field(default_factory=list)
+    end: int = 0
+    session: Session = field(init=False)
+
+    @property
+    def num_planned(self) -> int:
+        """Tokens that the round's verification is to be fed so far."""
+        return len(self.drafter.proposal.tokens) + 1
+
+
+class Batch:
+    """Requests, decoded as a continuous batch: `rounds` plays them, `generations` collects what comes of them."""
+
+    def __init__(
+        self, target: Together, draft: Together, drafters: Sequence[ModelDrafter], *, sampling: Sampling, eos_ids: frozenset[int]
+    ) -> None:
+        """Args:
+        target: seats for as many sequences as there are drafters.
+        draft: the same.
+        drafters: one on each seat of the draft, all with one policy.
+        sampling: of draft and target.
+        eos_ids: tokens that end a generation.
+        """
+        self._target, self._draft = target, draft
+        self._places = [_Place(drafter, seat) for drafter, seat in zip(drafters, target.seats, strict=True)]
+        self._sampling, self._eos_ids = sampling, eos_ids
+        policy = drafters[0].policy
+        self._rule = policy.pace() if isinstance(policy, BatchRule) else None
+        self._rounds: list[list[Round]] = []
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Of every request, in their order."""
+        return [Generation.of(rounds) for rounds in self._rounds]
+
+    def rounds(self, requests: Sequence[Request], *, max_draft_length: int) -> Iterator[BatchRound]:
+        """Play all requests, as many at once as there are seats; the rest waits in its order."""
+        self._rounds = [[] for _ in requests]
+        waiting = iter(enumerate(requests))
+        while True:
+            num_joined = sum(self._seated(place, waiting) for place in self._places if place.request is None)
+            busy = [place for place in self._places if place.request is not None]
+            if not busy:
+                return
+            yield self._round(busy, max_draft_length, num_joined)
+
+    def _seated(self, place: _Place, waiting: Iterator[tuple[int, Request]]) -> bool:
+        """The next request that wants any token takes this place, if there is one."""
+        for number, request in waiting:
+            if request.max_new_tokens > 0:
+                place.request, place.committed = number, list(request.prompt_ids)
+                place.end = len(place.committed) + request.max_new_tokens
+                place.session = Session(self._sampling, self._eos_ids, request.draws)
+                place.target.reset()
+                place.drafter.start(place.session)
+                return True
+        return False
+
+    @torch.inference_mode()
+    def _round(self, busy: list[_Place], max_draft_length: int, num_joined: int) -> BatchRound:
+        started_s = perf_counter()
+        steps = self._drafted(busy, max_draft_length)
+        drafted_s = perf_counter()
+        fed = [place.committed + place.drafter.proposal.tokens for place in busy]
+        asks = [Ask(place.target, ids, place.num_planned) for place, ids in zip(busy, fed, strict=True)]
+        p = self._laws(asks, self._target.forward(asks))
+        num_tokens = sum(place.num_planned for place in busy)
+        verified = [self._settled(place, law) for place, law in zip(busy, p, strict=True)]
+        ended_s = perf_counter()
+        one = BatchRound(
+            steps, num_tokens, sum(len(each.emitted) for each in verified), drafted_s - started_s, ended_s - drafted_s, num_joined
+        )
+        if self._rule is not None:
+            self._rule.end(one.steps, one.num_tokens, one.num_emitted)
+        return one
+
+    def _drafted(self, busy: list[_Place], max_draft_length: int) -> tuple[int, ...]:
+        """All drafts of a round; how many sequences took part in each step."""
+        rooms = [min(max_draft_length, place.end - len(place.committed) - 1) for place in busy]
+        going = [place for place, room in zip(busy, rooms, strict=True) if place.drafter.begin(place.committed, room) > 0]
+        steps: list[int] = []
+        while going := self._chosen(going, busy):
+            steps.append(len(going))
+            ids = [place.committed + place.drafter.proposal.tokens for place in going]
+            asks = [Ask(place.drafter.model, each, 1) for place, each in zip(going, ids, strict=True)]
+            logits = self._draft.forward(asks)
+            told = zip(going, logits, self._laws(asks, logits), strict=True)
+            going = [place for place, row, q in told if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
+        return tuple(steps)
+
+    def _chosen(self, going: list[_Place], busy: list[_Place]) -> list[_Place]:
+        """Of the sequences that want to go on, those that the batch's rule lets go on."""
+        if self._rule is None or not going:
+            return going
+        worth = np.array([float(place.drafter.policy.worth(place.drafter.state)) for place in going])  # type: ignore[attr-defined]
+        chosen = self._rule.chosen(worth, sum(place.num_planned for place in busy))
+        for place, goes_on in zip(going, chosen, strict=True):
+            if not goes_on:
+                place.drafter.proposal.stop_reason = "policy"
+        return [place for place, goes_on in zip(going, chosen, strict=True) if goes_on]
+
+    def _laws(self, asks: Sequence[Ask], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
+        """What tokens are drawn from, of all rows at once where the sampling allows it."""
+        if not self._sampling.sees_no_tokens:
+            return [self._sampling.laws_after(rows, ask.token_ids) for rows, ask in zip(logits, asks, strict=True)]
+        return self._sampling.laws_after(torch.cat(logits), ()).split([len(rows) for rows in logits])
+
+    def _settled(self, place: _Place, p: Float[Tensor, "rows vocab"]) -> Round:
+        """Verify one sequence's draft, and free its place if it ends."""
+        proposal = place.drafter.proposal
+        verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
+        proposal.reveal(verdict.num_accepted, p, place.session.draws)
+        emitted, counts = settle(place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids)
+        # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
+        one = Round(tuple(proposal.tokens), verdict.num_accepted, tuple(emitted), proposal.stop_reason, counts, 0.0, 0.0)
+        assert place.request is not None
+        self._rounds[place.request].append(one)
+        if emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
+            place.request = None
+        return one

@@ -1,0 +1,100 @@
+"""What a generation is made of: rounds, and how a round ends once the target has spoken (laws 4.2, 4.4, 4.5)."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from decode.loop.counts import Counts
+from decode.loop.drafter import Drafter, Proposal
+from lm import CachedModel, Verdict
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft and one verification."""
+
+    drafted: tuple[int, ...]
+    num_accepted: int
+    emitted: tuple[int, ...]
+    """The accepted tokens and, unless the generation ended inside the draft, the residual or bonus token."""
+    stop_reason: str
+    """Why drafting stopped: limit, policy, eos."""
+    counts: Counts
+    draft_s: float
+    target_s: float
+
+    @property
+    def next_kind(self) -> str | None:
+        """residual, bonus, or None where the draft's EOS ended the generation."""
+        if len(self.emitted) == self.num_accepted:
+            return None
+        return "bonus" if self.num_accepted == len(self.drafted) else "residual"
+
+    def cut(self, num_emitted: int) -> "Round":
+        """The same round, had only its first `num_emitted` tokens been emitted; the rest counts as discarded."""
+        num_accepted = min(self.num_accepted, num_emitted)
+        counts = replace(self.counts, num_emitted=num_emitted, num_accepted=num_accepted)
+        return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """This record as JSON has it; times in seconds."""
+        return {
+            "drafted": list(self.drafted),
+            "num_accepted": self.num_accepted,
+            "emitted": list(self.emitted),
+            "next_kind": self.next_kind,
+            "stop_reason": self.stop_reason,
+            "draft_s": self.draft_s,
+            "target_s": self.target_s,
+        }
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated (without the prompt), how, and at what cost."""
+
+    token_ids: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    counts: Counts
+
+    @classmethod
+    def of(cls, rounds: Iterable[Round]) -> "Generation":
+        """The generation that these rounds make up."""
+        rounds = tuple(rounds)
+        token_ids = tuple(token for one in rounds for token in one.emitted)
+        # summed field by field: a `Counts` for every partial sum would cost a twentieth of a small model's round
+        totals = {f.name: sum(getattr(one.counts, f.name) for one in rounds) for f in fields(Counts)}
+        return cls(token_ids, rounds, Counts(**totals))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Tokens, one record per round, and totals, as JSON has them."""
+        return {"token_ids": list(self.token_ids), "rounds": [one.as_dict() for one in self.rounds], "counts": asdict(self.counts)}
+
+
+def settle(
+    committed: list[int], proposal: Proposal, verdict: Verdict, *, target: CachedModel, drafter: Drafter, eos_ids: frozenset[int]
+) -> tuple[list[int], Counts]:
+    """Emit what a verification lets pass, and roll the caches back: (tokens, by which `committed` is extended; what the round cost)."""
+    emitted = proposal.tokens[: verdict.num_accepted]
+    if not (emitted and emitted[-1] in eos_ids):
+        emitted = [*emitted, verdict.next_token]
+    committed += emitted
+    # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather than derived
+    num_beyond = len(target) - (len(committed) - 1)
+    target.roll_back(len(committed) - 1)
+    drafter.conclude(committed, verdict.num_accepted)
+    counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
+    assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+    return emitted, counts
+
+
+def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:
+    return Counts(
+        num_emitted=num_emitted,
+        num_drafted=len(proposal.tokens),
+        num_target=1,
+        num_accepted=num_accepted,
+        num_draft_forwards=proposal.num_draft_forwards,
+        num_micro=proposal.num_micro,
+        num_micro_forwards=proposal.num_micro_forwards,
+    )

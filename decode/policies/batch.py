@@ -1,0 +1,191 @@
+"""Law 4.13: the rule of law 4.11 for a batch, whose sequences draft in lockstep and are verified together.
+
+    t_draft(n)    a draft step of n sequences            t_target(m)    a verification of m tokens, one of each sequence among them
+
+With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so far, those go on
+that together gain most from one more step:
+
+    the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it is not negative
+
+Where the curves are lines that is: r goes on iff worth_r >= lambda * slope of t_target, and the batch iff those that would pay its step.
+A stopped sequence stays stopped until the next round. What one sequence drew thus decides whether another drafts on, never whether a token
+that was drawn is verified: law 4.3 holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from decode.policies.auto import Auto
+from decode.policies.base import AfterDraw, Number, Policy, State
+from decode.policies.head import HeadPolicy
+from decode.policies.scores import ScoringPolicy
+
+if TYPE_CHECKING:
+    from heads.model.head import AcceptanceHead
+
+_LONGEST = 20
+"""The longest of the fixed lengths that the prior of lambda compares."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by a number of sequences or tokens: straight between points, before the first as there, after the last as before it."""
+
+    numbers: tuple[float | int, ...]
+    seconds: tuple[float | int, ...]
+
+    def __post_init__(self) -> None:
+        rises = len(self.numbers) == len(self.seconds) > 0 and all(a < b for a, b in zip(self.numbers, self.numbers[1:], strict=False))
+        if not rises or not all(0 < value < float("inf") for value in self.seconds):
+            raise ValueError(
+                f"a cost curve needs rising numbers and as many positive seconds; it has {list(self.numbers)} and {list(self.seconds)}"
+            )
+
+    @classmethod
+    def line(cls, first_s: float | int, each_s: float | int = 0.0) -> Curve:
+        """first_s for one, each_s for every further one."""
+        return cls((1.0, 2.0), (first_s, first_s + each_s))
+
+    def __call__(self, number: Number) -> Any:
+        number = np.asarray(number, dtype=np.float64)
+        within = np.interp(number, self.numbers, self.seconds)
+        if len(self.numbers) == 1:
+            return within
+        (a, b), (first_s, last_s) = self.numbers[-2:], self.seconds[-2:]
+        return within + np.maximum(number - b, 0.0) * (last_s - first_s) / (b - a)
+
+    def plus(self, seconds: float) -> Curve:
+        """So much more everywhere."""
+        return Curve(self.numbers, tuple(each + seconds for each in self.seconds))
+
+
+class BatchCosts(NamedTuple):
+    """The two curves of law 4.13."""
+
+    draft: Curve
+    target: Curve
+
+    def round_s(self, steps: Any, num_tokens: Number) -> Any:
+        """Seconds of a round with these numbers of sequences in its draft steps, and so many tokens verified."""
+        return self.draft(steps).sum() + self.target(num_tokens)
+
+
+class BatchState(NamedTuple):
+    """One sequence's draft so far."""
+
+    survival: Number
+    worth: Number
+
+
+class BatchRule:
+    """A policy whose sequences are asked together: the loop hands their `worth` to what `pace` gives."""
+
+    def worth(self, state: Any) -> Number:
+        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted."""
+        raise NotImplementedError
+
+    def pace(self) -> Pace:
+        """For one run of a batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BatchAuto(ScoringPolicy, BatchRule):
+    """`auto` in a batch.
+
+    Attributes:
+        head: scores tokens, calibrated; a second head of the other timing may go into `also`.
+        costs: the two curves, this rule's own work included in t_draft.
+        batch_size: sequences at once, of which the prior of lambda is made.
+        throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.
+        next_mean, index_offset, index_slope, first_index: as of `Auto`.
+        prior_rounds: rounds that the prior of lambda counts for, where lambda is learned.
+    """
+
+    head: AcceptanceHead
+    costs: BatchCosts
+    batch_size: int = 1
+    throughput: float | None = None
+    next_mean: float = 0.6
+    index_offset: float = 0.6
+    index_slope: float = 0.0
+    first_index: float = 0.6
+    also: AcceptanceHead | None = None
+    prior_rounds: float = 16.0
+
+    def start(self) -> State:
+        return BatchState(1.0, 0.0)
+
+    def begin(self, state: Any) -> State:
+        # before its first token a lagging head's index is about the second, which the first must precede
+        return BatchState(1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean))
+
+    def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
+        product, carried, newest = self.scores.after(state.survival, drawn)
+        index = self.index_offset + self.index_slope * newest
+        if self.scores.is_lagging:  # nothing is scored yet at the first token
+            index = np.where(drawn.position == 0, self.first_index, index)
+        return BatchState(carried, product * index), False
+
+    def worth(self, state: Any) -> Number:
+        return state.worth
+
+    def pace(self) -> Pace:
+        return Pace(self)
+
+    def prior(self) -> float:
+        """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
+        lengths, size = np.arange(_LONGEST + 1), self.batch_size
+        tokens = size * np.cumsum(self.next_mean**lengths)
+        return float((tokens / (lengths * self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
+
+
+@dataclass
+class Pace:
+    """The rule for one run of a batch, with the lambda that it learns."""
+
+    rule: BatchAuto
+    tokens: float = field(init=False)
+    seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        rate = self.rule.prior() if self.rule.throughput is None else self.rule.throughput
+        self.seconds = self.rule.prior_rounds * float(self.rule.costs.target(self.rule.batch_size))
+        self.tokens = rate * self.seconds
+
+    def chosen(self, worth: Any, num_tokens: int) -> Any:
+        """Which sequences go on, bool [sequence].
+
+        Args:
+            worth: [sequence] of those that may.
+            num_tokens: that the verification is to be fed so far, by the whole batch.
+        """
+        order = np.argsort(-worth, kind="stable")
+        sizes = np.arange(1, len(worth) + 1)
+        costs = self.rule.costs
+        price_s = costs.target(num_tokens + sizes) - costs.target(num_tokens) + costs.draft(sizes)
+        gain = np.cumsum(worth[order]) - self.tokens / self.seconds * price_s
+        best = int(gain.argmax())
+        result = np.zeros(len(worth), dtype=bool)
+        result[order[: best + 1]] = gain[best] >= 0
+        return result
+
+    def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
+        """A round is over."""
+        if self.rule.throughput is None:
+            self.tokens += num_emitted
+            self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))
+
+
+def batched(policy: Policy, batch_size: int) -> Policy:
+    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with the times of one sequence as lines."""
+    rule = policy if isinstance(policy, Auto) else policy.rule if isinstance(policy, HeadPolicy) else None
+    if rule is None:
+        return policy
+    costs = BatchCosts(Curve.line(rule.t_draft_s), Curve.line(rule.t_target_s, rule.t_verify_s))
+    index = {name: getattr(rule, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
+    return BatchAuto(rule.head, costs, batch_size, also=rule.also, **index)

@@ -1,0 +1,175 @@
+"""Law 4.5 for every sequence of a batch: one causal model, many sequences, each with its own length and its own roll-back.
+
+One padded forward feeds each sequence the tokens that its row of the cache lacks. Padding stands on the right; queries see the places of
+their own row up to their own position, so neither padding nor what was rolled back is ever seen. That is exact for full attention with
+positions that are told. Other models (windows, recurrent states, positions read off the mask) are refused, by kind of cache or because
+their logits in a batch are not those of each sequence alone, which is tried once per model.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lm.caches.ragged import Feed, RaggedLayer
+from lm.models.cached import CachedModel
+from lm.models.halves import halves_of
+
+_CATCH_UP = 4
+"""Tokens beyond those whose logits are asked that a forward takes along; sequences that lack more are fed them first, by themselves."""
+_PASSED: WeakSet[PreTrainedModel] = WeakSet()
+_FEEDS = (((0, (1, 2, 3)), (0, (2, 1))), ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))), ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))))
+"""Of two sequences: (length to roll back to, tokens to hold), one feed after the other."""
+
+
+class Seat(CachedModel):
+    """One sequence of a batch, as a `CachedModel` that is fed together with others."""
+
+    def __init__(self, seats: "Seats", row: int, like: CachedModel) -> None:
+        """Args:
+        seats: the batch.
+        row: of its cache.
+        like: names model, vocabulary and whether hidden states are kept.
+        """
+        self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
+        self.hidden, self._max_length, self._device = None, like.max_length, like.device
+        self.row, self._seats = row, seats
+        self._length = 0
+
+    def reset(self) -> None:
+        self._length = 0
+
+    def roll_back(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        return self._seats.forward([Ask(self, token_ids, num_rows)])[0]
+
+
+class Ask(NamedTuple):
+    """What one sequence wants of a forward, as of `CachedModel.forward`."""
+
+    seat: CachedModel
+    token_ids: Sequence[int]
+    num_rows: int
+
+
+class Seats:
+    """A batch: `seats`, and forwards of any of them together."""
+
+    def __init__(self, cached: CachedModel, num: int) -> None:
+        """Args:
+        cached: the model, for one sequence; its own cache is not touched.
+        num: the most sequences at once.
+
+        Raises:
+            ValueError: a model whose sequences cannot be rolled back one by one.
+        """
+        self.model, self.vocab_size = cached.model, cached.vocab_size
+        self._device = cached.device
+        self._cache = DynamicCache(config=self.model.config)
+        others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
+        if others or not self._cache.layers:
+            raise _refusal(self.model, f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
+        self._cache.layers = [RaggedLayer(max(num, 2)) for _ in self._cache.layers]
+        self.seats = [Seat(self, row, cached) for row in range(num)]
+        if self.model not in _PASSED:
+            _check(self, cached)
+            _PASSED.add(self.model)
+
+    @torch.inference_mode()
+    def forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
+        """Logits that follow each of the last `num_rows` tokens of every sequence that asks."""
+        for ask in asks:
+            num_fed = len(ask.token_ids) - len(ask.seat)
+            assert 1 <= ask.num_rows <= num_fed, f"{ask.num_rows} rows asked of {num_fed} fed tokens"
+        behind = [ask for ask in asks if len(ask.token_ids) - len(ask.seat) - ask.num_rows > _CATCH_UP]
+        if behind:
+            self._hidden_states([ask._replace(token_ids=ask.token_ids[: -ask.num_rows]) for ask in behind])
+            for ask in behind:
+                ask.seat._length = len(ask.token_ids) - ask.num_rows
+        hidden, logits = self._hidden_states(asks)
+        sizes = [ask.num_rows for ask in asks]
+        wanted = torch.tensor(_wanted(asks, hidden.shape[1]), device=hidden.device)
+        hidden = hidden.flatten(0, 1)[wanted]
+        if logits is None:
+            assert self._halves is not None
+            logits = self._halves.head(hidden)
+        else:
+            logits = logits.flatten(0, 1)[wanted]
+        logits = logits if self.vocab_size is None else logits[:, : self.vocab_size]
+        for ask, states in zip(asks, hidden.split(sizes), strict=True):
+            ask.seat.hidden = states
+            ask.seat._length = len(ask.token_ids)
+        return list(logits.split(sizes))
+
+    def _hidden_states(self, asks: Sequence[Ask]) -> tuple[Float[Tensor, "asks width hidden"], Float[Tensor, "asks width vocab"] | None]:
+        """Feed what is lacking: final hidden states, and logits where the model is more than its halves."""
+        fed = [list(ask.token_ids[len(ask.seat) :]) for ask in asks]
+        width = max(map(len, fed))
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in fed], device=self._device)
+        starts = torch.tensor([[len(ask.seat)] for ask in asks], device=self._device)
+        ends = torch.tensor([[len(ask.token_ids)] for ask in asks], device=self._device)
+        places = starts + torch.arange(width, device=self._device)
+        end = max(len(ask.token_ids) for ask in asks)
+        rows = [ask.seat.row for ask in asks]  # type: ignore[attr-defined]
+        feed = Feed(torch.tensor(rows, device=self._device), rows == list(range(len(rows))), places, end)
+        for layer in self._cache.layers:
+            layer.feed = feed  # type: ignore[union-attr]
+        known = {
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "position_ids": places.minimum(ends - 1),  # padding has no position of its own: there may be none left
+            "attention_mask": self._mask(places, end),
+        }
+        self._halves = halves_of(self.model)
+        if self._halves is not None:
+            return self._halves.body(input_ids=ids, **known).last_hidden_state, None
+        output = self.model(input_ids=ids, output_hidden_states=True, **known)
+        return output.hidden_states[-1], output.logits
+
+    def _mask(self, places: Int[Tensor, "asks width"], end: int) -> Float[Tensor, "asks 1 width end"]:
+        """0 where a query sees a place, the lowest number where it does not."""
+        is_hidden: Bool[Tensor, "asks width end"] = torch.arange(end, device=self._device) > places[..., None]
+        mask = torch.zeros(is_hidden.shape, dtype=self.model.dtype, device=self._device)
+        return mask.masked_fill_(is_hidden, torch.finfo(self.model.dtype).min)[:, None]
+
+
+def _wanted(asks: Sequence[Ask], width: int) -> list[int]:
+    """Flat places, in [asks x width], of the rows that are asked for."""
+    lasts = [width * index + len(ask.token_ids) - len(ask.seat) for index, ask in enumerate(asks)]
+    return [place for last, ask in zip(lasts, asks, strict=True) for place in range(last - ask.num_rows, last)]
+
+
+def _check(seats: Seats, cached: CachedModel) -> None:
+    """Raise ValueError unless two sequences in one batch get the logits that each of them gets alone."""
+    pair = [Seat(seats, row, cached) for row in range(2)]
+    num_ids = seats.model.config.get_text_config().vocab_size
+    for feed in _FEEDS:
+        for seat, (num_kept, _) in zip(pair, feed, strict=True):
+            seat.roll_back(num_kept)
+        texts = [[token % num_ids for token in tokens] for _, tokens in feed]
+        try:
+            ours = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise _refusal(seats.model, f"its forward fails with ragged rows ({type(error).__name__}: {error})") from error
+        for tokens, logits in zip(texts, ours, strict=True):
+            cached.reset()
+            alone = cached.forward(tokens)
+            spread = max(float(alone.float().std()), torch.finfo(torch.float32).tiny)
+            share = float((logits - alone).abs().max()) / spread
+            if share > (1e-2 if seats.model.dtype in (torch.float32, torch.float64) else 0.5):
+                raise _refusal(seats.model, f"its logits in a batch differ from those alone by {share:.2g} of their spread")
+    cached.reset()
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} cannot be decoded in batches: {why}; only full attention rolls back sequence by sequence: "
+        "decode one prompt at a time"
+    )

@@ -1,0 +1,180 @@
+"""Sequences decoded together are written as each of them alone (law 4.13): round by round, whoever sits beside them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from enumeration import ToyModel, assert_same_law, law_of
+from random_pairs import CONFIGS, random_pair
+from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
+from transformers import AutoModelForCausalLM, MistralConfig
+
+import decode.loop.batch
+import decode.loop.decoder
+from decode import Generation, ModelDrafter, SpeculativeDecoder
+from decode.policies import Entropy, FixedLength
+from decode.policies.auto import Auto
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from lm import RandomDraws, Sampling
+from lm.models import seats
+from lm.models.seats import Ask, Seats
+
+OTHER = [1, 0, 2, 1]
+RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
+AUTOS = {"batch_rule": RULE, "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05)}
+
+
+class ToySeats:
+    """A batch of toys, each of which feeds itself."""
+
+    def __init__(self, model, num):
+        self.seats = [ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)]
+
+    def forward(self, asks: list[Ask]):
+        return [ask.seat.forward(ask.token_ids, ask.num_rows) for ask in asks]
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch):
+    monkeypatch.setattr(
+        SpeculativeDecoder, "_seats", lambda self, model, num: (ToySeats if isinstance(model, ToyModel) else Seats)(model, num)
+    )
+
+
+def seeded(seed: int) -> RandomDraws:
+    return RandomDraws(torch.Generator().manual_seed(seed))
+
+
+def timeless(generation: Generation) -> list:
+    return [replace(one, draft_s=0.0, target_s=0.0) for one in generation.rounds]
+
+
+def assert_as_alone(decoder: SpeculativeDecoder, prompts, limits, batch_size: int) -> None:
+    """Every round of every generation is that of `generate`."""
+    together = decoder.generate_batch(prompts, limits, batch_size=batch_size, generator=[seeded(i) for i in range(len(prompts))])
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        assert timeless(together[number]) == timeless(decoder.generate(prompt, limit, generator=seeded(number))), number
+
+
+PROMPTS = [[0, 1], [1], [2, 2, 1, 0, 1, 2, 1, 0, 0, 1], [0], [1, 1, 2], [2, 0]]
+LIMITS = [9, 4, 12, 0, 7, 15]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_drafts_in_a_batch_what_it_drafts_alone(policy, batch_size):
+    assert_as_alone(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"], length=5), PROMPTS, LIMITS, batch_size)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_sampling_draws_in_a_batch_what_it_draws_alone(sampling):
+    assert_as_alone(decoder_of(POLICIES["both_heads"], sampling=SAMPLINGS[sampling], eos_ids=(2,)), PROMPTS, LIMITS, 3)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *AUTOS])
+def test_a_sequence_has_the_targets_law_whoever_sits_beside_it(policy):
+    decoder = decoder_of((POLICIES | AUTOS)[policy], sampling=SAMPLINGS["cold"])
+
+    def play(draws):
+        return decoder.generate_batch([PROMPT, OTHER], [3, 4], batch_size=2, generator=[draws, seeded(5)])[0].token_ids
+
+    assert_same_law(law_of(play), ToyModel(1).law(PROMPT, 3, sampling=decoder.sampling, eos_ids=decoder.eos_ids))
+
+
+@pytest.mark.parametrize("policy", ["fixed_length", "batch_rule"])
+def test_sequences_of_a_batch_are_independent(policy):
+    decoder = decoder_of((POLICIES | AUTOS)[policy])
+
+    def play(draws):
+        return tuple(each.token_ids for each in decoder.generate_batch([PROMPT, OTHER], 2, batch_size=2, generator=[draws, draws]))
+
+    ours, others = (ToyModel(1).law(prompt, 2, sampling=decoder.sampling, eos_ids=decoder.eos_ids) for prompt in (PROMPT, OTHER))
+    assert_same_law(law_of(play), {(a, b): p * q for a, p in ours.items() for b, q in others.items()})
+
+
+def test_prompts_that_are_the_same_are_answered_by_chance_of_their_own():
+    decoder = decoder_of(FixedLength(2), eos_ids=())
+    texts = {each.token_ids for each in decoder.generate_batch([PROMPT] * 6, 12, generator=torch.Generator().manual_seed(0))}
+    assert len(texts) == 6
+
+
+@pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "batch_rule"])
+def test_the_rounds_of_a_batch_add_up_to_the_counts_of_its_sequences(policy):
+    decoder = decoder_of((POLICIES | AUTOS)[policy], length=4)
+    batch, rounds = decoder.batch(PROMPTS, LIMITS, batch_size=3, generator=torch.Generator().manual_seed(1))
+    played = list(rounds)
+    counts = [each.counts for each in batch.generations]
+    assert sum(sum(one.steps) for one in played) == sum(each.num_draft_forwards for each in counts)
+    assert sum(one.num_tokens for one in played) == sum(each.num_drafted + each.num_target for each in counts)
+    assert sum(one.num_emitted for one in played) == sum(each.num_emitted for each in counts)
+    assert sum(one.num_joined for one in played) == sum(limit > 0 for limit in LIMITS)
+    assert all(list(one.steps) == sorted(one.steps, reverse=True) for one in played)
+
+
+@pytest.mark.parametrize(("temperature", "policy"), [(0.0, FixedLength(4)), (1.0, Entropy(0.6))])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_models_write_in_a_batch_what_they_write_alone(architecture, temperature, policy):
+    target, draft = random_pair(architecture)
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8] * 10, [6, 4, 3]]  # the third ends where the context does
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=Sampling(temperature=temperature))
+    assert_as_alone(decoder, prompts, [9, 14, 5, 6], 3)
+
+
+def whole_pair() -> SpeculativeDecoder:
+    target, draft = random_pair("llama")
+    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(4)), sampling=Sampling(temperature=0.0))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_batch_may_be_as_small_as_one(batch_size):
+    assert_as_alone(whole_pair(), [[3, 1, 4, 1, 5], [9], [2, 6]], [5, 8, 6], batch_size)
+
+
+MUTANTS = {
+    "seen_padding": (Seats, "_mask", lambda self, places, end: torch.zeros(len(places), 1, places.shape[1], end, dtype=self.model.dtype)),
+    "rejected_tokens_stay": (seats.Seat, "roll_back", lambda self, length: setattr(self, "_length", min(self._length, length + 1))),
+    "rows_off_by_one": (seats, "_wanted", lambda asks, width: [max(0, place - 1) for place in WANTED(asks, width)]),
+}
+WANTED = seats._wanted
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, monkeypatch):
+    decoder = whole_pair()
+    monkeypatch.setattr(*MUTANTS[mutant])
+    monkeypatch.setattr(seats, "_PASSED", set())
+    with pytest.raises((ValueError, AssertionError)):
+        decoder.generate_batch([[3, 1, 4, 1, 5], [9]], 8, batch_size=2)
+    monkeypatch.setattr(seats, "_PASSED", {decoder.target.model, decoder.drafter.model.model})
+    with pytest.raises(AssertionError):
+        assert_as_alone(decoder, [[3, 1, 4, 1, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9]], [14, 10, 12], 2)
+
+
+def test_draws_that_rows_share_would_not_pass(monkeypatch):
+    monkeypatch.setattr(decode.loop.decoder, "RandomDraws", lambda generator: seeded(0))
+    with pytest.raises(AssertionError):
+        test_prompts_that_are_the_same_are_answered_by_chance_of_their_own()
+
+
+def test_what_has_no_batches_is_refused_in_one_line():
+    config = MistralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    windowed = AutoModelForCausalLM.from_config(config).eval()
+    decoder = SpeculativeDecoder(windowed, ModelDrafter(windowed, FixedLength(2)))
+    with pytest.raises(ValueError, match="MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"):
+        decoder.generate_batch([[1]], 4)
+    decoder = decoder_of(FixedLength(2))
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        decoder.generate_batch([[1]], 4, batch_size=0)
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        decoder.generate_batch([[1], []], 4)
+    decoder.drafter = object()
+    with pytest.raises(ValueError, match="one prompt at a time"):
+        decoder.generate_batch([[1]], 4)
