@@ -74,6 +74,7 @@ LIMITS = {
     **{f"decode.{name}": _COUNT for name in ("max_new_tokens", "prompts_per_shard", "draws_per_prompt")},
     "decode.seed": _SEED,
     **{f"decode.{name}": _POSITIVE for name in ("t_draft_s", "t_target_s", "t_micro_s", "ratios")},
+    "decode.verify_shares": _AT_LEAST_ZERO,
     "decode.stop_share": _AT_LEAST_ZERO,
 }
 """Dotted name -> the limit of its number, of each number of its list; null is within every limit, where the schema allows it."""

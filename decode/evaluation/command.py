@@ -4,14 +4,16 @@ Hierarchies of three models cannot be replayed from it: with `decode.hierarchies
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from configs.schema import Config
 from data_gen.store.shards import write_atomic
+from decode.batches.curves import kept_curves
 from decode.console import announce, wide_console
 from decode.costs.machine import costs_for
 from decode.costs.model import CostModel
@@ -19,6 +21,7 @@ from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.clocked import check_clock, clock_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
 from decode.evaluation.grids import grids_of
+from decode.evaluation.in_batches import check_sizes, compare_in_batches, setups_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
 from decode.evaluation.results import results_of, yardstick_of
@@ -31,15 +34,17 @@ from decode.hierarchies.trio import Trio
 from decode.traces.recording import Traces, trace_folder
 
 
-def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
+def evaluate(config: Config, *, batch: tuple[int, ...] = (), clock: int = 0, repeats: int = 3) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
         config: of the experiment.
+        batch: also replay every policy in continuous batches of so many sequences: [1, 4, 16, 64].
         clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
     """
     check_clock(clock, repeats)
+    check_sizes(batch)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
@@ -63,13 +68,19 @@ def evaluate(config: Config, *, clock: int = 0, repeats: int = 3) -> None:
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
     results = pd.concat(frames)
     written = write(experiment.directory, results, page=page)
-    if clock:
-        for dataset, replays in every.items():
-            page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=clock, repeats=repeats))
-            wide_console().print(page.clocks[-1].table(NAMES))
-        written += write_clocks(experiment.directory, page)
-    figures = {"results": json.loads(results.to_json(orient="records")), "clock": [report.as_dict() for report in page.clocks]}
+    batches, names = in_batches(experiment, every, costs, batch)
+    written += names
+    for dataset, replays in every.items() if clock else ():
+        page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=clock, repeats=repeats))
+        wide_console().print(page.clocks[-1].table(NAMES))
+    written += write_clocks(experiment.directory, page) if clock else []
+    figures = {"results": records(results), "batches": records(batches), "clock": [report.as_dict() for report in page.clocks]}
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as JSON has them."""
+    return list(json.loads(frame.to_json(orient="records")))
 
 
 def hierarchies_of(
@@ -130,6 +141,18 @@ def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
     write_report(directory / "report.html", page, names=NAMES)
     counts = [directory / f"counts-{dataset}.parquet" for dataset in page.datasets]
     return announce([directory / "report.html", directory / "plots", directory / "results.csv", *counts])
+
+
+def in_batches(
+    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], sizes: Sequence[int]
+) -> tuple[pd.DataFrame, list[str]]:
+    """What batches come to, printed and written, if sizes are asked for; the names of files."""
+    if not sizes:
+        return pd.DataFrame(), []
+    setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
+    frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"
+    write_atomic(path, frame.to_csv(index=False).encode())
+    return frame, announce([path])
 
 
 def write_clocks(directory: Path, page: Page) -> list[str]:

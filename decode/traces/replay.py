@@ -65,32 +65,61 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
     Raises:
         ValueError: array parameters of several lengths.
     """
-    num_settings, num_rows = _num_settings(policy), len(trace.rows)
-    num_lanes = num_settings * num_rows
-    totals = _Totals(
-        {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}, np.zeros((num_lanes, trace.max_draft_length + 1), dtype=np.int32)
-    )
-    tokens = Tokens.of(trace, policy)
+    shape = (_num_settings(policy), len(trace.rows))
+    totals = _totals(trace, policy, keeps_rounds=False)
+    counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
+    return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
+
+
+class Rounds(NamedTuple):
+    """Every round of every lane (setting * num_rows + row), lane after lane, each in its order."""
+
+    lane: Int[Array, " round"]
+    drafted: Int[Array, " round"]
+    forwards: Int[Array, " round"]
+    """Of the draft."""
+    emitted: Int[Array, " round"]
+
+
+def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
+    """The same replay, round by round."""
+    totals = _totals(trace, policy, keeps_rounds=True)
+    every = Rounds(*(np.concatenate(column) for column in zip(*totals.rounds, strict=True)))
+    order = every.lane.argsort(kind="stable")
+    return Rounds(*(column[order] for column in every))
+
+
+def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
+    num_rows = len(trace.rows)
+    num_lanes = _num_settings(policy) * num_rows
+    totals, tokens = Totals.of(num_lanes, trace.max_draft_length, keeps_rounds=keeps_rounds), Tokens.of(trace, policy)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
             lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
-            _Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
-    shape = (num_settings, num_rows)
-    counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
-    return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
+            Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
+    return totals
 
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """What all lanes did so far."""
 
     counts: dict[str, Int[Array, " lanes"]]
     lengths: Int[Array, "lanes lengths"]
+    rounds: list[tuple[Array, ...]]
+    """(lane, drafted, draft forwards, emitted) of the rounds that ended in each step; empty unless `keeps_rounds`."""
+    keeps_rounds: bool = False
+
+    @classmethod
+    def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
+        """Nothing done yet."""
+        counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
+        return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
 
 
-class _Lockstep:
+class Lockstep:
     """Lanes that take their steps together."""
 
     def __init__(self, tokens: Tokens, policy: Policy, lanes: Lanes) -> None:
@@ -101,7 +130,7 @@ class _Lockstep:
         self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
         self._begin(np.ones(size, dtype=bool), self.state)
 
-    def run(self, totals: _Totals) -> None:
+    def run(self, totals: Totals) -> None:
         """All rounds of all lanes."""
         for step in count(1):
             if step % _COMPACT_EVERY == 0:
@@ -113,7 +142,7 @@ class _Lockstep:
     def _begin(self, begins: Array, state: State) -> None:
         """A new round where `begins`."""
         lanes, tokens = self.lanes, self.tokens
-        self.state = _merged(begins, self.policy.begin(state), self.state)
+        self.state = merged(begins, self.policy.begin(state), self.state)
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
         limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
         allowed = np.minimum(limit, lanes.room).astype(np.int64)
@@ -127,10 +156,13 @@ class _Lockstep:
         lanes.shift = tokens.branch.take(lanes.stop) - lanes.stop
         self.lesson = mapped(lambda value: np.where(begins, 0.0, value), self.lesson)
 
-    def _step(self, totals: _Totals) -> None:
+    def _step(self, totals: Totals) -> None:
         """One draft step of every lane, and verification where the draft ended."""
+        self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
+
+    def _drafted(self, wants: Array) -> tuple[Array, Array]:
+        """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not drawn)."""
         lanes, tokens = self.lanes, self.tokens
-        wants = lanes.position < lanes.allowed
         path = lanes.start + lanes.position
         at = np.where(path < lanes.stop, path, path + lanes.shift)
         np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
@@ -143,10 +175,9 @@ class _Lockstep:
             lesson = self.policy.lesson(self.state, drawn, tokens.acceptance_prob.take(at))
             is_revealed = draws & (path <= lanes.stop)
             self.lesson = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.lesson, lesson)
-        self.state = _merged(draws, state, self.state)
+        self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
-        ended = ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed)
-        self._conclude(ended, wants & ~draws, totals)
+        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
 
     def _drawn(self, at: Array) -> AfterDraw:
         signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
@@ -154,7 +185,7 @@ class _Lockstep:
             signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
         return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
 
-    def _conclude(self, ended: Array, has_unused_forward: Array, totals: _Totals) -> None:
+    def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
         """Verification where the draft ended."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
@@ -165,6 +196,8 @@ class _Lockstep:
         for name, amount in zip(_COUNTED, amounts, strict=True):
             totals.counts[name][index] += amount
         totals.lengths[index, drafted] += 1
+        if totals.keeps_rounds:
+            totals.rounds.append((index, drafted, amounts[-1], emitted))
         state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
         lanes.start[over] += emitted
         self._begin(ended, state)
@@ -185,7 +218,8 @@ class _Lockstep:
             self.policy = _expanded(self.policy, alive)
 
 
-def _merged(mask: Array, new: State, old: State) -> State:
+def merged(mask: Array, new: State, old: State) -> State:
+    """The new state where the mask says so."""
     return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
 
 

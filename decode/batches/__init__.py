@@ -1,0 +1,1 @@
+"""Continuous batches, replayed: what every policy comes to where many sequences are decoded together (law 4.13)."""

@@ -1,0 +1,205 @@
+"""Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pandas as pd
+from rich.table import Table
+
+from decode.batches.load import Load, Spent, load_of, queue_of
+from decode.batches.lockstep import step_through
+from decode.batches.rule import batch_auto_for
+from decode.console import wide_console
+from decode.costs.model import CostModel
+from decode.evaluation.arms import BASELINE, Replays, by_family, fastest_on_dev
+from decode.evaluation.grids import Grid
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from decode.traces.replay import Rounds, replay_rounds
+from decode.traces.trace import Trace
+
+_BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
+"""Families whose value in a batch is another: they know of no other sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """One family at one batch size: its setting of the highest throughput on dev, on test."""
+
+    batch_size: int
+    family: str
+    name: str
+    setting: Mapping[str, Any]
+    tokens_per_s: float
+    gain: float
+    """Throughput over that of the best fixed length, less 1."""
+    request_s: float
+    """Mean seconds from a request's first round to its end."""
+
+
+class Setup(NamedTuple):
+    """Costs of batches: of a cost model, with what a verified token takes."""
+
+    cost: CostModel
+    verify_share: float | None
+    """Seconds that each further verified token takes, over those of a draft step; None: it was measured."""
+    measured: BatchCosts | None = None
+    """Curves of the batched loop without stops; where there are none, t_target(k) of one sequence stands for t_target(tokens)."""
+
+    def curves(self, stop_kind: str) -> BatchCosts:
+        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any number."""
+        stop_s = self.cost.stop_s(stop_kind)
+        if self.measured is not None:
+            return BatchCosts(self.measured.draft.plus(stop_s), self.measured.target)
+        draft = Curve.line(self.cost.t_draft_s + stop_s)
+        if self.verify_share is not None:
+            return BatchCosts(draft, Curve.line(self.cost.t_target_s[0], self.verify_share * self.cost.t_draft_s))
+        seconds = self.cost.t_target_s
+        return BatchCosts(draft, Curve(tuple(float(k) for k in range(1, len(seconds) + 1)), seconds))
+
+    @property
+    def title(self) -> str:
+        """In titles of tables."""
+        of = "batches" if self.measured is not None else "one sequence"
+        each = f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
+        return f"{self.cost.title}; {each}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A grid, round by round on one split, as it would run in batches."""
+
+    grid: Grid
+    trace: Trace
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """Of every setting and row."""
+        return replay_rounds(self.trace, self.grid.policy)
+
+    def loads(self, size: int) -> list[Load]:
+        """What a batch does under every setting."""
+        return [self.load(setting, size) for setting in range(len(self.grid.settings))]
+
+    def load(self, setting: int, size: int) -> Load:
+        """What a batch does under one."""
+        num_rows = len(self.trace.rows)
+        first, end = self.rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
+        own = Rounds(*(column[first:end] for column in self.rounds))
+        return load_of(own._replace(lane=own.lane - setting * num_rows), queue_of(num_rows, size), size)
+
+
+class Contest:
+    """One dataset in batches."""
+
+    def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
+        """Args:
+        replays: of the dataset, one sequence at a time: of each family of heads, the head that is fastest there competes here.
+        setups: costs to compare at; the first decides about heads.
+        sizes: of batches.
+        """
+        self._replays, self._setups, self._sizes = replays, setups, sizes
+
+    def results(self) -> Iterator[tuple[Setup, list[BatchResult]]]:
+        """Of every setup in turn, all sizes and families."""
+        cost, traces = self._setups[0].cost, self._replays.traces
+        families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in _BOUNDS}
+        grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
+        entries = [(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
+        loads = {(grid.family, size): dev.loads(size) for grid, (dev, _) in zip(grids, entries, strict=True) for size in self._sizes}
+        for setup in self._setups:
+            found = []
+            for size in self._sizes:
+                chosen = [self._best(dev, test, loads[dev.grid.family, size], setup, size) for dev, test in entries]
+                chosen += list(self._autos(setup, size))
+                baseline = next(spent.tokens_per_s for grid, _, spent in chosen if grid.family == BASELINE)
+                found += [
+                    BatchResult(
+                        batch_size=size,
+                        family=grid.family,
+                        name=grid.name,
+                        setting=setting,
+                        tokens_per_s=spent.tokens_per_s,
+                        gain=spent.tokens_per_s / baseline - 1,
+                        request_s=spent.request_s,
+                    )
+                    for grid, setting, spent in chosen
+                ]
+            yield setup, found
+
+    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], Spent]:
+        costs = setup.curves(dev.grid.policy.stop_kind)
+        on_dev = [load.spent(costs).tokens_per_s for load in loads]
+        best = on_dev.index(max(on_dev))
+        return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
+
+    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
+        """The batch's rule, with the best head of each timing."""
+        traces = self._replays.traces
+        for timing, head in self._replays.best(setup.cost).items():
+            costs = setup.curves(BatchAuto(head, setup.curves("")).stop_kind)
+            rule = batch_auto_for(head, traces.dev, costs, size)
+            load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
+            yield Grid(f"auto_{timing}", f"auto_{timing}", rule, ({},)), {}, load.spent(costs)
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raise ValueError for a batch of no sequence."""
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
+
+
+def setups_of(costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None) -> list[Setup]:
+    """Every cost with every share of a verified token; of measured times one setup, with the curves of batches if there are any."""
+    return [
+        setup
+        for cost in costs
+        for setup in ([Setup(cost, None, measured)] if cost.origin == "measured" else [Setup(cost, share) for share in verify_shares])
+    ]
+
+
+def compare_in_batches(
+    every: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int], *, names: Mapping[str, str]
+) -> pd.DataFrame:
+    """Print one table per dataset and setup, each as soon as it is there; all of them as one frame."""
+    frames = []
+    for dataset, replays in every.items():
+        for setup, results in Contest(replays, setups, sizes).results():
+            wide_console().print(table_of(setup, results, names, dataset=dataset))
+            frames.append(frame_of(setup, results, dataset=dataset))
+    return pd.concat(frames)
+
+
+def frame_of(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
+    """Results as rows of batches.csv."""
+    frame = pd.DataFrame([asdict(each) for each in results])
+    where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}
+    for column, value in reversed(where.items()):
+        frame.insert(0, column, value)
+    frame["setting"] = [", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results]
+    return frame
+
+
+def table_of(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Table:
+    """Families down, batch sizes across."""
+    sizes = sorted({each.batch_size for each in results})
+    table = Table(
+        title=f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
+        caption="setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
+    )
+    table.add_column("policy")
+    for size in sizes:
+        table.add_column(f"batch {size}", justify="right")
+    families = sorted({each.family for each in results}, key=list(names).index)
+    by_place = {(each.family, each.batch_size): each for each in results}
+    for family in families:
+        table.add_row(names[family], *(_cell(by_place[family, size]) for size in sizes))
+    return table
+
+
+def _cell(result: BatchResult) -> str:
+    value = " ".join(f"{value:g}" for value in result.setting.values())
+    gain = "" if result.family == BASELINE else f" {result.gain:+.1%}"
+    return f"{value + '; ' if value else ''}{result.tokens_per_s:.1f}{gain}; {result.request_s:.3g} s"

@@ -1,0 +1,79 @@
+"""Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against fixed lengths."""
+
+import pytest
+from small_pair import trace
+
+from decode.batches.load import queue_of
+from decode.batches.lockstep import step_through
+from decode.batches.rule import batch_auto_for
+from decode.costs.model import CostModel, StopShares
+from decode.evaluation.arms import Replays, replay_arms
+from decode.evaluation.grids import bounds, default_values, make_grid
+from decode.evaluation.in_batches import Contest, Entry, Setup, check_sizes, compare_in_batches, setups_of
+from decode.evaluation.tables import NAMES
+from decode.policies.bounds import PerfectHead
+from decode.traces.recording import Traces
+from lm import Sampling
+
+COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
+
+
+@pytest.fixture(scope="module")
+def replays():
+    splits = Traces(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    grids = [make_grid(name, name, default_values(5)[name]) for name in ("fixed_length", "token_prob", "entropy")]
+    return Replays(traces=splits, arms=list(replay_arms([*grids, *bounds()], splits)), heads={})
+
+
+def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
+    ((_, results),) = Contest(replays, [Setup(COST, 0.0)], [1]).results()
+    for result in results:
+        arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
+        on_dev, on_test = COST.tokens_per_s(arm.dev), COST.tokens_per_s(arm.test)
+        assert result.setting == arm.grid.settings[int(on_dev.argmax())]
+        assert result.tokens_per_s == pytest.approx(on_test[int(on_dev.argmax())])
+
+
+def test_the_reported_setting_is_fastest_on_dev_at_its_size_and_gains_are_over_the_fixed_length(replays):
+    setup = Setup(COST, 0.3)
+    ((_, results),) = Contest(replays, [setup], [2, 6]).results()
+    for result in results:
+        arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
+        costs = setup.curves(arm.grid.policy.stop_kind)
+        dev, test = ([load.spent(costs) for load in Entry(arm.grid, split).loads(result.batch_size)] for split in replays.traces)
+        best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
+        assert result.setting == arm.grid.settings[best]
+        assert (result.tokens_per_s, result.request_s) == (test[best].tokens_per_s, test[best].request_s)
+        base = next(each for each in results if (each.batch_size, each.family) == (result.batch_size, "fixed_length"))
+        assert result.gain == pytest.approx(result.tokens_per_s / base.tokens_per_s - 1)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_itself_chooses(replays, share, size):
+    costs, (dev, test) = Setup(COST, share).curves(""), replays.traces
+    rule = batch_auto_for(PerfectHead("drawn"), dev, costs, size)
+    ours = step_through(test, rule, queue_of(len(test.rows), size), size).spent(costs).tokens_per_s
+    grid = next(arm.grid for arm in replays.arms if arm.grid.family == "fixed_length")
+    assert ours >= 0.99 * max(load.spent(costs).tokens_per_s for load in Entry(grid, test).loads(size))
+
+
+def test_measured_times_of_verification_are_taken_as_they_are():
+    measured = CostModel(0.1, (1.0, 1.1, 1.3), "measured")
+    setups = setups_of([measured, COST], (0.0, 0.2))
+    assert [(setup.cost.origin, setup.verify_share) for setup in setups] == [("measured", None), ("given", 0.0), ("given", 0.2)]
+    assert [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)] == pytest.approx([1.0, 1.1, 1.3, 1.5])
+    assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
+    assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
+
+
+def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
+    frame = compare_in_batches({"toys": replays}, [Setup(COST, 0.0), Setup(COST, 0.2)], [1, 4], names=NAMES)
+    assert len(frame) == 2 * 2 * 3
+    assert list(frame.columns[:6]) == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
+    assert capsys.readouterr().out.count("toys in batches") == 2
+
+
+def test_a_batch_of_no_sequence_is_refused():
+    with pytest.raises(ValueError, match="--batch has 0"):
+        check_sizes([4, 0])
