@@ -1,5 +1,6 @@
 """python -m decode bench: wall clock of every policy family beside transformers' assisted generation, arms taking turns on every prompt.
 
+    --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13 (`decode.bench.batch_sizes`)
     policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
                 (`decode.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
                 by layers that change nothing (`decode.bench.speeds`). Finished cells stay in DIR/bench.json
@@ -12,6 +13,7 @@ With `decode.hierarchies` also three models beside two (`decode.bench.hierarchie
 import json
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal
@@ -22,13 +24,18 @@ from transformers.utils import logging
 from configs.schema import Config
 from data_gen.store.manifest import git_commit
 from data_gen.store.shards import write_atomic
+from decode.batches.curves import keep_curves
+from decode.bench.batch_sizes import batch_rows, batch_table, curves_of
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.bench.lengths import length_rows, length_table
 from decode.bench.overheads import overheads_of
 from decode.bench.race import SAMPLINGS, Race, Terms
 from decode.bench.standings import gain_plot, standing_table, standings_of, summary_table, verdict_of
 from decode.console import announce, wide_console
+from decode.costs.measure import Loop
+from decode.evaluation.in_batches import check_sizes
 from decode.experiment import Experiment
+from decode.policies import FixedLength, Policy
 
 Part = Literal["policies", "lengths", "overheads"]
 _PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
@@ -39,6 +46,7 @@ def bench(
     config: Config,
     *,
     parts: tuple[Part, ...] = ("policies",),
+    batch: tuple[int, ...] = (),
     ratios: tuple[float, ...] = (),
     t_draft_ms: float = 10.0,
     samplings: tuple[Literal["greedy", "sampled", "nucleus", "own"], ...] = ("greedy", "sampled", "nucleus"),
@@ -55,6 +63,7 @@ def bench(
     Args:
         config: names the pair; of policies also its trace, heads, costs, and whether the loop is compiled.
         parts: what is measured.
+        batch: instead, `lengths` and `policies` in continuous batches of so many sequences.
         ratios: of policies: make both models slow, to these t_target / t_draft; empty: the pair as it is.
         t_draft_ms: of policies: a draft step with ratios, unless the draft is slower as it is.
         samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's (own).
@@ -66,15 +75,13 @@ def bench(
         num_prompts: generations per arm.
         num_tokens: per generation; EOS is switched off.
     """
-    logging.disable_progress_bar()
-    bare = Bare(config, lengths=lengths, num_prompts=num_prompts, num_tokens=num_tokens)  # first, for what it refuses
-    document: dict[str, Any] = {"where": where(config), "num_tokens": num_tokens, "num_prompts": num_prompts}
-    if "policies" in parts:
-        terms = Terms(
-            num_prompts=num_prompts, num_tokens=num_tokens, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants
-        )
+    how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
+    bare = Bare(config, lengths=lengths, **how)  # first, for what it refuses
+    document: dict[str, Any] = {"where": where(config), **how}
+    if "policies" in parts and not batch:
+        terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
-    return _printed(document | bare.measured(parts, threads))
+    return _printed(document | (bare.in_batches(batch, policies) if batch else bare.measured(parts, threads)))
 
 
 def _printed(document: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +109,7 @@ class Bare:
     """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
 
     def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
+        logging.disable_progress_bar()
         self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
 
@@ -123,6 +131,26 @@ class Bare:
             if rows[kind]:
                 console.print(table(rows[kind]))
         return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
+
+    def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
+        """Rows of every size, and the curves that their rounds give."""
+        check_sizes(sizes)
+        experiment = self._experiment
+        policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *self._lengths)} | {
+            spec: experiment.policy(spec) for spec in specs
+        }
+        loop = Loop(
+            pair=experiment.pair,
+            prompts=self._prompts,
+            sampling=experiment.sampling,
+            max_draft_length=max(experiment.decode.max_draft_length, *self._lengths),
+            max_new_tokens=self._num_tokens,
+        )
+        rows = batch_rows(loop, policies, sizes)
+        wide_console().print(batch_table(rows))
+        curves = curves_of([one for row in rows for one in row.pop("rounds")])
+        announce([keep_curves(experiment, curves)])
+        return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 
     def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
         pair, prompts, num_tokens, decode = self._experiment.pair, self._prompts, self._num_tokens, self._experiment.decode
