@@ -136,6 +136,8 @@ class Bare:
         """Rows of every size, and the curves that their rounds give."""
         check_sizes(sizes)
         experiment = self._experiment
+        if experiment.decode.hierarchies:
+            raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
         policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *self._lengths)} | {
             spec: experiment.policy(spec) for spec in specs
         }
