@@ -135,6 +135,9 @@ class Bare:
     def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
         """Rows of every size, and the curves that their rounds give."""
         check_sizes(sizes)
+        for name, value in (("num_prompts", self._num_prompts), ("num_tokens", self._num_tokens)):
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; at least 1 is timed")
         experiment = self._experiment
         if experiment.decode.hierarchies:
             raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
@@ -145,7 +148,7 @@ class Bare:
             pair=experiment.pair,
             prompts=self._prompts,
             sampling=experiment.sampling,
-            max_draft_length=max(experiment.decode.max_draft_length, *self._lengths),
+            max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
             max_new_tokens=self._num_tokens,
         )
         rows = batch_rows(loop, policies, sizes)
