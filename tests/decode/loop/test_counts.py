@@ -66,15 +66,15 @@ def test_a_round_that_is_cut_discards_what_was_cut():
 
 def test_the_loop_itself_notices_a_miscount(monkeypatch):
     """Every generation asserts law 4.4, with N_discarded as the target's cache has it."""
-    import decode.loop.decoder
+    import decode.loop.rounds
 
-    count = decode.loop.decoder._counts_of
+    count = decode.loop.rounds._counts_of
 
     def one_too_many(proposal, num_accepted, num_emitted):
         counts = count(proposal, num_accepted, num_emitted)
         return replace(counts, num_drafted=counts.num_drafted + 1)
 
-    monkeypatch.setattr(decode.loop.decoder, "_counts_of", one_too_many)
+    monkeypatch.setattr(decode.loop.rounds, "_counts_of", one_too_many)
     with pytest.raises(AssertionError, match="gives back"):
         decoder_of(FixedLength(2)).generate(PROMPT, 8)
 
