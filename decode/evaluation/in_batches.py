@@ -1,7 +1,7 @@
 """Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -135,13 +135,16 @@ class Contest:
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
     def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
-        """The batch's rule, with the best head of each timing."""
+        """The batch's rule, with the best head of each timing: lambda from dev, or learned online with the head."""
         traces = self._replays.traces
         for timing, head in self._replays.best(setup.cost).items():
             costs = setup.curves(BatchAuto(head, setup.curves("")).stop_kind)
-            rule = batch_auto_for(head, traces.dev, costs, size)
-            load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
-            yield Grid(f"auto_{timing}", f"auto_{timing}", rule, ({},)), {}, load.spent(costs)
+            rules = {f"auto_{timing}": batch_auto_for(head, traces.dev, costs, size)}
+            if timing == "drawn":
+                rules["auto_drawn_learning"] = replace(rules["auto_drawn"], throughput=None, is_learning=True)
+            for family, rule in rules.items():
+                load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
+                yield Grid(family, family, rule, ({},)), {}, load.spent(costs)
 
 
 def check_sizes(sizes: Sequence[int]) -> None:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, Number, Policy, State
+from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
 from decode.policies.head import HeadPolicy
+from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class BatchState(NamedTuple):
 
     survival: Number
     worth: Number
+    learned: State = ()
+    """`decode.policies.learning`, of this sequence alone."""
 
 
 class BatchRule:
@@ -104,6 +107,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.
         next_mean, index_offset, index_slope, first_index: as of `Auto`.
         prior_rounds: rounds that the prior of lambda counts for, where lambda is learned.
+        is_learning: refit the head's calibration on the job, for each sequence from its own rounds.
     """
 
     head: AcceptanceHead
@@ -116,20 +120,24 @@ class BatchAuto(ScoringPolicy, BatchRule):
     first_index: float = 0.6
     also: AcceptanceHead | None = None
     prior_rounds: float = 16.0
+    is_learning: bool | None = False
 
     def start(self) -> State:
-        return BatchState(1.0, 0.0)
+        return BatchState(1.0, 0.0, self.untaught)
 
     def begin(self, state: Any) -> State:
         # before its first token a lagging head's index is about the second, which the first must precede
-        return BatchState(1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean))
+        return BatchState(1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean), state.learned)
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
-        product, carried, newest = self.scores.after(state.survival, drawn)
+        product, carried, newest = self.scored(state.survival, state.learned, drawn)
         index = self.index_offset + self.index_slope * newest
         if self.scores.is_lagging:  # nothing is scored yet at the first token
             index = np.where(drawn.position == 0, self.first_index, index)
-        return BatchState(carried, product * index), False
+        return BatchState(carried, product * index, state.learned), False
+
+    def end(self, state: Any, outcome: Outcome) -> State:
+        return state._replace(learned=LEARNER.learn(state.learned, outcome.lesson))
 
     def worth(self, state: Any) -> Number:
         return state.worth
@@ -188,4 +196,4 @@ def batched(policy: Policy, batch_size: int) -> Policy:
         return policy
     costs = BatchCosts(Curve.line(rule.t_draft_s), Curve.line(rule.t_target_s, rule.t_verify_s))
     index = {name: getattr(rule, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
-    return BatchAuto(rule.head, costs, batch_size, also=rule.also, **index)
+    return BatchAuto(rule.head, costs, batch_size, also=rule.also, is_learning=rule.is_learning, **index)

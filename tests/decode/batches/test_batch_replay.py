@@ -4,24 +4,29 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import small_pair
 from toy_loop import POLICIES, decoder_of, toy_head
 from toy_traces import traced
 
 from decode import SpeculativeDecoder
+from decode.batches import lockstep
 from decode.batches.load import Load, load_of, queue_of
 from decode.batches.lockstep import step_through
 from decode.batches.rule import batch_auto_for
-from decode.policies import FixedLength, TokenProb
+from decode.policies import FixedLength, HeadPolicy, LearnedProb, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
+from decode.policies.bounds import PerfectHead
 from decode.traces.played import PlayedDraws
-from decode.traces.replay import replay_rounds, replay_settings
+from decode.traces.replay import Lockstep, replay_rounds, replay_settings
+from lm import Sampling
 from tests.decode.loop.test_batch import ToySeats
 
 COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))
 RULES = {
     "known": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, throughput=2.5, index_slope=0.4),
     "learned": BatchAuto(toy_head("fed", seed=2), COSTS, 3, index_slope=0.4, also=toy_head("drawn", seed=2)),
+    "learning": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, index_slope=0.4, is_learning=True),
     "curves": BatchAuto(
         toy_head("drawn", seed=2), BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3))), 3, index_slope=0.3
     ),
@@ -69,12 +74,33 @@ def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
 
 @pytest.mark.parametrize("is_drained", [False, True])
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("policy", ["never_draft", "ada_edl", "self_verify"])
+@pytest.mark.parametrize("policy", ["never_draft", "ada_edl", "self_verify", "learning_head", "learned_prob"])
 def test_sequences_that_do_not_depend_on_each_other_need_no_stepping(policy, size, is_drained):
     trace = some(20)
     rows = queue_of(len(trace.rows), size)
     ours = load_of(replay_rounds(trace, POLICIES[policy]), rows, size, is_drained=is_drained)
     assert_same_load(ours, step_through(trace, POLICIES[policy], rows, size, is_drained=is_drained))
+
+
+@pytest.mark.parametrize("policy", [LearnedProb(0.5), HeadPolicy(PerfectHead("drawn"), 0.5, is_learning=True)])
+def test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(policy):
+    recorded = small_pair.trace(Sampling(temperature=0.8))
+    rows = queue_of(len(recorded.rows), 5)
+    assert_same_load(load_of(replay_rounds(recorded, policy), rows, 5), step_through(recorded, policy, rows, 5))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (lockstep._Seats, "_outcome", lambda self: Lockstep._outcome(self)._replace(lesson=())),
+        (lockstep, "merged", lambda begins, first, state: state),
+    ],
+    ids=["withheld", "handed_on"],
+)
+def test_lessons_withheld_or_handed_on_would_not_pass(mutant, monkeypatch):
+    monkeypatch.setattr(*mutant, raising=False)
+    with pytest.raises(AssertionError):
+        test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(LearnedProb(0.5))
 
 
 def test_a_load_costs_what_its_rounds_cost():
@@ -134,6 +160,8 @@ def test_auto_is_the_batch_rule_in_a_batch_and_other_policies_are_themselves():
     assert (rule.batch_size, rule.index_slope, rule.throughput) == (8, 0.2, None)
     assert rule.costs.target(9) - rule.costs.target(8) == pytest.approx(0.05)
     assert batched(FixedLength(3), 8) == FixedLength(3)
+    assert not rule.is_learning
+    assert batched(replace(Auto(head, 0.2, 1.0), is_learning=True), 8).is_learning
 
 
 @pytest.mark.parametrize(("numbers", "seconds"), [((), ()), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (1, 0))])

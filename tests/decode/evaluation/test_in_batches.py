@@ -1,5 +1,7 @@
 """Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against fixed lengths."""
 
+from dataclasses import replace
+
 import pytest
 from small_pair import trace
 
@@ -8,11 +10,12 @@ from decode.batches.lockstep import step_through
 from decode.batches.rule import batch_auto_for
 from decode.costs.model import CostModel, StopShares
 from decode.evaluation.arms import Replays, replay_arms
-from decode.evaluation.grids import bounds, default_values, make_grid
+from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
 from decode.evaluation.in_batches import Contest, Entry, Setup, check_sizes, compare_in_batches, setups_of
 from decode.evaluation.tables import NAMES
 from decode.policies.bounds import PerfectHead
 from decode.traces.recording import Traces
+from heads import AcceptanceHead
 from lm import Sampling
 
 COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
@@ -56,6 +59,13 @@ def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_it
     ours = step_through(test, rule, queue_of(len(test.rows), size), size).spent(costs).tokens_per_s
     grid = next(arm.grid for arm in replays.arms if arm.grid.family == "fixed_length")
     assert ours >= 0.99 * max(load.spent(costs).tokens_per_s for load in Entry(grid, test).loads(size))
+
+
+def test_the_rule_runs_with_the_best_head_and_also_learns_on_the_job(replays):
+    head = AcceptanceHead(16, 1, "drawn", True).eval()
+    arms = list(replay_arms([head_grid("it", head, {"max_rejection_prob": [0.5]})], replays.traces))
+    ((_, results),) = Contest(replace(replays, arms=[*replays.arms, *arms], heads={"it": head}), [Setup(COST, 0.3)], [3]).results()
+    assert [each.family for each in results[-3:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning"]
 
 
 def test_measured_times_of_verification_are_taken_as_they_are():

@@ -9,10 +9,10 @@ from random_pairs import CONFIGS, random_pair
 from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from transformers import AutoModelForCausalLM, MistralConfig
 
-import decode.loop.batch
 import decode.loop.decoder
 from decode import Generation, ModelDrafter, SpeculativeDecoder
-from decode.policies import Entropy, FixedLength
+from decode.loop.batch import Batch
+from decode.policies import Entropy, FixedLength, HeadPolicy, LearnedProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from lm import RandomDraws, Sampling
@@ -21,7 +21,11 @@ from lm.models.seats import Ask, Seats
 
 OTHER = [1, 0, 2, 1]
 RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
-AUTOS = {"batch_rule": RULE, "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05)}
+AUTOS = {
+    "batch_rule": RULE,
+    "learning_rule": replace(RULE, is_learning=True),
+    "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05),
+}
 
 
 class ToySeats:
@@ -63,6 +67,38 @@ LIMITS = [9, 4, 12, 0, 7, 15]
 @pytest.mark.parametrize(("policy", "batch_size"), [*((policy, 4) for policy in POLICIES), *(("ada_edl", size) for size in (1, 2, 9))])
 def test_every_policy_drafts_in_a_batch_what_it_drafts_alone(policy, batch_size):
     assert_as_alone(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"], length=5), PROMPTS, LIMITS, batch_size)
+
+
+def withheld(self, place, p):
+    """The batch forgets its lessons."""
+    place.drafter.proposal.takes_lessons = False
+    return SETTLED(self, place, p)
+
+
+def handed_on(self, place, waiting):
+    """A sequence begins with what the one before it in its seat has learned."""
+    learned = getattr(place.drafter, "state", None)
+    is_seated = SEATED(self, place, waiting)
+    if is_seated and learned is not None:
+        place.drafter.state = learned
+    return is_seated
+
+
+SETTLED, SEATED = Batch._settled, Batch._seated
+LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": LearnedProb(0.5)}
+
+
+@pytest.mark.parametrize("policy", LEARNING)
+def test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy):
+    assert_as_alone(decoder_of(LEARNING[policy], eos_ids=(), length=5), PROMPTS, [30] * len(PROMPTS), 3)
+
+
+@pytest.mark.parametrize(("step", "mutant"), [("_settled", withheld), ("_seated", handed_on)])
+@pytest.mark.parametrize("policy", LEARNING)
+def test_lessons_withheld_or_handed_on_would_not_pass(policy, step, mutant, monkeypatch):
+    monkeypatch.setattr(Batch, step, mutant)
+    with pytest.raises(AssertionError):
+        test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
