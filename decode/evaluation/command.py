@@ -70,10 +70,7 @@ def evaluate(config: Config, *, batch: tuple[int, ...] = (), clock: int = 0, rep
     written = write(experiment.directory, results, page=page)
     batches, names = in_batches(experiment, every, costs, batch)
     written += names
-    for dataset, replays in every.items() if clock else ():
-        page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=clock, repeats=repeats))
-        wide_console().print(page.clocks[-1].table(NAMES))
-    written += write_clocks(experiment.directory, page) if clock else []
+    written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
     figures = {"results": records(results), "batches": records(batches), "clock": [report.as_dict() for report in page.clocks]}
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
 
@@ -155,12 +152,18 @@ def in_batches(
     return frame, announce([path])
 
 
-def write_clocks(directory: Path, page: Page) -> list[str]:
-    """What the clock said, and the page with it."""
-    write_atomic(directory / "clock.json", json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
-    write_plots(directory / "plots", [report.plot(NAMES) for report in page.clocks])
-    write_report(directory / "report.html", page, names=NAMES)
-    return announce([directory / "clock.json"])
+def clocked(
+    experiment: Experiment, every: Mapping[str, Replays], cost: CostModel, *, page: Page, num_prompts: int, repeats: int
+) -> list[str]:
+    """Time every dataset; what the clock said, printed and written, and the page with it."""
+    for dataset, replays in every.items():
+        page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats))
+        wide_console().print(page.clocks[-1].table(NAMES))
+    path = experiment.directory / "clock.json"
+    write_atomic(path, json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
+    write_plots(experiment.directory / "plots", [report.plot(NAMES) for report in page.clocks])
+    write_report(experiment.directory / "report.html", page, names=NAMES)
+    return announce([path])
 
 
 def write_plots(directory: Path, plots: Sequence[Plot]) -> None:
