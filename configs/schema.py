@@ -233,8 +233,7 @@ class DecodeConfig:
     hierarchies: bool = False
     """evaluate and bench also run HSDDW and Chen's variant (needs pair.micro). They are decoded, not replayed: seconds per prompt."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
-    """With `evaluate --batch`, at `ratios` and given times: seconds that each further token of a batch's verification takes, over those of
-    a draft step; one set of tables for each."""
+    """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a draft step."""
     ratios: tuple[float, ...] = ()
     """Further values of t_target / t_draft to evaluate at, as on other hardware."""
 
