@@ -21,7 +21,8 @@ from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
-_WRITTEN = re.compile("|".join([*(rf"{re.escape(name)}(\.tmp)?" for name in hub.FILES), r"\.tmp\w+"]))
+_WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
+"""Files of a head, and what a process that is killed while it writes one leaves of it."""
 
 
 def export(
@@ -164,7 +165,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
 
 
 def _is_head(path: Path) -> bool:
-    """Does a directory hold what `save_whole` writes, or nothing? An export that was killed leaves safetensors' temporary file."""
+    """Does a directory hold what `save_whole` writes, a part of it, or nothing?"""
     if not path.is_dir() or not all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir()):
         return False
     config = path / "config.json"

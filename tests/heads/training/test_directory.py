@@ -1,6 +1,7 @@
 """heads.dir: which run stands there, whatever was killed, changed, broken or full."""
 
 import errno
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -13,6 +14,7 @@ from heads.command import export, load_sweep, save_whole
 from heads.model.head import AcceptanceHead
 from heads.training.checkpoints import WholeCheckpoints
 from heads.training.directory import RunDirectory
+from tests.data_gen.on_disk import in_a_child
 from train import train
 
 ONE = {"max_epochs": 1}
@@ -121,7 +123,7 @@ def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: P
     path = save_whole(AcceptanceHead(4, 1), tmp_path / "head")
     path.rename(tmp_path / ".head.replaced")
     (tmp_path / ".head.partial").mkdir()
-    (tmp_path / ".head.partial" / ".tmpJiIJDe").write_bytes(b"half of the weights, as safetensors names them while it writes")
+    (tmp_path / ".head.partial" / ".model.safetensors.4711.partial").write_bytes(b"half of the weights")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceptanceHead, "save_pretrained", lambda self, where: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(ValueError, match="cannot be written"):
@@ -134,3 +136,22 @@ def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: P
     with pytest.raises(ValueError, match="is no exported head"):
         save_whole(AcceptanceHead(4, 1), path)
     assert (tmp_path / ".head.partial" / "thesis.tex").read_text()
+
+
+@pytest.mark.parametrize("num_written", range(4))
+def test_an_export_that_was_killed_while_it_wrote_is_made_again(tmp_path: Path, num_written: int):
+    """Each file reaches the disk by an fsync of its own, and so does its name."""
+    path, calls = tmp_path / "head", itertools.count()
+
+    def killed(descriptor: int) -> None:
+        if next(calls) == num_written:
+            os._exit(9)
+
+    def work() -> None:
+        os.fsync = killed
+        save_whole(AcceptanceHead(4, 1), path)
+
+    assert os.waitstatus_to_exitcode(in_a_child(work)) == 9
+    save_whole(AcceptanceHead(4, 2), path)
+    assert AcceptanceHead.from_pretrained(path).depth == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
