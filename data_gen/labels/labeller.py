@@ -150,9 +150,11 @@ class Labeller:
         if self.target is not None:
             assert draft_ids is not None, "without the draft, its labels come from the stage before"
             assert log_q is not None
-            p_logits = self._logits(self.target, states["target"], f"the target {where}").to(draft_ids.device)
-            columns["log_p"], p = label_target(p_logits, draft_ids, self.sampling)
-            columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q)
+            p_logits = self._logits(self.target, states["target"], f"the target {where}")
+            if self.draft is not None:  # only what two distributions make needs them on one device
+                p_logits = p_logits.to(q_logits.device)
+            columns["log_p"], p = label_target(p_logits, draft_ids.to(p_logits.device), self.sampling)
+            columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q.to(p_logits.device))
         if self.draft is not None and self.target is not None:
             columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
         return columns

@@ -5,7 +5,8 @@ import torch
 from places import Places, place_of, put
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from data_gen.responses.exchange import Request
+from data_gen.labels.labeller import Labeller
+from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
@@ -120,6 +121,40 @@ def test_responses_of_a_spread_target_are_those_of_a_whole_one():
     spread(target)
     with Places():
         assert answered(target) == expected
+
+
+class Moves(Places):
+    """Also notes the shape of everything that moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.to, torch.Tensor.cpu) and place_of(result) != place_of(args[0]):
+            self.shapes.append(args[0].shape)
+        return result
+
+
+@pytest.mark.parametrize(("is_with_draft", "num_crossings"), [(False, 0), (True, 1)])
+def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_draft, num_crossings):
+    exchanges = [Exchange("a", "", [2, 3], [4, 5, 6], "length"), Exchange("b", "", [7], [8, 9], "length")]
+    known = {"draft_ids": torch.tensor([4, 5, 7, 8, 10]), "log_q": torch.full((5,), -2.0)}
+    settings = {"sampling": Sampling(), "vocab_size": 20, "batch_size": 2, "chunk_mb": 1, "feature_dtype": torch.float32}
+
+    def labelled(target, draft):
+        return Labeller(draft=draft, target=target, **settings).label(exchanges, known, with_hidden=False, progress=lambda count: None)
+
+    expected = labelled(model_of(0), model_of(1) if is_with_draft else None)
+    target, draft = model_of(0), model_of(1) if is_with_draft else None
+    for model, place in ((target, FIRST), (draft, SECOND)):
+        if model is not None:
+            put(model, place)
+    with Moves() as moves:
+        columns = labelled(target, draft)
+    assert all(torch.equal(columns[name], values) for name, values in expected.items())
+    assert sum(shape[-1:] == (20,) for shape in moves.shapes) == num_crossings
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
