@@ -8,6 +8,8 @@ or chunked attention) keeps everything too, and hands out the last of it: transf
 may need again.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -72,7 +74,9 @@ class BufferLayer(DynamicLayer):
         if not self.is_initialized:
             self.dtype, self.device = other.dtype, other.device
             shape = (num_rows, other._keys.shape[1], self.capacity, other._keys.shape[3])
-            self._keys, self._values = (buffer.new_zeros(shape) for buffer in (other._keys, other._values))
+            self._keys, self._values = (buffer.new_empty(shape) for buffer in (other._keys, other._values))
+            for buffer in (self._keys, self._values):
+                buffer[:, :, : other.length] = 0
             self.is_initialized = True
         if self.length < other.length:
             assert self.length == 0, "sequences that are there would have to move"
@@ -105,8 +109,14 @@ class BufferLayer(DynamicLayer):
         )
 
     def _kept(self, buffer: Tensor, indices: Tensor) -> Tensor:
-        smaller = buffer.new_empty(len(indices), *buffer.shape[1:])
         filled = slice(self.first, self.first + self.length)
+        rows = indices.tolist() if buffer.is_cpu else []
+        if rows and all(row < other for row, other in pairwise(rows)):  # in place, as fresh memory costs a CPU more than the copy
+            for place, row in enumerate(rows):
+                if place != row:
+                    buffer[place, :, filled] = buffer[row, :, filled]
+            return buffer[: len(rows)]
+        smaller = buffer.new_empty(len(indices), *buffer.shape[1:])
         smaller[:, :, filled] = buffer[indices, :, filled]
         return smaller
 
