@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from data_gen.stats.positions import by_set, read_positions, summarise
 from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import list_shards, write_atomic
@@ -19,6 +18,10 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         split: train, dev or test.
         plots: also draw SPLIT-entropy.png, SPLIT-entropy_ratio.png and SPLIT-bounds.png into DIR/stats.
     """
+    # pandas and matplotlib take a while to import, and every command of data_gen imports this file
+    from data_gen.stats.plots import draw_all
+    from data_gen.stats.positions import by_set, read_positions, summarise
+
     directory = Path(config.data.dir)
     manifest = read_manifest(directory, keys=("sampling",))
     paths = list_shards(directory, split)
@@ -31,8 +34,6 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     print(
         "\n".join(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}" for name, value in summary.items())
     )
-    from data_gen.stats.plots import draw_all  # matplotlib takes a while to import, and every command of data_gen imports this file
-
     if plots and positions.acceptance_rate.size:
         print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))
     return summary
