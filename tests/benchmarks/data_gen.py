@@ -1,222 +1,190 @@
-"""The data stage against the official shape of the same work, its memory, and labelling against bare forwards.
+"""The data stage against the released SpecDec++ program, command against command.
 
-    python -m tests.benchmarks.data_gen --config configs/tiny.yaml [--rows 48] [--repeats 3]
+    python -m tests.benchmarks.data_gen --config tests/benchmarks/alpaca.yaml --pair.sampling.temperature 1 --data.template llama2 \
+        --data.prompts PROMPTS.jsonl [--official SCRIPT] [--rows '[1, 200]'] [--more_rows 4096] [--repeats 3]
 
-official   as the released SpecDec++ code does it: one prompt at a time, `generate`, then a draft pass that draws Y, a draft pass and a
-           target pass that read log probabilities, whole [positions, vocabulary] each time; JSON with lists as strings at the end
-ours       `python -m data_gen` on the same prompts, with both feature sets, which the official code leaves to training
+official   `SCRIPT ROWS FOLDER`: the program's five commands (gen_dataset, gen_assistant, gen_log_p of the draft and of the target,
+           gen_acceptance) on its first ROWS prompts, with FOLDER/all.json as the last one's output. The program is no part of this project;
+           whoever sets it up names it the device and the two models, and saves the lines of PROMPTS.jsonl as its data set, in their order.
+ours       `python -m data_gen` on the first ROWS lines of PROMPTS.jsonl, with both feature sets, which the program leaves to training
 
-The arms are interleaved, every repeat has prompts of its own, and medians are reported. Rows per second count the same prompts in both
-arms; tokens are those that an arm generated. Peak memory is that of a fresh process with 1, 4 and 16 times the rows. The last line is one
-JSON document.
+Both arms have one thread, and whole processes are timed, start-up included: by the clock, and by their CPU time, which other load on the
+machine changes less. The arms take turns; every figure is a median over the turns, and so is every ratio of ours to the program's. Prompts
+and their ids are compared between the arms; tokens are those that an arm generated. At `more_rows` the program's seconds are
+extrapolated from its least and most rows, and called so. The last line is one JSON document.
 """
 
 import json
 import os
 import platform
+import resource
+import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
-import torch
-
 from configs.command import run
 from configs.schema import Config
-from data_gen.labels.labeller import Labeller
-from data_gen.pipeline import stages
-from data_gen.pipeline.command import make
-from data_gen.pipeline.worker import Job, Worker
-from data_gen.prompts.pool import load_prompts
-from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.templates import encode
-from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Exchange
-from data_gen.store.shards import read_sidecar, rows_path
-from lm import forwards
+from data_gen.store.rows import read_rows
+from data_gen.store.shards import list_shards
 
-_OFFICIAL_COLUMNS = {"prompt", "prompt_ids", "response_ids", "draft_ids", "log_p", "log_q", "acceptance_prob"}
-_MEMORY_ROWS, _MEMORY_TOKENS = 16, 16
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None}
+"""How the program samples."""
 
 
-def official(prompts: list[Prompt], worker: Worker, path: Path) -> None:
-    """The official shape, from prompts to a JSON file."""
-    data, sampling, target, draft = worker.data, worker.labeller.sampling, worker.labeller.target, worker.labeller.draft
-    settings = {"do_sample": True, "temperature": sampling.temperature or 1.0, "top_k": sampling.top_k or 0}
-    items = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            prefix = encode(prompt, worker.tokenizer, data.template)
-            ids = torch.tensor([prefix])
-            settings["max_new_tokens"] = data.max_new_tokens
-            whole = target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
-            tokens = whole[0, len(prefix) :]
-            span = slice(len(prefix) - 1, -1)
-            drawn = torch.multinomial(draft(input_ids=whole).logits[0].softmax(-1), 1)[span]
-            log_q, log_p = (model(input_ids=whole).logits[0].log_softmax(-1)[span].gather(-1, drawn)[:, 0] for model in (draft, target))
-            item = {"prompt": prompt.text, "prefix": prefix, "tokens": tokens.tolist(), "continuation": worker.tokenizer.decode(tokens)}
-            item |= {"draft": drawn[:, 0].tolist(), "log_p_7b": log_q.tolist(), "log_p_70b": log_p.tolist()}
-            item["p_acc"] = (log_p - log_q).clamp(max=0).exp().tolist()
-            items.append({key: str(value) if isinstance(value, list) else value for key, value in item.items()})
-    path.write_text(json.dumps(items, indent=2))
+class Run(NamedTuple):
+    """What one arm took and made."""
+
+    wall_s: float
+    cpu_s: float
+    rows: int
+    tokens: int
+    bytes: int
+    prompts: Mapping[str, list[int]]
+    """Each prompt, and its ids."""
+
+    def figures(self) -> dict[str, float]:
+        """Everything that is reported of a run."""
+        return {
+            "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
+            "responses_per_s": self.rows / self.wall_s,
+            "responses_per_cpu_s": self.rows / self.cpu_s,
+            "tokens_per_s": self.tokens / self.wall_s,
+            "tokens_per_cpu_s": self.tokens / self.cpu_s,
+            "tokens": self.tokens,
+            "bytes_per_token": self.bytes / self.tokens,
+        }
 
 
-class Seconds(NamedTuple):
-    """What some work took."""
-
-    wall: float
-    cpu: float
-    """Of this process alone, which other load on the machine hardly changes."""
-
-
-def time_of(work: Callable[[], Any]) -> Seconds:
-    """How long `work` takes."""
-    start, start_cpu = time.perf_counter(), time.process_time()
-    work()
-    return Seconds(time.perf_counter() - start, time.process_time() - start_cpu)
+def timed(command: Sequence[str]) -> tuple[float, float]:
+    """(wall, CPU) seconds of a process and its children, on one thread."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def column_bytes(path: Path) -> int:
-    """Bytes on disk of the columns that the official JSON has too."""
-    metadata = pq.ParquetFile(path).metadata
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    return sum(column.total_compressed_size for column in columns if column.path_in_schema.split(".")[0] in _OFFICIAL_COLUMNS)
+def official(script: str, num_rows: int, folder: Path) -> Run:
+    """The program's five commands."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    seconds = timed([script, str(num_rows), str(folder)])
+    content = (folder / "all.json").read_bytes()
+    items = json.loads(content)
+    tokens = sum(len(json.loads(item["tokens"])) for item in items)
+    return Run(*seconds, len(items), tokens, len(content), {item["prompt"]: json.loads(item["prefix"]) for item in items})
 
 
-def compare(worker: Worker, prompts: list[list[Prompt]], folder: Path) -> dict[str, float]:
-    """Rows and tokens per second and bytes per row of both arms."""
-    seconds: dict[str, list[Seconds]] = {"official": [], "ours": []}
-    tokens = {"official": 0, "ours": 0}
-    json_path, num_rows = folder / "official.json", len(prompts[0])
-    rows_bytes = all_bytes = json_bytes = 0
-    for index, group in enumerate(prompts):
-        seconds["official"].append(time_of(lambda group=group: official(group, worker, json_path)))
-        tokens["official"] += sum(len(json.loads(item["tokens"])) for item in json.loads(json_path.read_text()))
-        json_bytes += json_path.stat().st_size
-        spec = ShardSpec("train", index, tuple(group))
-        seconds["ours"].append(time_of(lambda spec=spec: worker.make(spec, lambda count: None)))
-        path = rows_path(worker.data.dir, "train", index)
-        tokens["ours"] += read_sidecar(path)["tokens"]
-        rows_bytes += column_bytes(path)
-        all_bytes += path.stat().st_size
-    ratios = [theirs.wall / ours.wall for theirs, ours in zip(seconds["official"], seconds["ours"], strict=True)]
-    cpu_ratios = [theirs.cpu / ours.cpu for theirs, ours in zip(seconds["official"], seconds["ours"], strict=True)]
-    total = num_rows * len(prompts)
-    return {
-        **{f"{arm}_rows_per_s": num_rows / statistics.median(spent.wall for spent in times) for arm, times in seconds.items()},
-        **{f"{arm}_tokens_per_s": tokens[arm] / sum(spent.wall for spent in times) for arm, times in seconds.items()},
-        "rows_per_s_ratio": statistics.median(ratios),
-        "rows_per_s_ratio_min": min(ratios),
-        "rows_per_s_ratio_max": max(ratios),
-        "rows_per_cpu_s_ratio": statistics.median(cpu_ratios),
-        "official_bytes_per_row": json_bytes / total,
-        "ours_bytes_per_row": rows_bytes / total,
-        "ours_bytes_per_row_with_every_column": all_bytes / total,
-        "bytes_per_token_ratio": rows_bytes / tokens["ours"] / (json_bytes / tokens["official"]),
-    }
+def ours(config: Config, num_rows: int, folder: Path) -> Run:
+    """`python -m data_gen`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    lines = Path(str(config.data.prompts)).read_text().splitlines()[:num_rows]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    places: dict[str, Any] = {"dir": str(folder / "data"), "prompts": str(folder / "prompts.jsonl")}
+    sizes: dict[str, Any] = {"num_train": num_rows, "num_dev": 0, "num_test": 0, "split_weights": (1, 0, 0), "split_ids": None}
+    data = replace(config.data, **places, **sizes)
+    (folder / "config.yaml").write_text(json.dumps(asdict(replace(config, data=data))))  # JSON is YAML
+    seconds = timed([sys.executable, "-m", "data_gen", "--config", str(folder / "config.yaml")])
+    paths = list_shards(data.dir, "train")
+    rows = [row for path in paths for row in read_rows(path, ["prompt", "prompt_ids", "response_ids"]).to_pylist()]
+    tokens, num_bytes = sum(len(row["response_ids"]) for row in rows), sum(path.stat().st_size for path in paths)
+    return Run(*seconds, len(rows), tokens, num_bytes, {row["prompt"]: row["prompt_ids"] for row in rows})
 
 
-def bare_forwards(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
-    """Nothing but the forwards that labels and fed-time features need, with logits only where they are used."""
-    order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
-    for start in range(0, len(order), size):
-        batch = order[start : start + size]
-        prompts = [exchange.prompt_ids for exchange in batch]
-        whole = [exchange.prompt_ids + exchange.response_ids for exchange in batch]
-        for model in (labeller.draft, labeller.target):
-            hidden = forwards.hidden_states(model, [ids[:-1] for ids in whole], [len(ids) - 1 for ids in prompts])
-            for chunk in forwards.chunks(len(hidden), forwards.chunk_rows(labeller.vocab_size, labeller.chunk_mb)):
-                forwards.logits_of(model, hidden[chunk], labeller.vocab_size)
-        forwards.hidden_states(labeller.draft, whole, [len(ids) for ids in prompts])
+def compare(config: Config, script: str | None, sizes: Sequence[int], *, repeats: int, folder: Path) -> dict[str, Any]:
+    """Figures of both arms with every number of rows, and their ratios."""
+    arms: dict[str, Callable[[int], Run]] = {"ours": lambda size: ours(config, size, folder / "ours")}
+    if script is not None:
+        arms = {"official": lambda size: official(script, size, folder / "official")} | arms
+    runs: dict[str, dict[int, list[Run]]] = {arm: {size: [] for size in sizes} for arm in arms}
+    for turn in range(repeats):
+        for size in sizes:
+            for arm, make_rows in arms.items():
+                one = make_rows(size)
+                runs[arm][size].append(one)
+                seconds = f"{one.wall_s:7.1f} s  CPU {one.cpu_s:7.1f} s"
+                print(f"  turn {turn + 1}: {arm:<8} {size:>5} rows  {seconds}  {one.tokens} tokens", flush=True)
+            _refuse_other_prompts(*(runs[arm][size][-1].prompts for arm in arms))
+    result: dict[str, Any] = {arm: {size: _medians([one.figures() for one in runs[arm][size]]) for size in sizes} for arm in arms}
+    if script is not None:
+        result["ratio"] = {size: _medians(list(map(_ratios, runs["official"][size], runs["ours"][size]))) for size in sizes}
+    return result
 
 
-def labelling(worker: Worker, spec: ShardSpec, repeats: int) -> dict[str, float]:
-    """Labels, both feature sets and their files, as a fraction of the bare forwards' throughput."""
-    data, labeller = worker.data, worker.labeller
-    answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=data, progress=lambda count: None)
-    exchanges = answers.exchanges
-    num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
-
-    def label() -> None:
-        columns = stages.label_and_mix(spec, exchanges, labeller=labeller, data=data, progress=lambda count: None)
-        stages.write_files(spec, answers, columns=columns, data=data)
-
-    def bare() -> None:
-        bare_forwards(labeller, exchanges, data.batch_size)
-
-    bare()
-    label()
-    pairs = [(time_of(bare).wall, time_of(label).wall) for _ in range(2 * repeats + 1)]
-    return {
-        "bare_tokens_per_s": num_tokens / statistics.median(first for first, _ in pairs),
-        "labelling_tokens_per_s": num_tokens / statistics.median(second for _, second in pairs),
-        "labelling_fraction_of_bare": statistics.median(first / second for first, second in pairs),
-    }
+def _refuse_other_sampling(config: Config) -> None:
+    given = asdict(config.pair.sampling)
+    if given != _SAMPLING or config.data.template != "llama2":
+        raise ValueError(f"the program samples with {_SAMPLING} and the template llama2, not {given} and {config.data.template}; set these")
 
 
-def peak_memory(config: Config, times: int, folder: Path) -> float:
-    """MiB of a process that makes `times` as many rows, in shards of one size."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            data = replace(
-                config.data,
-                dir=str(folder / f"memory-{times}"),
-                num_train=_MEMORY_ROWS * times,
-                num_dev=0,
-                num_test=0,
-                rows_per_shard=_MEMORY_ROWS,
-                max_new_tokens=_MEMORY_TOKENS,
+def _ratios(theirs: Run, our: Run) -> dict[str, float]:
+    """Ours to theirs."""
+    return {key: value / theirs.figures()[key] for key, value in our.figures().items()}
+
+
+def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in figures) for key in figures[0]}
+
+
+def _refuse_other_prompts(first: Mapping[str, list[int]], *others: Mapping[str, list[int]]) -> None:
+    for other in others:
+        if differing := [prompt for prompt in {**first, **other} if first.get(prompt) != other.get(prompt)]:
+            raise ValueError(
+                f"the arms differ in {len(differing)} prompts or their ids, first {differing[0][:80]!r}; give both the same lines"
             )
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            make(replace(config, data=data))
-            status = 0
-        finally:
-            os._exit(status)
-    _, status, usage = os.wait4(child, 0)
-    if status != 0:
-        raise RuntimeError(f"the memory run of {times} x {_MEMORY_ROWS} rows failed")
-    return usage.ru_maxrss / 1024
 
 
-def data_gen(config: Config, *, rows: int = 48, repeats: int = 3) -> dict[str, Any]:
-    """Measure the data stage.
+def extrapolated(result: dict[str, Any], sizes: Sequence[int], more: Run) -> dict[str, Any]:
+    """The program's seconds at more rows, on a line through its least and most."""
+    if "official" not in result:
+        return {}
+    least, most = (result["official"][size] for size in (sizes[0], sizes[-1]))
+    tokens, further = most["tokens"] * more.rows / sizes[-1], (more.rows - sizes[-1]) / (sizes[-1] - sizes[0])
+    seconds = {clock: most[clock] + (most[clock] - least[clock]) * further for clock in ("wall_s", "cpu_s")}
+    theirs = Run(**seconds, rows=more.rows, tokens=round(tokens), bytes=round(tokens * most["bytes_per_token"]), prompts={})
+    return {"official_extrapolated": {more.rows: theirs.figures()}, "ratio_extrapolated": {more.rows: _ratios(theirs, more)}}
+
+
+def data_gen(
+    config: Config, *, official: str | None = None, rows: tuple[int, ...] = (1, 200), more_rows: int | None = None, repeats: int = 3
+) -> dict[str, Any]:
+    """Measure the data stage against the program.
 
     Args:
-        rows: prompts per arm and repeat.
-        repeats: interleaved pairs of arms.
+        official: script that runs the program; null: ours alone.
+        rows: numbers of prompts, both arms with each.
+        more_rows: a number of prompts for ours alone, once.
+        repeats: turns of the arms.
     """
+    _refuse_other_sampling(config)
+    config = replace(config, pair=replace(config.pair, num_threads=1, micro=None))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = replace(config, data=replace(config.data, dir=str(folder / "ours"), num_train=rows * repeats + 2))
-        memory = {f"peak_memory_{times}x_mib": peak_memory(config, times, folder) for times in (1, 4, 16)}
-        prompts = load_prompts(config.data, "train")
-        worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
-        official(prompts[-2:], worker, folder / "warm.json")
-        worker.make(ShardSpec("train", 99, tuple(prompts[-2:])), lambda count: None)
-        groups = [prompts[rows * index : rows * (index + 1)] for index in range(repeats)]
-        result: dict[str, Any] = compare(worker, groups, folder)
-        result |= labelling(worker, ShardSpec("test", 0, tuple(groups[0])), repeats) | memory
-    result["peak_memory_16x_over_1x"] = memory["peak_memory_16x_mib"] / memory["peak_memory_1x_mib"]
+        result = compare(config, official, rows, repeats=repeats, folder=Path(name))
+        if more_rows is not None:
+            more = ours(config, more_rows, Path(name) / "ours")
+            result["ours"] |= {more_rows: more.figures()}
+            result |= extrapolated(result, rows, more)
     result |= {
-        "rows": rows,
         "repeats": repeats,
         "target": config.pair.target.path,
-        "num_threads": torch.get_num_threads(),
+        "batch_size": config.data.batch_size,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
     }
-    for key, value in result.items():
-        print(f"  {key:<30} {value:,.3f}" if isinstance(value, float) else f"  {key:<30} {value}")
+    for arm in (key for key, value in result.items() if isinstance(value, dict)):
+        for size, figures in result[arm].items():
+            print(f"  {arm:<22} {size:>5} rows  " + "  ".join(f"{key} {value:,.3g}" for key, value in figures.items()))
     print(json.dumps(result))
     return result
 
