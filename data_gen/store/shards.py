@@ -19,6 +19,8 @@ from data_gen.store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
+_COUNTS = {"bytes", "rows", "tokens"}
+"""Facts that are whole numbers."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -93,7 +95,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     """The facts about a shard; `keys`: those that the caller reads, beside size and sha256."""
-    return read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
+    facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
+    for name in _COUNTS & facts.keys():
+        if type(facts[name]) is not int or facts[name] < 0:
+            raise ValueError(f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, and a whole number is expected; {SIDECAR_REMEDY}")
+    return facts
 
 
 def is_whole(path: Path) -> bool:
@@ -136,7 +142,8 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
         raise FileNotFoundError(f"no {split} shards in {folder}; run `python -m data_gen` with this config first")
     for index, path in enumerate(paths):
         if path.stem != f"{split}-{index:05d}" or not is_whole(path):
-            raise ValueError(f"{folder} is not finished: {split} shard {index} is missing or not whole; run `python -m data_gen` to go on")
+            absent = folder / f"{split}-{index:05d}.{suffix}"
+            raise ValueError(f"{absent} is missing or not whole, so the data is not finished; run `python -m data_gen` to go on")
     return paths
 
 

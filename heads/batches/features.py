@@ -58,8 +58,8 @@ class FeatureShard:
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:
         self.path, self.scalars = path, tuple(scalars)
-        self.num_rows = int(read_sidecar(path)["rows"])
-        self.num_tokens = int(read_sidecar(path)["tokens"])
+        facts = read_sidecar(path, keys=("rows", "tokens"))
+        self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
         self.is_verified = False
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,14 @@ class FeatureData(pl.LightningDataModule):
         shards: dict[str, list[FeatureShard]] = {
             timing: [FeatureShard(path, self.scalars) for path in list_shards(self.data.dir, split, timing)] for timing in self.timings
         }
-        counts = {timing: [shard.num_rows / self._rows_per_item[timing] for shard in of_timing] for timing, of_timing in shards.items()}
-        if len({tuple(count) for count in counts.values()}) > 1 or any(n != int(n) for count in counts.values() for n in count):
-            raise ValueError(
-                f"{split} features of {self.data.dir} do not fit together: responses per shard are {counts} with data.mixes "
-                f"{self.data.mixes}; make them again with this config"
-            )
+        for of_index in zip_longest(*shards.values()):
+            there = [shard for shard in of_index if shard is not None]
+            counts = [shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, there, strict=False)]
+            if len(there) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
+                raise ValueError(
+                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in there)} hold {counts} responses with "
+                    f"data.mixes {self.data.mixes}; make them again with this config"
+                )
         if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
             raise ValueError(f"{split} features of {self.data.dir} hold no token at all; raise data.num_{split} and make the data again")
         return shards
@@ -184,6 +187,6 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     for key, value in here.items():
         if there[key] != value:
             raise ValueError(
-                f"the data at {data.dir} was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at data "
-                "of this pair, or make it with `python -m data_gen`"
+                f"{data.dir}/manifest.json: the data was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at "
+                "data of this pair, or make it with `python -m data_gen`"
             )

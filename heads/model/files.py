@@ -91,7 +91,11 @@ def read_head_files(
             raise ValueError(f"{str(directory)!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
         raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; a pickled checkpoint is not read")
     tensors = read_safetensors(path)
-    check_tensors(tensors, expected(config), source=directory)
+    try:
+        shapes = expected(config)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    check_tensors(tensors, shapes, source=directory)
     return tensors
 
 

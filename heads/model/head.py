@@ -13,6 +13,7 @@ produced the distribution the token was drawn from; law 4.8b).
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -168,7 +169,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             raise FileNotFoundError(f"no exported head at {directory}, which is a file; name the directory of a head")
         if (directory / "config.json").is_file():
             read_head_config(directory / "config.json")
-        return super().from_pretrained(directory, **how)
+        try:
+            return super().from_pretrained(directory, **how)
+        except JSONDecodeError as error:  # a byte order mark, which is read above and not there
+            raise ValueError(f"{directory / 'config.json'}: {error}; export the head again") from error
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, config: dict[str, Any] | None = None, **where: Any) -> "AcceptanceHead":

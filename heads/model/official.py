@@ -60,7 +60,10 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
     hidden_size, depth = config["hidden_size"], config.get("num_layers", 0)
     if type(hidden_size) is not int or type(depth) is not int:
         raise ValueError(f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, where numbers belong; fetch it again")
-    check_shape(hidden_size, depth, "fed")
+    try:
+        check_shape(hidden_size, depth, "fed")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return hidden_size, depth
 
 

@@ -149,9 +149,9 @@ def break_data(directory: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("truncated", "train shard 1"),
+        ("truncated", "train-00001"),
         ("corrupted", "sha256"),
-        ("no sidecar", "train shard 1"),
+        ("no sidecar", "train-00001"),
         ("nan", r"train-00001.*hidden of row \d+ is NaN"),
         ("probability", r"acceptance_prob of row 0 is outside"),
         ("width", "width 8"),
