@@ -19,7 +19,7 @@ from scipy.optimize import isotonic_regression
 from decode.costs.measure import Loop, typical
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
-from decode.policies.batch import BatchCosts, Curve
+from decode.policies.batch import BatchCosts, Curve, batched
 
 _TURNS = 3
 _REQUESTS_PER_SEAT = 2
@@ -33,24 +33,39 @@ class Run(NamedTuple):
     rounds: list[BatchRound]
 
 
-def batch_rows(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens/s of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's."""
-    rows = []
+class Measured(NamedTuple):
+    """What a clock said of batches."""
+
+    rows: list[dict[str, Any]]
+    """Of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's."""
+    curves: BatchCosts
+    """Of all rounds of fixed lengths, which look at no token."""
+
+
+def measure(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
+    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of fixed lengths gave.
+
+    Args:
+        loop: models and prompts.
+        policies: by name, fixed lengths among them.
+        sizes: of batches.
+    """
+    prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
+    fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
+    seen = [one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds]
+    first, rows = curves_of(seen), []
     for size in sizes:
-        prompts = list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size))
         runs: dict[str, list[Run]] = defaultdict(list)
         for turn in range(_TURNS + 1):
             for name, policy in policies.items():
-                runs[name].append(_run(loop, policy, prompts, size, seed=turn))
+                runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
         speeds = {name: [run.tokens_per_s for run in turns[1:]] for name, turns in runs.items()}  # the first is a warm-up
-        fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
-        best = max(fixed, key=lambda name: median(speeds[name])) if fixed else None
+        best = max(fixed, key=lambda name: median(speeds[name]))
         for name, values in speeds.items():
-            row: dict[str, Any] = {"batch_size": size, "policy": name, "tokens_per_s": median(values)}
-            if best is not None:
-                row["against_fixed"] = median(own / other for own, other in zip(values, speeds[best], strict=True))
-            rows.append(row | {"rounds": [one for run in runs[name][1:] for one in run.rounds]})
-    return rows
+            against = median(own / other for own, other in zip(values, speeds[best], strict=True))
+            rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
+        seen += [one for name in fixed for run in runs[name][1:] for one in run.rounds]
+    return Measured(rows, curves_of(seen))
 
 
 def _run(loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int) -> Run:
@@ -98,5 +113,5 @@ def batch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     by_place = {(row["policy"], row["batch_size"]): row for row in rows}
     for policy in dict.fromkeys(row["policy"] for row in rows):
         cells = [by_place[policy, size] for size in sizes]
-        table.add_row(policy, *(f"{row['tokens_per_s']:.1f} ({row.get('against_fixed', 1.0) - 1:+.1%})" for row in cells))
+        table.add_row(policy, *(f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})" for row in cells))
     return table

@@ -25,7 +25,7 @@ from configs.schema import Config
 from data_gen.store.manifest import git_commit
 from data_gen.store.shards import write_atomic
 from decode.batches.curves import keep_curves
-from decode.bench.batch_sizes import batch_rows, batch_table, curves_of
+from decode.bench.batch_sizes import batch_table, measure
 from decode.bench.hierarchies import hierarchy_rows, hierarchy_table
 from decode.bench.lengths import length_rows, length_table
 from decode.bench.overheads import overheads_of
@@ -46,7 +46,7 @@ def bench(
     config: Config,
     *,
     parts: tuple[Part, ...] = ("policies",),
-    batch: tuple[int, ...] = (),
+    batch: tuple[int, ...] | None = None,
     ratios: tuple[float, ...] = (),
     t_draft_ms: float = 10.0,
     samplings: tuple[Literal["greedy", "sampled", "nucleus", "own"], ...] = ("greedy", "sampled", "nucleus"),
@@ -76,12 +76,12 @@ def bench(
         num_tokens: per generation; EOS is switched off.
     """
     how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
-    bare = Bare(config, lengths=lengths, **how)  # first, for what it refuses
+    bare = Bare(config, sizes=batch, lengths=lengths, **how)  # first, for what it refuses
     document: dict[str, Any] = {"where": where(config), **how}
-    if "policies" in parts and not batch:
+    if "policies" in parts and batch is None:
         terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
-    return _printed(document | (bare.in_batches(batch, policies) if batch else bare.measured(parts, threads)))
+    return _printed(document | (bare.measured(parts, threads) if batch is None else bare.in_batches(batch, policies)))
 
 
 def _printed(document: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,8 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
 class Bare:
     """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
 
-    def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
+    def __init__(self, config: Config, *, sizes: Sequence[int] | None, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
+        check_sizes(sizes, has_hierarchies=config.decode.hierarchies)
         logging.disable_progress_bar()
         self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
@@ -134,13 +135,10 @@ class Bare:
 
     def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
         """Rows of every size, and the curves that their rounds give."""
-        check_sizes(sizes)
         for name, value in (("num_prompts", self._num_prompts), ("num_tokens", self._num_tokens)):
             if value < 1:
                 raise ValueError(f"--{name} is {value}; at least 1 is timed")
         experiment = self._experiment
-        if experiment.decode.hierarchies:
-            raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
         policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *self._lengths)} | {
             spec: experiment.policy(spec) for spec in specs
         }
@@ -151,9 +149,8 @@ class Bare:
             max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
             max_new_tokens=self._num_tokens,
         )
-        rows = batch_rows(loop, policies, sizes)
+        rows, curves = measure(loop, policies, sizes)
         wide_console().print(batch_table(rows))
-        curves = curves_of([one for row in rows for one in row.pop("rounds")])
         announce([keep_curves(experiment, curves)])
         return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 

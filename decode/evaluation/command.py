@@ -34,7 +34,7 @@ from decode.hierarchies.trio import Trio
 from decode.traces.recording import Traces, trace_folder
 
 
-def evaluate(config: Config, *, batch: tuple[int, ...] = (), clock: int = 0, repeats: int = 3) -> None:
+def evaluate(config: Config, *, batch: tuple[int, ...] | None = None, clock: int = 0, repeats: int = 3) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
@@ -44,7 +44,7 @@ def evaluate(config: Config, *, batch: tuple[int, ...] = (), clock: int = 0, rep
         repeats: of each timed generation; medians count.
     """
     check_clock(clock, repeats)
-    check_sizes(batch)
+    check_sizes(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
@@ -141,10 +141,10 @@ def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
 
 
 def in_batches(
-    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], sizes: Sequence[int]
+    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], sizes: Sequence[int] | None
 ) -> tuple[pd.DataFrame, list[str]]:
     """What batches come to, printed and written, if sizes are asked for; the names of files."""
-    if not sizes:
+    if sizes is None:
         return pd.DataFrame(), []
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
     frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"

@@ -147,11 +147,21 @@ class Contest:
                 yield Grid(family, family, rule, ({},)), {}, load.spent(costs)
 
 
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError for a batch of no sequence."""
+def check_sizes(sizes: Sequence[int] | None, *, has_hierarchies: bool) -> None:
+    """Raise ValueError for sizes that are none, and for models that draft for one prompt at a time; None asks for no batches.
+
+    Raises:
+        ValueError: no size at all, a batch of no sequence, three models.
+    """
+    if sizes is None:
+        return
+    if not sizes:
+        raise ValueError("--batch names no size; give some, such as [1, 4, 16], or leave it out")
     for size in sizes:
         if size < 1:
             raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
+    if has_hierarchies:
+        raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
 
 
 def setups_of(costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None) -> list[Setup]:

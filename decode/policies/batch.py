@@ -189,11 +189,11 @@ class Pace:
             self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))
 
 
-def batched(policy: Policy, batch_size: int) -> Policy:
-    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with the times of one sequence as lines."""
+def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:
+    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with these curves or the times of one sequence as lines."""
     rule = policy if isinstance(policy, Auto) else policy.rule if isinstance(policy, HeadPolicy) else None
     if rule is None:
         return policy
-    costs = BatchCosts(Curve.line(rule.t_draft_s), Curve.line(rule.t_target_s, rule.t_verify_s))
+    costs = costs or BatchCosts(Curve.line(rule.t_draft_s), Curve.line(rule.t_target_s, rule.t_verify_s))
     index = {name: getattr(rule, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
     return BatchAuto(rule.head, costs, batch_size, also=rule.also, is_learning=rule.is_learning, **index)

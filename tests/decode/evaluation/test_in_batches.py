@@ -84,6 +84,10 @@ def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
     assert capsys.readouterr().out.count("toys in batches") == 2
 
 
-def test_a_batch_of_no_sequence_is_refused():
-    with pytest.raises(ValueError, match="--batch has 0"):
-        check_sizes([4, 0])
+@pytest.mark.parametrize(
+    ("sizes", "has_hierarchies", "says"),
+    [([4, 0], False, "--batch has 0"), ([], False, "names no size"), ([4], True, "decode.hierarchies")],
+)
+def test_sizes_that_are_none_and_three_models_are_refused(sizes, has_hierarchies, says):
+    with pytest.raises(ValueError, match=says):
+        check_sizes(sizes, has_hierarchies=has_hierarchies)
