@@ -179,6 +179,11 @@ def compare_in_batches(
     """Print one table per dataset and setup, each as soon as it is there; all of them as one frame."""
     frames = []
     for dataset, replays in every.items():
+        num_rows = len(replays.traces.test.rows)
+        if max(sizes) > num_rows:
+            wide_console().print(
+                f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
+            )
         for setup, results in Contest(replays, setups, sizes).results():
             wide_console().print(table_of(setup, results, names, dataset=dataset))
             frames.append(frame_of(setup, results, dataset=dataset))
