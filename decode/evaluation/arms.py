@@ -91,6 +91,16 @@ class Replays:
         """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""
         return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
 
+    def cheapest(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
+        """Of the heads of each timing whose stop costs least, the one that is fastest on dev."""
+        stop_s = {arm.grid.name: cost.stop_s(arm.grid.policy.stop_kind) for arm in self.arms}
+        found: dict[Timing, str] = {}
+        for families in _HEADS.values():
+            own = [arm for arm in self.arms if arm.grid.family in families]
+            least = min((stop_s[arm.grid.name] for arm in own), default=0.0)
+            found |= best_heads([arm for arm in own if stop_s[arm.grid.name] <= least], cost)
+        return {timing: self.heads[name] for timing, name in found.items()}
+
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
         """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online, or the head too."""
         rules = {

@@ -18,6 +18,7 @@ from decode.evaluation.grids import Grid
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.traces.replay import Rounds, replay_rounds
 from decode.traces.trace import Trace
+from heads.model.head import AcceptanceHead, Timing
 
 _BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
 """Families whose value in a batch is another: they know of no other sequence."""
@@ -135,16 +136,27 @@ class Contest:
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
     def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
-        """The batch's rule, with the best head of each timing: lambda from dev, or learned online with the head."""
+        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head."""
         traces = self._replays.traces
-        for timing, head in self._replays.best(setup.cost).items():
-            costs = setup.curves(BatchAuto(head, setup.curves("")).stop_kind)
-            rules = {f"auto_{timing}": batch_auto_for(head, traces.dev, costs, size)}
+        for timing, heads in self._rivals(setup.cost).items():
+            kinds = [BatchAuto(head, setup.curves("")).stop_kind for head in heads]
+            rules = [batch_auto_for(head, traces.dev, setup.curves(kind), size) for head, kind in zip(heads, kinds, strict=True)]
+            fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
+            variants = {f"auto_{timing}": fastest}
             if timing == "drawn":
-                rules["auto_drawn_learning"] = replace(rules["auto_drawn"], throughput=None, is_learning=True)
-            for family, rule in rules.items():
+                variants["auto_drawn_learning"] = replace(fastest, throughput=None, is_learning=True)
+            for family, rule in variants.items():
                 load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
-                yield Grid(family, family, rule, ({},)), {}, load.spent(costs)
+                yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
+
+    def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
+        """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a head gains less."""
+        best = self._replays.best(cost)
+        rivals = {timing: [head] for timing, head in best.items()}
+        for timing, head in self._replays.cheapest(cost).items():
+            if head is not best[timing]:
+                rivals[timing].append(head)
+        return rivals
 
 
 def check_sizes(sizes: Sequence[int] | None, *, has_hierarchies: bool) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from small_pair import trace
 
 from decode.batches.load import queue_of
@@ -61,11 +62,19 @@ def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_it
     assert ours >= 0.99 * max(load.spent(costs).tokens_per_s for load in Entry(grid, test).loads(size))
 
 
-def test_the_rule_runs_with_the_best_head_and_also_learns_on_the_job(replays):
-    head = AcceptanceHead(16, 1, "drawn", True).eval()
-    arms = list(replay_arms([head_grid("it", head, {"max_rejection_prob": [0.5]})], replays.traces))
-    ((_, results),) = Contest(replace(replays, arms=[*replays.arms, *arms], heads={"it": head}), [Setup(COST, 0.3)], [3]).results()
+@pytest.mark.parametrize("dear", [0.05, 5.0])
+def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_the_job(replays, dear):
+    torch.manual_seed(0)
+    heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
+    cost = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": dear}))
+    arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces))
+    contest = Contest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
+    ((_, results),) = contest.results()
     assert [each.family for each in results[-3:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning"]
+    rules = [batch_auto_for(head, replays.traces.dev, Setup(cost, 0.3).curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
+    rule = max(rules, key=lambda each: each.throughput)
+    load = step_through(replays.traces.test, rule, queue_of(len(replays.traces.test.rows), 3), 3)
+    assert results[-2].tokens_per_s == pytest.approx(load.spent(rule.costs).tokens_per_s)
 
 
 def test_measured_times_of_verification_are_taken_as_they_are():
