@@ -106,7 +106,10 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
 def batch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     sizes = sorted({row["batch_size"] for row in rows})
-    table = Table(title="tokens/s of continuous batches, all sequences together (over the best fixed length's)")
+    table = Table(
+        title="tokens/s of continuous batches, all sequences together, medians over turns",
+        caption="in brackets: over the best fixed length's of the same turn",
+    )
     table.add_column("policy")
     for size in sizes:
         table.add_column(f"batch {size}", justify="right")

@@ -16,12 +16,13 @@ from decode.costs.model import CostModel
 from decode.evaluation.arms import BASELINE, Replays, by_family, fastest_on_dev
 from decode.evaluation.grids import Grid
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from decode.policies.bounds import PerfectHead
 from decode.traces.replay import Rounds, replay_rounds
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
 
 _BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
-"""Families whose value in a batch is another: they know of no other sequence."""
+"""Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,18 +137,20 @@ class Contest:
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
     def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
-        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head."""
-        traces = self._replays.traces
+        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a perfect one."""
+        traces, variants = self._replays.traces, {}
         for timing, heads in self._rivals(setup.cost).items():
             kinds = [BatchAuto(head, setup.curves("")).stop_kind for head in heads]
             rules = [batch_auto_for(head, traces.dev, setup.curves(kind), size) for head, kind in zip(heads, kinds, strict=True)]
             fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
-            variants = {f"auto_{timing}": fastest}
+            variants[f"auto_{timing}"] = fastest
             if timing == "drawn":
                 variants["auto_drawn_learning"] = replace(fastest, throughput=None, is_learning=True)
-            for family, rule in variants.items():
-                load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
-                yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
+        if "perfect_drawn" in by_family(self._replays.arms):
+            variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
+        for family, rule in variants.items():
+            load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
+            yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
 
     def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
         """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a head gains less."""

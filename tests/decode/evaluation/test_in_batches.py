@@ -31,7 +31,7 @@ def replays():
 
 def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
     ((_, results),) = Contest(replays, [Setup(COST, 0.0)], [1]).results()
-    for result in results:
+    for result in results[:-1]:
         arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
         on_dev, on_test = COST.tokens_per_s(arm.dev), COST.tokens_per_s(arm.test)
         assert result.setting == arm.grid.settings[int(on_dev.argmax())]
@@ -42,6 +42,8 @@ def test_the_reported_setting_is_fastest_on_dev_at_its_size_and_gains_are_over_t
     setup = Setup(COST, 0.3)
     ((_, results),) = Contest(replays, [setup], [2, 6]).results()
     for result in results:
+        if result.family == "perfect_drawn":
+            continue
         arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
         costs = setup.curves(arm.grid.policy.stop_kind)
         dev, test = ([load.spent(costs) for load in Entry(arm.grid, split).loads(result.batch_size)] for split in replays.traces)
@@ -70,11 +72,11 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
     arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces))
     contest = Contest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
     ((_, results),) = contest.results()
-    assert [each.family for each in results[-3:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning"]
+    assert [each.family for each in results[-4:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning", "perfect_drawn"]
     rules = [batch_auto_for(head, replays.traces.dev, Setup(cost, 0.3).curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
     rule = max(rules, key=lambda each: each.throughput)
     load = step_through(replays.traces.test, rule, queue_of(len(replays.traces.test.rows), 3), 3)
-    assert results[-2].tokens_per_s == pytest.approx(load.spent(rule.costs).tokens_per_s)
+    assert results[-3].tokens_per_s == pytest.approx(load.spent(rule.costs).tokens_per_s)
 
 
 def test_measured_times_of_verification_are_taken_as_they_are():
@@ -88,7 +90,7 @@ def test_measured_times_of_verification_are_taken_as_they_are():
 
 def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
     frame = compare_in_batches({"toys": replays}, [Setup(COST, 0.0), Setup(COST, 0.2)], [1, 44], names=NAMES)
-    assert len(frame) == 2 * 2 * 3
+    assert len(frame) == 2 * 2 * 4
     assert list(frame.columns[:6]) == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
     printed = capsys.readouterr().out
     assert printed.count("toys in batches") == 2
