@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__, "../../..").resolve()
-FLOORS = ("configs", "lm", "data_gen", "heads", "decode")
+FLOORS = ("configs", "lm", "data_gen", "heads", "decode", "serve")
 """The packages, lowest first: each may import those before it."""
 
 

@@ -1,0 +1,150 @@
+"""Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws 4.3, 4.13).
+
+An engine drafts for its whole batch at once: a round is a number of draft steps, and in each of them every row of the batch gets a token.
+A *lane* is what one request's policy knows; `Lanes` says after every step which rows go on, and the engine may end the round once none
+does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3 holds; requests come, go, wait and come back between
+rounds. The policies are those of `decode.policies`, one state per request, and are told what `decode.loop.drafter` tells them, but for one
+thing: an engine reveals whether a token was accepted, not with which probability, so that `Policy.lesson` gets 1 or 0, the right number on
+average and at temperature 0 the same.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple
+
+from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
+
+
+class Row(NamedTuple):
+    """One row of the engine's batch at the start of a round."""
+
+    request: str
+    """Its id."""
+    policy: Policy
+    """Of the request; the same in all of its rounds."""
+    verified: Sequence[int]
+    """The drafted tokens that the target has just verified; an engine may verify fewer than were drafted, or none."""
+    num_accepted: int
+    """Of those."""
+    room: int
+    """The most tokens to draft now; 0 where the request still reads its prompt, or has ended."""
+    stop_ids: frozenset[int]
+    """Tokens that end the request; nothing is drafted after one."""
+
+
+@dataclass
+class Lane:
+    """One request: its policy's state, and the draft of its newest round."""
+
+    policy: Policy
+    state: State = field(init=False)
+    tokens: list[int] = field(default_factory=list)
+    is_going: bool = False
+    _is_open: bool = False
+    """Whether a round was begun that has not ended."""
+
+    def __post_init__(self) -> None:
+        self.state = self.policy.start()
+
+    def begin(self, room: int, stop_ids: frozenset[int]) -> None:
+        """Begin a round of at most `room` tokens."""
+        self.state = self.policy.begin(self.state)
+        self._room, self._stop_ids = room, stop_ids
+        self._longest = int(min(self.policy.limit(self.state), room))
+        self.tokens, self._drawn = [], list[AfterDraw]()
+        self.is_going, self._is_open = self._longest > 0, True
+
+    def take(self, token: int, drawn: AfterDraw) -> None:
+        """One draft step's token joins the draft, unless the policy stops before it."""
+        if self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])):
+            self.is_going = False
+            return
+        self.tokens.append(token)
+        self._drawn.append(drawn)
+        self.state, stop = self.policy.after(self.state, drawn)
+        self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
+
+    def end(self, verified: Sequence[int], num_accepted: int) -> None:
+        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had never been."""
+        is_void = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
+        if self._is_open and not is_void:
+            self.state = self.policy.end(self.state, self._outcome(len(verified), num_accepted))
+        self._is_open, self.tokens = False, []
+
+    def _outcome(self, num_verified: int, num_accepted: int) -> Outcome:
+        is_rejected = num_accepted < num_verified
+        revealed = enumerate(self._drawn[: num_accepted + is_rejected])
+        lessons = (self.policy.lesson(self.state, drawn, float(place < num_accepted)) for place, drawn in revealed)
+        return Outcome(
+            num_drafted=num_verified,
+            num_accepted=num_accepted,
+            num_allowed=self._room,
+            rejected_entropy=self._drawn[num_accepted].entropy if is_rejected else 0.0,
+            lesson=reduce(partial(mapped, add), lessons, self.policy.nothing_learned),
+        )
+
+
+class Lanes:
+    """All requests that are alive, by id, and the rows of the round that is being drafted."""
+
+    def __init__(self) -> None:
+        self._alive: dict[str, Lane] = {}
+        self._rows: list[Lane] = []
+
+    def begin(self, rows: Sequence[Row], alive: Container[str]) -> bool:
+        """Begin a round: the rows' last ones are over, and requests that are not alive any more are forgotten.
+
+        Args:
+            rows: of the engine's batch, in its order.
+            alive: every request that may come back, in a row or waiting.
+
+        Returns:
+            Whether any row drafts.
+        """
+        self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
+        self._rows = [self._lane(row) for row in rows]
+        for row, lane in zip(rows, self._rows, strict=True):
+            lane.end(row.verified, row.num_accepted)
+            if row.room > 0:
+                lane.begin(row.room, row.stop_ids)
+            else:
+                lane.is_going = False
+        return self.is_going
+
+    def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> bool:
+        """A draft step of every row is done; those that have stopped ignore it.
+
+        Returns:
+            Whether any row goes on.
+        """
+        for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
+            if lane.is_going:
+                lane.take(token, drawn)
+        return self.is_going
+
+    @property
+    def is_going(self) -> bool:
+        """Whether any row drafts on."""
+        return any(lane.is_going for lane in self._rows)
+
+    @property
+    def policies(self) -> list[Policy]:
+        """Of each row."""
+        return [lane.policy for lane in self._rows]
+
+    @property
+    def drafts(self) -> list[list[int]]:
+        """The tokens of each row that the target is to verify."""
+        return [list(lane.tokens) for lane in self._rows]
+
+    def __len__(self) -> int:
+        """Requests that are remembered."""
+        return len(self._alive)
+
+    def _lane(self, row: Row) -> Lane:
+        lane = self._alive.get(row.request)
+        if lane is None or lane.policy != row.policy:  # another request took the id
+            lane = self._alive[row.request] = Lane(row.policy)
+        return lane

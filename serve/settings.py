@@ -1,0 +1,171 @@
+"""What a server is told about stopping, and what a request may say for itself.
+
+    {"policy": "head:PATH,max_rejection_prob=0.4"}                                the server, under the key `acceptance_heads`
+    {"policy": "fixed_length:k=5", "heads": {"small": "PATH"}}                    heads beside the policy's that requests may name
+    "entropy:max_sqrt_entropy=0.4"    "head:small,max_rejection_prob=0.3"         a request, under the same key
+
+Policies are written as `decode.policies.registry` has them. What the server is told is checked before it starts, and refused with one line.
+What a request asks for may come from anyone: it can name no path, and where it cannot be had, the server's policy takes its place, with one
+warning for all requests of that kind. A head is checked against the two models once, and against the sampling of each kind of request: a
+request whose sampling is another is served, since the law of its output does not depend on the head, and warned of.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+from decode.policies.base import AfterDraw, Policy
+from decode.policies.registry import parse_policy
+from heads.model.fits import check_fits
+from heads.model.head import AcceptanceHead
+from lm import Sampling
+from serve import KEY
+from serve.lanes import Lane
+
+_MOST_KINDS = 1024
+"""Kinds of requests that are remembered, so that no client can fill the memory."""
+_SERVED = "it stops less well there; the output's law holds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What stands under KEY in the server's configuration."""
+
+    policy: str
+    """Of every request that asks for no other."""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    """Names -> directories or hub ids of exported heads."""
+    allow_foreign_heads: bool = False
+    """Serve heads that were trained for other models."""
+
+    @classmethod
+    def parsed(cls, value: object) -> "Settings":
+        """The settings that this JSON value stands for.
+
+        Raises:
+            ValueError: anything but an object of these keys.
+        """
+        known = [each.name for each in fields(cls)]
+        if not isinstance(value, Mapping) or "policy" not in value:
+            raise ValueError(f'{KEY} is {value!r}; it is an object with at least a policy, such as {{"policy": "head:PATH"}}')
+        if unknown := [key for key in value if key not in known]:
+            raise ValueError(f"{KEY} has no key {unknown[0]!r}; it has {', '.join(known)}")
+        heads = value.get("heads", {})
+        is_named = isinstance(heads, Mapping) and all(isinstance(path, str) for path in heads.values())
+        for name, is_right, kind in (
+            ("policy", isinstance(value["policy"], str), "a string, such as head:PATH,max_rejection_prob=0.4"),
+            ("heads", is_named, "an object of names and the paths of exported heads"),
+            ("allow_foreign_heads", isinstance(value.get("allow_foreign_heads", False), bool), "true or false"),
+        ):
+            if not is_right:
+                raise ValueError(f"{KEY}.{name} is {value[name]!r}; it is {kind}")
+        return cls(**value)
+
+
+class Policies:
+    """The policy of every request, made once for each kind of request."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        hidden_size: int,
+        draft: Callable[[], Mapping[str, Any]],
+        target: Callable[[], Mapping[str, Any]],
+        warn: Callable[[str], None],
+    ) -> None:
+        """Args:
+            settings: of the server.
+            hidden_size: of the draft.
+            draft: describes it, as `describe_model` does; called only if a head says what it was trained for.
+            target: likewise.
+            warn: takes one line, once for each kind of request.
+
+        Raises:
+            ValueError: a policy that does not parse, a head that does not fit.
+            FileNotFoundError: no exported head at a path.
+        """
+        self._settings, self._warn, self._hidden_size = settings, warn, hidden_size
+        self._models = {"draft": draft, "target": target}
+        self._heads: dict[str, AcceptanceHead] = {}
+        for name in settings.heads:
+            self._load(name)
+        self.default = _tried(parse_policy(settings.policy, load_head=self._load), settings.policy)
+        self._of_kind = lru_cache(_MOST_KINDS)(self._made)
+
+    @property
+    def heads(self) -> list[AcceptanceHead]:
+        """Every head that any request can have."""
+        return list(self._heads.values())
+
+    def of_request(self, asked: object, sampling: Sampling) -> Policy:
+        """The policy of a request.
+
+        Args:
+            asked: what the request says under KEY; None: nothing.
+            sampling: of the request.
+        """
+        return self._of_kind(asked if isinstance(asked, str | None) else repr(asked), sampling)
+
+    def _made(self, asked: str | None, sampling: Sampling) -> Policy:
+        policy = self._asked(asked)
+        for head in dict.fromkeys((policy.fed_head, policy.drawn_head)):
+            if head is not None:
+                try:
+                    check_fits(
+                        head, self._name(head), sampling=sampling.as_dict(), remedy="it stops less well there; the output's law holds"
+                    )
+                except ValueError as error:
+                    self._warn(f"{KEY}: {error}")
+        return policy
+
+    def _asked(self, asked: str | None) -> Policy:
+        if asked is None:
+            return self.default
+        try:
+            return _tried(parse_policy(asked, load_head=self._loaded), asked)
+        except (ValueError, FileNotFoundError) as error:
+            self._warn(f"{KEY}: a request asks for {asked[:200]!r} and gets the server's policy, {self._settings.policy}: {error}")
+            return self.default
+
+    def _load(self, name: str) -> AcceptanceHead:
+        """The head of that name or at that path, checked against the models."""
+        if name not in self._heads:
+            head = AcceptanceHead.from_pretrained(self._settings.heads.get(name, name))
+            if head.hidden_size != self._hidden_size:
+                raise ValueError(
+                    f"the head {name} reads hidden states of width {head.hidden_size} and this draft's are {self._hidden_size} wide; "
+                    "a head serves only the draft that it was trained on"
+                )
+            if not self._settings.allow_foreign_heads:
+                trained = {"draft": head.provenance.draft, "target": head.provenance.target}
+                models = {role: self._models[role]() for role, there in trained.items() if there}
+                remedy = f"use a head that was trained for these models, or set {KEY}.allow_foreign_heads to true"
+                check_fits(head, name, draft=models.get("draft"), target=models.get("target"), remedy=remedy)
+            self._heads[name] = head
+        return self._heads[name]
+
+    def _loaded(self, name: str) -> AcceptanceHead:
+        """The same, but for what a request asks for: only what the server has named."""
+        if name not in self._heads:
+            raise ValueError(f"the server has no head of that name; it has {', '.join(self._settings.heads) or 'none'}")
+        return self._heads[name]
+
+    def _name(self, head: AcceptanceHead) -> str:
+        return next((name for name, each in self._heads.items() if each is head), "of the policy")
+
+
+def _tried(policy: Policy, spec: str) -> Policy:
+    """The policy, after two rounds of it: no parameter that makes no sense may first show in the middle of the engine's batch."""
+    lane = Lane(policy)
+    try:
+        for num_accepted in (1, 0):
+            lane.begin(2, frozenset())
+            for position in range(2):
+                if lane.is_going:
+                    lane.take(0, AfterDraw(position, 1.0, 0.5, 0.0, 0.5, 0.0))
+            lane.end(lane.tokens, min(num_accepted, len(lane.tokens)))
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"policy {spec!r} cannot run: {error}") from error
+    return policy

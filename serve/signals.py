@@ -1,0 +1,93 @@
+"""What the policies of a batch see of one draft step (law 4.3), read for all rows at once.
+
+The numbers are those of `decode.loop.signals`, which reads them for one sequence: of the untruncated temperature-1 distribution, and head
+scores at the head's timing (laws 4.8, 4.8b). Since rows draft in lockstep they are at one position, and what a fed-time head scores next is
+what this step drew. One transfer to the host per step.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from data_gen.labels.scalars import Scalars, scalars_of
+from decode.loop.reading import nothing_of
+from decode.policies.base import AfterDraw, Policy
+from heads.model.head import AcceptanceHead
+
+Embedding = Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]
+_INFINITY = float("inf")
+
+
+class BatchSignals:
+    """Reads the signals of a batch, step after step of a round."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        """Args:
+        embedding: rows of the draft's input embeddings.
+        """
+        self._embedding = embedding
+        self._before: tuple[Scalars, Tensor] | None = None
+
+    @torch.inference_mode()
+    def read(
+        self, position: int, logits: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"], token: Int[Tensor, " rows"],
+        *, policies: Sequence[Policy],
+    ) -> tuple[list[int], list[AfterDraw]]:  # fmt: skip
+        """The tokens of a step and what each row's policy sees of it.
+
+        Args:
+            position: tokens drafted before these in the round.
+            logits: of the draft, before any sampling transform.
+            hidden: that produced them.
+            token: drawn, one per row.
+            policies: of each row.
+        """
+        columns = self._columns(position, logits, hidden, token, policies)
+        # float64 holds every id exactly
+        values = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
+        numbers = dict(zip(columns, values[1:], strict=True))
+        return [int(value) for value in values[0]], [_seen(policy, position, row, numbers) for row, policy in enumerate(policies)]
+
+    def _columns(
+        self, position: int, logits: Tensor, hidden: Tensor, token: Tensor, policies: Sequence[Policy]
+    ) -> dict[str | AcceptanceHead, Float[Tensor, " rows"]]:
+        """What any policy asks for: signals by their names, scores by their heads."""
+        wanted = frozenset[str]().union(*(policy.signals for policy in policies))
+        if not wanted:
+            return {}
+        logits = logits if logits.itemsize >= 4 else logits.float()
+        scalars, token = scalars_of(logits, token.long()), token.long()
+        columns: dict[str | AcceptanceHead, Tensor] = {"entropy": scalars.entropy, "token_prob": scalars.log_token_prob.exp()}
+        if "max_prob" in wanted:
+            columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        for head in dict.fromkeys(policy.drawn_head for policy in policies):
+            if head is not None:
+                columns[head] = self._scored(head, hidden, scalars, token)
+        for head in dict.fromkeys(policy.fed_head for policy in policies):
+            if head is not None and position > 0 and self._before is not None:
+                columns[head] = self._scored(head, hidden, *self._before)
+        self._before = scalars, token
+        return columns
+
+    def _scored(self, head: AcceptanceHead, hidden: Tensor, scalars: Scalars, token: Tensor) -> Float[Tensor, " rows"]:
+        """The head's logits for tokens of which these scalars are known."""
+        inputs = head.inputs
+        numbers = torch.stack([getattr(scalars, name) for name in inputs.scalars], -1) if inputs.scalars else None
+        return head(hidden, numbers, self._embedding(token) if inputs.embedding else None)
+
+
+def _seen(policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]) -> AfterDraw:
+    """What one row's policy sees; signals that it did not ask for mean nothing."""
+    if not numbers:
+        return nothing_of(position)
+    fed, drawn = policy.fed_head, policy.drawn_head
+    return AfterDraw(
+        position=position,
+        entropy=numbers["entropy"][row],
+        max_prob=numbers["max_prob"][row] if "max_prob" in numbers else 0.0,
+        fed_logit=numbers[fed][row] if fed is not None and fed in numbers else _INFINITY,
+        token_prob=numbers["token_prob"][row],
+        drawn_logit=numbers[drawn][row] if drawn is not None and drawn in numbers else 0.0,
+    )

@@ -1,0 +1,107 @@
+"""What a server and a request may ask for, and what each is told where they cannot have it."""
+
+from pathlib import Path
+
+import pytest
+
+from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy
+from heads import AcceptanceHead, Provenance
+from lm import Sampling
+from serve.settings import Policies, Settings
+
+DRAFT = {"name": "draft", "weights": "1", "hidden_size": 8}
+TARGET = {"name": "target", "weights": "2", "hidden_size": 16}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A head for these models at temperature 1."""
+    provenance = Provenance(draft=DRAFT, target=TARGET, sampling=Sampling().as_dict())
+    AcceptanceHead(8, 1, "drawn", provenance=provenance).save_pretrained(tmp_path / "head")
+    return str(tmp_path / "head")
+
+
+def made(value: dict, warned: list[str] | None = None, **models) -> Policies:
+    described = {"draft": DRAFT, "target": TARGET} | models
+    warn = ([] if warned is None else warned).append
+    draft, target = (lambda: described["draft"]), (lambda: described["target"])
+    return Policies(Settings.parsed(value), hidden_size=8, draft=draft, target=target, warn=warn)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("head:x", "it is an object with at least a policy"),
+        ({}, "it is an object with at least a policy"),
+        ({"policy": 3}, "policy is 3; it is a string"),
+        ({"policy": "entropy", "polcy": "x"}, "has no key 'polcy'; it has policy, heads, allow_foreign_heads"),
+        ({"policy": "entropy", "heads": ["x"]}, "it is an object of names"),
+        ({"policy": "entropy", "allow_foreign_heads": "no"}, "it is true or false"),
+        ({"policy": "entropi"}, "there is no policy 'entropi'"),
+        ({"policy": "entropy:max_entropy=1"}, "has no parameter 'max_entropy'"),
+        ({"policy": "ada_edl:scale=-3"}, "cannot run"),
+        ({"policy": "head"}, "needs an exported head"),
+    ],
+)
+def test_settings_that_make_no_sense_are_one_line(value: object, message: str):
+    with pytest.raises(ValueError, match=message) as raised:
+        made(value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_head_that_is_not_there_is_refused_by_its_path(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        made({"policy": f"head:{tmp_path / 'missing'}"})
+
+
+@pytest.mark.parametrize(("role", "other"), [("draft", DRAFT | {"weights": "3"}), ("target", TARGET | {"weights": "3"})])
+def test_a_head_of_another_model_is_refused_unless_it_is_allowed(path: str, role: str, other: dict):
+    with pytest.raises(ValueError, match=rf"was trained with {role} .* where the {role} is .*allow_foreign_heads"):
+        made({"policy": f"head:{path}"}, **{role: other})
+    made({"policy": f"head:{path}", "allow_foreign_heads": True}, **{role: other})
+
+
+def test_a_head_of_another_width_is_refused_even_if_foreign_heads_are_allowed(tmp_path: Path):
+    AcceptanceHead(4, 0, "fed").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="width 4 and this draft's are 8 wide"):
+        made({"policy": f"head:{tmp_path}", "allow_foreign_heads": True})
+
+
+def test_a_request_gets_what_it_asks_for_and_the_same_object_every_time(path: str):
+    policies = made({"policy": "cumulative_token_prob:min_token_prob=0.3", "heads": {"small": path}})
+    assert policies.of_request(None, Sampling()) == CumulativeTokenProb(0.3)
+    assert policies.of_request("entropy:max_sqrt_entropy=0.4", Sampling()) == Entropy(0.4)
+    named = policies.of_request("head:small,max_rejection_prob=0.25", Sampling())
+    assert isinstance(named, HeadPolicy)
+    assert named.max_rejection_prob == 0.25
+    assert named is policies.of_request("head:small,max_rejection_prob=0.25", Sampling())
+
+
+@pytest.mark.parametrize(
+    "asked", ["nonsense", 7, {"policy": "entropy"}, "fixed_length:k=-1", "ada_edl:scale=-3", "self_verify:initial=abc"]
+)
+def test_what_a_request_cannot_have_is_warned_of_once_and_the_servers_policy_serves(asked: object):
+    warned: list[str] = []
+    policies = made({"policy": "fixed_length:k=4"}, warned)
+    for _ in range(3):
+        assert policies.of_request(asked, Sampling()) == FixedLength(4)
+    assert len(warned) == 1
+    assert "gets the server's policy, fixed_length:k=4" in warned[0]
+
+
+def test_a_request_reads_no_file_that_the_server_has_not_named(path: str):
+    warned: list[str] = []
+    policies = made({"policy": "fixed_length:k=4", "heads": {}}, warned)
+    assert policies.of_request(f"head:{path}", Sampling()) == FixedLength(4)
+    assert "the server has no head of that name" in warned[0]
+    assert not policies.heads
+
+
+def test_a_sampling_that_the_head_was_not_trained_for_is_served_and_warned_of_once(path: str):
+    warned: list[str] = []
+    policies = made({"policy": f"head:{path}"}, warned)
+    for _ in range(3):
+        for sampling in (Sampling(), Sampling(temperature=0.0), Sampling(0.7, top_p=0.9)):
+            assert policies.of_request(None, sampling) is policies.default
+    assert len(warned) == 2
+    assert "'temperature': 0.0" in warned[0]
