@@ -19,6 +19,7 @@ from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairCo
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
 Command = Callable[..., Any]
+_LONGEST_LINE = 1000
 _SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
 
 
@@ -89,7 +90,7 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
         hint = (
             "--help lists every key" if "--config" in argv or not takes_config(commands[name]) else "start from --config configs/tiny.yaml"
         )
-        _fail(f"{' '.join(str(error).split())} ({hint})")
+        _fail(f"{one_line(error)} ({hint})")
     own = {key: parsed[key] for key in vars(parsed) if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
@@ -102,6 +103,12 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def one_line(error: ArgumentError) -> str:
+    """What the parser says, in one line, its middle left out where it repeats a long value."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
 def _told(error: ValueError | OSError) -> str:

@@ -96,7 +96,7 @@ def check(config: Config) -> None:
         if (values["pair"][model] or {}).get("path") == "":
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
     url = config.data.server.url
-    if not url.startswith(("http://", "https://")):
+    if not str(url).startswith(("http://", "https://")):
         raise ValueError(f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1")
     _check_trainer(config.trainer)
 
@@ -114,7 +114,7 @@ def _entry(values: Mapping[str, Any], name: str) -> Any:
 
 def _check_folder(name: str, folder: str) -> None:
     """Raise ValueError unless a folder of this path is there or can be made."""
-    if not folder.strip() or "\0" in folder:
+    if not isinstance(folder, str) or not folder.strip() or "\0" in folder:
         raise ValueError(f"{name} is {folder!r}; name a directory")
     path = Path(folder)
     try:

@@ -58,6 +58,8 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight")
     for source in sources:
+        if not Path(source.path).name:
+            raise ValueError(f"data.prompts names no set: {source.path!r}; give stories, a known set, a file, a directory or org/name")
         if not source.weight > 0:
             raise ValueError(f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0")
     return dict(zip(names, sources, strict=True))

@@ -75,7 +75,7 @@ def check_whole(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             broken = file.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is no whole checkpoint; {remedy}") from error
     if broken is not None:
         raise ValueError(f"{path} is corrupted (in {broken}), so it is no whole checkpoint; {remedy}")

@@ -30,7 +30,7 @@ def make_trainer(config: Config) -> pl.Trainer:
         )
     try:
         return pl.Trainer(**trainer_arguments(config))
-    except MisconfigurationException as error:
+    except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
 
 

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError
 from pytorch_lightning import Trainer
 from safetensors.torch import save_file
 
-from configs.command import config_of, parser_for
+from configs.command import config_of, one_line, parser_for
 from configs.schema import Config
 from data_gen.official import json_file
 from data_gen.pipeline.command import make
@@ -92,7 +92,7 @@ def _settings() -> list[Boundary]:
         try:
             config_of(parser, parser.parse_string(cell[0]))
         except ArgumentError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(one_line(error)) from error
 
     return [Boundary("config", read, None, breaks=breaks)]
 

@@ -13,7 +13,8 @@ from typing import Any
 from pytorch_lightning import Trainer
 
 from configs.command import run
-from data_gen.__main__ import COMMANDS as DATA
+from data_gen.pipeline.command import make
+from data_gen.pipeline.plan import plan
 from decode.__main__ import COMMANDS as DECODE
 from heads.command import export
 from heads.training.trainer import quiet
@@ -70,6 +71,7 @@ _SETTINGS = {
     "decode.heads": ("[/]", "[no/such]"),
     "decode.dir": ("/dev/null", "/proc/x"),
 }
+DATA: dict[str, Any] = {"make": make, "plan": plan}
 _COMMANDS: dict[str, tuple[dict[str, Any], str]] = {
     "data": (DATA, "make"),
     "plan": (DATA, "plan"),
@@ -106,7 +108,7 @@ def refuse_or_run(folder: Path, count: int, seed: int) -> dict[str, Any]:
 
 
 def _prepare(config: Any) -> None:
-    DATA["make"](config)
+    make(config)
     train(config)
 
 
