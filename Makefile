@@ -7,9 +7,9 @@ CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install demo test check conformance tree clean
+.PHONY: help install demo test check conformance test-vllm tree clean
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 install: $(INSTALLED) ## create .venv and install everything into it, versions as in constraints.txt
 
@@ -39,6 +39,9 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 
 conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (most of an hour)
 	$(RUN) -m tests.conformance
+
+test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
+	$(RUN) -m tests.serve.real
 
 tree: $(INSTALLED) ## the rooms, one line per file
 	@$(RUN) -m tests.layout

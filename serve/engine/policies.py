@@ -1,0 +1,39 @@
+"""The policies of a server, from vLLM's configuration: both where it is configured, which refuses, and in the process that drafts."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from configs.schema import ModelSource
+from data_gen.store.identity import describe_model
+from serve import KEY
+from serve.settings import Policies, Settings
+
+
+def policies_of(config: Any) -> Policies:
+    """The policies that a `VllmConfig` asks for.
+
+    Raises:
+        ValueError: settings or heads that do not fit.
+        FileNotFoundError: no exported head at a path.
+    """
+    drafting = config.speculative_config
+    warn = logging.getLogger("vllm." + KEY).warning  # below vLLM's own, so that it prints where the server prints
+    if drafting.draft_sample_method == "greedy":
+        warn(
+            '%s: drafts are greedy, and accepted less often at temperature > 0; set "draft_sample_method": "probabilistic" in '
+            "--speculative-config",
+            KEY,
+        )
+    return Policies(
+        Settings.parsed(config.additional_config[KEY]),
+        hidden_size=drafting.draft_model_config.get_hidden_size(),
+        draft=_description(drafting.draft_model_config, "--speculative-config's model"),
+        target=_description(config.model_config, "--model"),
+        warn=warn,
+    )
+
+
+def _description(model: Any, role: str) -> Callable[[], dict[str, Any]]:
+    source = ModelSource(path=model.model, revision=model.revision)
+    return lambda: {"role": role, "path": model.model, **describe_model(source, trust_remote_code=model.trust_remote_code)}

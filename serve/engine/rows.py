@@ -1,0 +1,59 @@
+"""vLLM's batch, request by request, as the rows of a round.
+
+The runner asks for drafts before its bookkeeping, so that a request's own record lacks the tokens that the step has just sampled; they are
+counted from the step's output here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm import Sampling
+from serve import KEY
+from serve.lanes import Row
+from serve.settings import Policies
+
+
+def rows_of(
+    sampled: Sequence[Sequence[int]], requests: Mapping[str, Any], batch: Any, is_discarded: Sequence[bool], policies: Policies
+) -> list[Row]:
+    """One row for each request of the batch.
+
+    Args:
+        sampled: tokens of each row that verification gave, then -1 up to a common length.
+        requests: the runner's `CachedRequestState` by id.
+        batch: the runner's `InputBatch`.
+        is_discarded: rows that still read their prompts; what was sampled there means nothing.
+        policies: of requests.
+    """
+    rows = []
+    for place, tokens in enumerate(sampled):
+        request = requests[batch.req_ids[place]]
+        params = request.sampling_params
+        emitted = [] if is_discarded[place] else [token for token in tokens if token >= 0]
+        stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids)
+        num_left = num_left_of(request, int(batch.num_tokens_no_spec[place]) + len(emitted))
+        has_ended = not emitted or not stop_ids.isdisjoint(emitted)
+        rows.append(
+            Row(
+                request=batch.req_ids[place],
+                policy=policies.of_request((params.extra_args or {}).get(KEY), sampling_of(params)),
+                verified=tuple(batch.spec_token_ids[place]),
+                num_accepted=max(len(emitted) - 1, 0),
+                room=0 if has_ended else max(num_left - 1, 0),
+                stop_ids=stop_ids,
+            )
+        )
+    return rows
+
+
+def num_left_of(request: Any, num_tokens: int) -> int:
+    """Tokens that a request with so many, its prompt's among them, may still get."""
+    longest = request.sampling_params.max_tokens
+    return 2**31 if longest is None else longest - (num_tokens - request.num_prompt_tokens)
+
+
+def sampling_of(params: Any) -> Sampling:
+    """A request's `SamplingParams` as the project writes a sampling."""
+    if params.temperature < 1e-5:  # what vLLM takes for greedy
+        return Sampling(temperature=0.0)
+    return Sampling(params.temperature, params.top_k if params.top_k > 0 else None, params.top_p if params.top_p < 1 else None)

@@ -1,0 +1,72 @@
+"""The stopping side of vLLM's proposer: the requests of its batch, and what they have drafted in this round."""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve.engine import cpu
+from serve.engine.policies import policies_of
+from serve.engine.rows import rows_of
+from serve.lanes import Lanes, Row
+from serve.signals import BatchSignals, Embedding
+
+
+class Stops:
+    """Told of every step of vLLM's loop; says when the loop may end, and what it drafted."""
+
+    def __init__(self, config: Any, device: torch.device, embedding: Embedding) -> None:
+        """Args:
+        config: a `VllmConfig`.
+        device: of the draft.
+        embedding: rows of the draft's input embeddings.
+        """
+        self._policies = policies_of(config)
+        for head in self._policies.heads:
+            head.to(device)
+        if device.type == "cpu":
+            cpu.mend()
+        self._lanes, self._signals = Lanes(), BatchSignals(embedding)
+        self._rows: list[Row] = []
+        self._alive: Container[str] = ()
+
+    def verified(self, sampled: Tensor, requests: dict[str, Any], batch: Any, is_discarded: Tensor) -> None:
+        """A step of the target has run; the arguments are those of vLLM's `prepare_next_token_ids_padded`."""
+        self._rows = rows_of(sampled.tolist(), requests, batch, is_discarded.tolist(), self._policies)
+        self._alive = requests
+
+    def begin(self, longest: int) -> None:
+        """A round of at most so many tokens begins."""
+        self._position, self._probs = 0, list[Tensor]()
+        self._lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether any request drafts on."""
+        return self._lanes.is_going
+
+    def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:
+        """A draft step has run.
+
+        Args:
+            logits: [rows, vocab], not yet scaled.
+            hidden: [rows, hidden] that gave them.
+            token: [rows] drawn.
+            probs: [rows, vocab] that they were drawn from; None: greedily.
+        """
+        tokens, seen = self._signals.read(self._position, logits, hidden, token, policies=self._lanes.policies)
+        self._position += 1
+        if probs is not None:
+            self._probs.append(probs)
+        self._lanes.step(tokens, seen)
+
+    @property
+    def drafts(self) -> list[list[int]]:
+        """Of each request."""
+        return self._lanes.drafts
+
+    @property
+    def probs(self) -> Tensor | None:
+        """What the tokens of every step were drawn from, [rows, steps, vocab]."""
+        return torch.stack(self._probs, dim=1).contiguous() if self._probs else None

@@ -1,0 +1,183 @@
+"""The vLLM side, against stand-ins for vLLM's own objects: what is refused at the start, and what a step of its runner becomes."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from decode.policies import FixedLength
+from lm import Sampling
+from serve import KEY
+from serve.engine import stops
+from serve.engine.conditions import TRIED, check
+from serve.engine.cpu import expanded
+from serve.engine.proposer import stopping
+from serve.engine.rows import rows_of, sampling_of
+from serve.settings import Policies, Settings
+
+VERSION = f"{TRIED[-1]}.0"
+
+
+def config(**changes) -> Some:
+    """A configuration that is supported, but for the changes."""
+    drafting = Some(method="draft_model", parallel_drafting=False, use_heterogeneous_vocab=False)
+    return Some(
+        **{
+            "speculative_config": drafting,
+            "scheduler_config": Some(async_scheduling=False),
+            "use_v2_model_runner": False,
+            "parallel_config": Some(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+            "additional_config": {},
+        }
+        | changes
+    )
+
+
+def test_what_was_tried_is_passed():
+    check(config(), VERSION)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "remedy"),
+    [
+        ({}, "0.99.1", f"install vllm=={TRIED[-1]}"),
+        ({"speculative_config": None}, VERSION, '"method": "draft_model"'),
+        ({"speculative_config": Some(method="eagle")}, VERSION, '"method": "draft_model"'),
+        ({"speculative_config": Some(method="draft_model", parallel_drafting=True)}, VERSION, "leave it out"),
+        ({"scheduler_config": Some(async_scheduling=True)}, VERSION, "--no-async-scheduling"),
+        ({"use_v2_model_runner": True}, VERSION, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"parallel_config": Some(tensor_parallel_size=2)}, VERSION, "--tensor-parallel-size 1"),
+        ({"parallel_config": Some(pipeline_parallel_size=2)}, VERSION, "--pipeline-parallel-size 1"),
+    ],
+)
+def test_what_is_not_supported_is_one_line_that_says_what_to_set(changes: dict, version: str, remedy: str):
+    with pytest.raises(ValueError, match=KEY) as raised:
+        check(config(**changes), version)
+    assert remedy in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def params(**changes) -> Some:
+    known = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 10, "ignore_eos": False, "stop_token_ids": [7], "extra_args": None}
+    return Some(**known | {"all_stop_token_ids": {7, 9}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Sampling()),
+        ({"temperature": 0.0}, Sampling(temperature=0.0)),
+        ({"temperature": 0.7, "top_k": 50, "top_p": 0.9}, Sampling(0.7, 50, 0.9)),
+        ({"top_k": -1}, Sampling()),
+    ],
+)
+def test_a_request_is_sampled_as_it_says(given: dict, expected: Sampling):
+    assert sampling_of(params(**given)) == expected
+
+
+POLICIES = Policies(Settings(policy="fixed_length:k=2"), hidden_size=4, draft=dict, target=dict, warn=print)
+
+
+def step(*, is_discarded: bool = False, sampled: tuple[int, ...] = (3, 4, -1), **changes):
+    """The row of one request, with a prompt of 4 tokens, that has 2 tokens and drafted 3 and 5."""
+    request = Some(sampling_params=params(**changes), num_prompt_tokens=4)
+    batch = Some(req_ids=["a"], num_tokens_no_spec=[6], spec_token_ids=[[3, 5]])
+    (row,) = rows_of([sampled], {"a": request}, batch, [is_discarded], POLICIES)
+    return row
+
+
+def test_a_step_of_the_runner_becomes_a_row():
+    row = step()
+    assert (row.verified, row.num_accepted) == ((3, 5), 1)
+    assert row.room == 10 - (2 + 2) - 1  # the token that verification adds has to fit
+    assert row.stop_ids == {7, 9}
+    assert row.policy == FixedLength(2)
+    assert step(extra_args={KEY: "fixed_length:k=3"}).policy == FixedLength(3)
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [{"is_discarded": True}, {"sampled": (3, 9, -1)}, {"sampled": (9, 4, 5)}, {"max_tokens": 4}, {"max_tokens": 5}, {"sampled": (-1, -1)}],
+)
+def test_a_request_that_has_ended_or_not_begun_has_no_room(ended: dict):
+    assert step(**ended).room == 0
+
+
+def test_an_end_that_a_request_ignores_ends_nothing():
+    row = step(sampled=(3, 9, -1), ignore_eos=True)
+    assert row.room > 0
+    assert row.stop_ids == {7}
+
+
+def test_numbers_of_requests_are_spread_over_their_tokens():
+    spread = expanded(torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 5, 0, 1)
+    assert spread.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
+    assert expanded(torch.tensor([0.0, 3.0]), torch.tensor([1, 2]), 2, 0, 1).tolist() == [1.0, 3.0]
+
+
+class Base:
+    """vLLM's proposer, as far as it is overridden: a draft step says 10 + the step's number in every row."""
+
+    def __init__(self, vllm_config, device, runner=None):
+        self.model = Some(compute_logits=lambda hidden: torch.zeros(len(hidden), 16), embed_input_ids=None)
+        self.steps = 0
+
+    def prepare_next_token_ids_padded(self, sampled_token_ids, requests, gpu_input_batch, discard_request_mask):
+        self.num_rows = len(sampled_token_ids)
+        return "next"
+
+    def propose(self, num_speculative_tokens, *, sampling_metadata):
+        drawn = []
+        for self.steps in range(num_speculative_tokens):
+            drawn.append(self._sample_draft_tokens(torch.zeros(self.num_rows, 4), sampling_metadata)[0])
+        return torch.stack(drawn, 1)
+
+    def _sample_draft_tokens(self, hidden_states, sampling_metadata):
+        return self._sample_from_logits(self.model.compute_logits(hidden_states), sampling_metadata)
+
+    def _sample_from_logits(self, logits, sampling_metadata):
+        return torch.full((len(logits),), 10 + self.steps), logits.softmax(-1) if sampling_metadata else None
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stops, "policies_of", lambda config: POLICIES)
+    monkeypatch.setattr(stops.cpu, "mend", lambda: None)
+    return stopping(Base)(Some(additional_config={KEY: {}}), torch.device("cpu"))
+
+
+def prepare(served, specs: list[str]) -> None:
+    requests = {
+        str(i): Some(sampling_params=params(max_tokens=100, extra_args={KEY: spec}), num_prompt_tokens=4) for i, spec in enumerate(specs)
+    }
+    batch = Some(req_ids=list(requests), num_tokens_no_spec=[4] * len(specs), spec_token_ids=[[] for _ in specs])
+    sampled, discarded = torch.tensor([[3]] * len(specs)), torch.zeros(len(specs), dtype=torch.bool)
+    assert served.prepare_next_token_ids_padded(sampled, requests, batch, discarded) == "next"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_proposer_drafts_for_each_request_as_long_as_its_policy_says(served, is_sampled: bool):
+    prepare(served, ["fixed_length:k=1", "fixed_length:k=0", "fixed_length:k=3"])
+    assert served.propose(20, sampling_metadata=is_sampled) == [[10], [], [10, 11, 12]]
+    assert served.steps == 2  # the loop was left
+    if is_sampled:
+        assert served._last_draft_probs.shape == (3, 3, 16)
+    else:
+        assert served._last_draft_probs is None
+
+
+def test_a_proposer_keeps_to_the_length_that_the_scheduler_allows(served):
+    prepare(served, ["fixed_length:k=9", "fixed_length:k=1"])
+    assert served.propose(2, sampling_metadata=True) == [[10, 11], [10]]
+
+
+def test_a_round_in_which_none_drafts_makes_no_step(served):
+    prepare(served, ["fixed_length:k=0"])
+    assert served.propose(5, sampling_metadata=True) == [[]]
+    assert served._last_draft_probs is None
+
+
+def test_a_server_that_asks_for_nothing_is_as_it_was():
+    plain = stopping(Base)(Some(additional_config={}), torch.device("cpu"))
+    plain.num_rows = 2
+    assert plain.propose(3, sampling_metadata=True).tolist() == [[10, 11, 12]] * 2
