@@ -9,6 +9,9 @@ has rows; requests differ in length, so that they come and go.
     rounds    tokens drafted and accepted, round by round, are those of `decode.SpeculativeDecoder` after the request's first token (which
               vLLM emits when it has read the prompt, before it drafts)
 
+At temperature 1 the same requests are served again, some times over: the probability integral transform of every token under the target is
+uniform iff the output has the target's law (Kolmogorov-Smirnov; a false alarm one time in ten thousand).
+
 HEAD: exported heads of the trio; besides them two with random weights. The last line is one JSON document; the exit status is 1 if anything
 differs.
 """
@@ -27,15 +30,18 @@ import torch
 from configs import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode
+from data_gen.responses.exchange import Problem, Request, Response
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies.registry import parse_policy
 from heads import AcceptanceHead
 from lm import Pair, Sampling, load_pair
 from serve import KEY
+from tests.benchmarks.real_vllm import law
 
 ROOT = Path(__file__).parents[3]
 TRIO = ROOT / "checkpoints/tiny"
 LONGEST, NUM_ROWS, NUM_REQUESTS, TIMEOUT_S = 12, 4, 36, 1500
+NUM_COPIES, FALSE_ALARM = 4, 1e-4
 POLICIES = (
     "fixed_length:k=0",
     "fixed_length:k=5",
@@ -65,10 +71,13 @@ def main(heads: list[str]) -> int:
         settings = {"policy": "fixed_length:k=2", "heads": named}
         plain = served(python, job | {"draft": None, "settings": None}, Path(name))
         stopped = served(python, job | {"settings": settings}, Path(name))
+        sampled = served(python, job | {"settings": settings, "temperature": 1.0, "requests": requests * NUM_COPIES}, Path(name))
         expected = [decoded(pair, named, request) for request in requests]
     result = compared(requests, plain, stopped, expected)
+    result["temperature_1"] = law_of(pair, requests * NUM_COPIES, sampled)
     print(json.dumps(result))
-    return 0 if result["equal_tokens"] == result["equal_rounds"] == result["requests"] else 1
+    is_equal = result["equal_tokens"] == result["equal_rounds"] == result["requests"]
+    return 0 if is_equal and result["temperature_1"]["ks_p"] > FALSE_ALARM else 1
 
 
 def random_heads(pair: Pair, folder: Path) -> dict[str, str]:
@@ -116,6 +125,15 @@ def decoded(pair: Pair, heads: dict[str, str], request: dict[str, Any]) -> dict[
         return {"token_ids": first, "rounds": []}
     rest = loop(LONGEST).generate([*request["prompt_ids"], *first], request["max_tokens"] - 1)
     return {"token_ids": [*first, *rest.token_ids], "rounds": [[len(one.drafted), one.num_accepted] for one in rest.rounds]}
+
+
+def law_of(pair: Pair, requests: list[dict[str, Any]], sampled: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether every token was drawn from the target's law, and how much was drafted for it."""
+    asked = [Request(str(place), "", request["prompt_ids"]) for place, request in enumerate(requests)]
+    answers: list[Response | Problem] = [Response(answer["token_ids"], "stop") for answer in sampled]
+    rounds = [one for answer in sampled for one in answer["rounds"]]
+    accepted = sum(num_accepted for _, num_accepted in rounds)
+    return law(pair, asked, answers) | {"rounds": len(rounds), "acceptance_length": 1 + accepted / len(rounds)}
 
 
 def compared(requests: list[dict], plain: list[dict], stopped: list[dict], expected: list[dict]) -> dict[str, Any]:

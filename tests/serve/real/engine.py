@@ -1,7 +1,7 @@
 """The part that runs where vLLM is: `python -m tests.serve.real.engine JOB RESULT`, both JSON.
 
 JOB      {"target", "draft" (null: no speculation), "longest", "num_rows", "settings" (null: no plugin),
-          "requests": [{"prompt_ids", "max_tokens", "policy"}]}
+          "temperature" (0 where it is missing), "requests": [{"prompt_ids", "max_tokens", "policy"}]}
 RESULT   [{"token_ids", "rounds": [[tokens verified, tokens accepted], …]}], in the order of the requests
 
 The engine runs in this process, so that what the plugin is told of each round can be written down.
@@ -30,7 +30,11 @@ def main(job_path: str, result_path: str) -> None:
     engine = LLM(**_arguments(job))
     prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in job["requests"]]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=each["max_tokens"], extra_args={KEY: each["policy"]} if job["settings"] else None)
+        SamplingParams(
+            temperature=job.get("temperature", 0.0),
+            max_tokens=each["max_tokens"],
+            extra_args={KEY: each["policy"]} if job["settings"] else None,
+        )
         for each in job["requests"]
     ]
     outputs = engine.generate(prompts, params, use_tqdm=False)
