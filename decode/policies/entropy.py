@@ -72,6 +72,9 @@ class AdaEDL(Policy):
     target_rate: Number = 0.9
     signals = frozenset({"entropy"})
 
+    def __post_init__(self) -> None:
+        check_at_least_zero("scale", self.scale)
+
     def start(self) -> State:
         return self.initial_lambda, self.target_rate
 

@@ -233,7 +233,8 @@ def test_specs_parse_to_policies():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"), ("head", "exported head"),
-     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"), ("heuristic:k=0", "at least 1")],
+     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"), ("heuristic:k=0", "at least 1"),
+     ("ada_edl:scale=-3", "at least 0")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):
     with pytest.raises(ValueError, match=said):
