@@ -5,7 +5,7 @@ A *lane* is what one request's policy knows; `Lanes` says after every step which
 does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3 holds; requests come, go, wait and come back between
 rounds. The policies are those of `decode.policies`, one state per request, and are told what `decode.loop.drafter` tells them, but for one
 thing: an engine reveals whether a token was accepted, not with which probability, so that `Policy.lesson` gets 1 or 0, the right number on
-average and at temperature 0 the same.
+average and at temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` decides together which go on.
 """
 
 from collections.abc import Container, Sequence
@@ -14,7 +14,11 @@ from functools import partial, reduce
 from operator import add
 from typing import NamedTuple
 
+import numpy as np
+
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
+from decode.policies.batch import BatchRule
+from serve.pace import Ended, Pace
 
 
 class Row(NamedTuple):
@@ -66,12 +70,18 @@ class Lane:
         self.state, stop = self.policy.after(self.state, drawn)
         self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
 
-    def end(self, verified: Sequence[int], num_accepted: int) -> None:
-        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had never been."""
+    def end(self, verified: Sequence[int], num_accepted: int) -> bool:
+        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had never been.
+
+        Returns:
+            Whether there was a round, and it was verified.
+        """
         is_void = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
-        if self._is_open and not is_void:
+        was_verified = self._is_open and not is_void
+        if was_verified:
             self.state = self.policy.end(self.state, self._outcome(len(verified), num_accepted))
         self._is_open, self.tokens = False, []
+        return was_verified
 
     def _outcome(self, num_verified: int, num_accepted: int) -> Outcome:
         is_rejected = num_accepted < num_verified
@@ -89,7 +99,8 @@ class Lane:
 class Lanes:
     """All requests that are alive, by id, and the rows of the round that is being drafted."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace()
         self._alive: dict[str, Lane] = {}
         self._rows: list[Lane] = []
 
@@ -105,12 +116,15 @@ class Lanes:
         """
         self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
         self._rows = [self._lane(row) for row in rows]
+        ended = [row for row, lane in zip(rows, self._rows, strict=True) if lane.end(row.verified, row.num_accepted)]
+        num_tokens, num_emitted = (sum(len(row.verified) + 1 for row in ended), sum(row.num_accepted + 1 for row in ended))
+        self._pace.begin(len(rows), Ended(len(ended), num_tokens, num_emitted, is_whole=len(ended) == len(rows) > 0))
         for row, lane in zip(rows, self._rows, strict=True):
-            lane.end(row.verified, row.num_accepted)
             if row.room > 0:
                 lane.begin(row.room, row.stop_ids)
             else:
                 lane.is_going = False
+        self._choose()
         return self.is_going
 
     def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> bool:
@@ -122,7 +136,20 @@ class Lanes:
         for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
             if lane.is_going:
                 lane.take(token, drawn)
+        self._pace.step()
+        self._choose()
         return self.is_going
+
+    def _choose(self) -> None:
+        """Of the rows with the batch's rule that want to go on, those that it lets."""
+        asked = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
+        if not asked:
+            return
+        num_others = sum(lane.is_going for lane in self._rows) - len(asked)
+        worth = np.array([float(lane.policy.worth(lane.state)) for lane in asked])  # type: ignore[attr-defined]
+        num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
+        for lane, goes_on in zip(asked, self._pace.chosen(worth, num_tokens, is_paid=num_others > 0), strict=True):
+            lane.is_going = bool(goes_on)
 
     @property
     def is_going(self) -> bool:

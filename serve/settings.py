@@ -6,8 +6,9 @@
 
 Policies are written as `decode.policies.registry` has them. What the server is told is checked before it starts, and refused with one line.
 What a request asks for may come from anyone: it can name no path, and where it cannot be had, the server's policy takes its place, with one
-warning for all requests of that kind. A head is checked against the two models once, and against the sampling of each kind of request: a
-request whose sampling is another is served, since the law of its output does not depend on the head, and warned of.
+warning for all requests of that kind. `auto` is the batch's rule, which all requests that have it share (`serve.pace`). A head is checked
+against the two models once, and against the sampling of each kind of request: a request whose sampling is another is served, since the law
+of its output does not depend on the head, and warned of.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from decode.policies.base import AfterDraw, Policy
+from decode.policies.batch import batched
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
@@ -91,8 +93,8 @@ class Policies:
         self._heads: dict[str, AcceptanceHead] = {}
         for name in settings.heads:
             self._load(name)
-        self.default = _tried(parse_policy(settings.policy, load_head=self._load), settings.policy)
-        self._of_kind = lru_cache(_MOST_KINDS)(self._made)
+        self.default = _made(settings.policy, self._load)
+        self._of_kind = lru_cache(_MOST_KINDS)(self._of)
 
     @property
     def heads(self) -> list[AcceptanceHead]:
@@ -108,7 +110,7 @@ class Policies:
         """
         return self._of_kind(asked if isinstance(asked, str | None) else repr(asked), sampling)
 
-    def _made(self, asked: str | None, sampling: Sampling) -> Policy:
+    def _of(self, asked: str | None, sampling: Sampling) -> Policy:
         policy = self._asked(asked)
         for head in dict.fromkeys((policy.fed_head, policy.drawn_head)):
             if head is not None:
@@ -124,7 +126,7 @@ class Policies:
         if asked is None:
             return self.default
         try:
-            return _tried(parse_policy(asked, load_head=self._loaded), asked)
+            return _made(asked, self._loaded)
         except (ValueError, FileNotFoundError) as error:
             self._warn(f"{KEY}: a request asks for {asked[:200]!r} and gets the server's policy, {self._settings.policy}: {error}")
             return self.default
@@ -156,8 +158,9 @@ class Policies:
         return next((name for name, each in self._heads.items() if each is head), "of the policy")
 
 
-def _tried(policy: Policy, spec: str) -> Policy:
+def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
     """The policy, after two rounds of it: no parameter that makes no sense may first show in the middle of the engine's batch."""
+    policy = batched(parse_policy(spec, load_head=load_head), batch_size=1)
     lane = Lane(policy)
     try:
         for num_accepted in (1, 0):

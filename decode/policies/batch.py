@@ -172,21 +172,31 @@ class Pace:
             worth: [sequence] of those that may.
             num_tokens: that the verification is to be fed so far, by the whole batch.
         """
-        order = np.argsort(-worth, kind="stable")
         sizes = np.arange(1, len(worth) + 1)
         costs = self.rule.costs
         price_s = costs.target(num_tokens + sizes) - costs.target(num_tokens) + costs.draft(sizes)
-        gain = np.cumsum(worth[order]) - self.tokens / self.seconds * price_s
-        best = int(gain.argmax())
-        result = np.zeros(len(worth), dtype=bool)
-        result[order[: best + 1]] = gain[best] >= 0
-        return result
+        return gaining(worth, self.tokens / self.seconds * price_s)
 
     def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
         """A round is over."""
         if self.rule.throughput is None:
             self.tokens += num_emitted
             self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))
+
+
+def gaining(worth: Any, price: Any) -> Any:
+    """Which sequences gain most from one more step together, bool [sequence]; none where that would be a loss.
+
+    Args:
+        worth: [sequence] tokens that the step is expected to bring to each.
+        price: [sequence] tokens that it costs if one, two, ... of them take it.
+    """
+    order = np.argsort(-worth, kind="stable")
+    gain = np.cumsum(worth[order]) - price
+    best = int(gain.argmax())
+    result = np.zeros(len(worth), dtype=bool)
+    result[order[: best + 1]] = gain[best] >= 0
+    return result
 
 
 def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:

@@ -7,6 +7,7 @@ from fake_engine import Asked, FakeEngine
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, AfterDraw, CumulativeTokenProb, Entropy, FixedLength, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
 from decode.policies.auto import Auto
+from decode.policies.batch import batched
 from decode.policies.confidence import LearnedProb
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
@@ -102,6 +103,15 @@ def test_requests_of_one_policy_keep_their_memories_apart():
 def test_a_request_that_had_to_wait_goes_on_as_if_it_had_not():
     policies = [*REMEMBERING, *LEARNING, *FORGETFUL[5:8]]
     check_alone(served(policies, GREEDY, num_rows=3, waits=frozenset({1, 3})), GREEDY)
+
+
+def test_requests_under_the_batchs_rule_get_the_tokens_that_they_get_alone_beside_others():
+    policies = [batched(Auto(DRAWN, 1.0, 4.0), 1), batched(Auto(FED, 1.0, 4.0), 1), FixedLength(3), HeadPolicy(DRAWN, 0.5)] * 3
+    requests = served(policies, GREEDY, waits=frozenset({2}))
+    for place, request in enumerate(requests):
+        decoder = SpeculativeDecoder(model(1, 2), ModelDrafter(model(2), FixedLength(0)), sampling=GREEDY, max_draft_length=LENGTH)
+        assert request.committed == [*PROMPTS[place], *decoder.generate(PROMPTS[place], LIMIT).token_ids]
+    assert {len(tokens) for request in requests[::4] for tokens, _ in request.rounds} > {1}  # the rule drafts, and not one length
 
 
 def test_lanes_remember_the_living_alone():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy
+from decode.policies.batch import BatchAuto
 from heads import AcceptanceHead, Provenance
 from lm import Sampling
 from serve.settings import Policies, Settings
@@ -47,6 +48,15 @@ def test_settings_that_make_no_sense_are_one_line(value: object, message: str):
     with pytest.raises(ValueError, match=message) as raised:
         made(value)
     assert "\n" not in str(raised.value)
+
+
+def test_auto_is_the_rule_of_the_batch(tmp_path: Path):
+    tuned = Provenance(recommended={"t_draft_s": 1.0, "t_target_s": 5.0, "next_mean": 0.7})
+    AcceptanceHead(8, 1, "drawn", provenance=tuned).save_pretrained(tmp_path)
+    policies = made({"policy": f"head:{tmp_path},max_rejection_prob=auto", "heads": {"small": str(tmp_path)}})
+    for policy in (policies.default, policies.of_request("head:small,max_rejection_prob=auto", Sampling())):
+        assert isinstance(policy, BatchAuto)
+        assert (policy.next_mean, policy.is_learning) == (0.7, True)
 
 
 def test_a_head_that_is_not_there_is_refused_by_its_path(tmp_path: Path):

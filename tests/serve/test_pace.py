@@ -1,0 +1,182 @@
+"""The rule of a batch in a running engine (law 4.13): as fast as it can be, by times that nobody told it, and when they change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from decode.policies import AfterDraw, FixedLength, Policy
+from decode.policies.batch import BatchRule
+from serve.lanes import Lanes, Row
+from serve.pace import Measured, Pace
+
+EASY, HARD, SHARE = 0.98, 0.3, 0.8
+MEAN = SHARE * EASY + (1 - SHARE) * HARD
+LONGEST, T_DRAFT = 20, 0.01
+Times = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Known(Policy, BatchRule):
+    """A rule that knows how likely each drafted token is to be accepted: its `token_prob` here."""
+
+    signals = frozenset({"token_prob"})
+
+    def begin(self, state):
+        return (1.0,)
+
+    def after(self, state, drawn):
+        return (state[0] * drawn.token_prob,), False
+
+    def worth(self, state):
+        return state[0] * MEAN
+
+
+@dataclass
+class Engine:
+    """Rows that never end, each step of which takes the time that it is told to."""
+
+    draft: Times
+    target: Times
+    now: float = 0.0
+    tokens: int = 0
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.pace = Pace(lambda: self.now)
+        self.lanes = Lanes(self.pace)
+        self.verified: dict[str, tuple[list[int], int]] = {}
+
+    def run(self, policies: list[Policy], num_rounds: int) -> float:
+        """Tokens per second."""
+        names = [f"{place} {policy}" for place, policy in enumerate(policies)]
+        tokens, since = self.tokens, self.now
+        for _ in range(num_rounds):
+            rows = [
+                Row(name, policy, *self.verified.get(name, ((), 0)), room=LONGEST, stop_ids=frozenset())
+                for name, policy in zip(names, policies, strict=True)
+            ]
+            self.verified = dict(zip(names, self.round(rows), strict=True))
+        return (self.tokens - tokens) / (self.now - since)
+
+    def round(self, rows: list[Row]) -> list[tuple[list[int], int]]:
+        goes_on, chances = self.lanes.begin(rows, {row.request for row in rows}), []
+        self.now += self.draft(len(rows))  # the first step is paid in any case
+        while goes_on:
+            chances.append(np.where(self.random.random(len(rows)) < SHARE, EASY, HARD))
+            seen = [AfterDraw(len(chances) - 1, 0.0, 0.0, 0.0, chance, 0.0) for chance in chances[-1].tolist()]
+            goes_on = self.lanes.step([len(chances)] * len(rows), seen)
+            self.now += self.draft(len(rows)) * goes_on
+        drafts = self.lanes.drafts
+        self.now += self.target(sum(map(len, drafts)) + len(rows))
+        result = []
+        for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            is_accepted = [self.random.random() < step[place] for step in chances[: len(draft)]]
+            num_accepted = [*is_accepted, False].index(False)
+            self.tokens += num_accepted + 1
+            self.lengths.setdefault(row.request, []).append(len(draft))
+            result.append((draft, num_accepted))
+        return result
+
+    def mean_length(self, num_rounds: int) -> float:
+        """Of all rows in the last rounds."""
+        return float(np.mean([each[-num_rounds:] for each in self.lengths.values()]))
+
+
+def steps(number: float) -> float:
+    return T_DRAFT * (1 + number / 64)
+
+
+def verification(token_s: float) -> Times:
+    return lambda tokens: 5 * T_DRAFT + token_s * tokens
+
+
+def best_fixed(num_rows: int, token_s: float) -> float:
+    def rate(k: int) -> float:
+        tokens = num_rows * (1 - MEAN ** (k + 1)) / (1 - MEAN)
+        return tokens / (max(k, 1) * steps(num_rows) + verification(token_s)(num_rows * (k + 1)))
+
+    return max(map(rate, range(LONGEST + 1)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "token_s", "gain"),
+    [(1, 0.0, 1.12), (1, 0.002, 1.12), (4, 0.0, 1.01), (4, 0.002, 1.01), (16, 0.0, 0.98), (16, 0.002, 0.98)],
+)
+def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_it_measures(num_rows: int, token_s: float, gain: float):
+    engine = Engine(steps, verification(token_s))
+    engine.run([Known()] * num_rows, 10)
+    assert engine.run([Known()] * num_rows, 1600 // num_rows) > gain * best_fixed(num_rows, token_s)
+
+
+def test_costs_and_throughput_are_those_of_the_engine():
+    engine = Engine(steps, verification(0.001))
+    rate = engine.run([Known()] * 4, 300)
+    costs = engine.pace._costs
+    assert costs.draft(4) == pytest.approx(steps(4))
+    for tokens in (12, 24):  # the first step, which is always made, counts to the target
+        assert costs.target(tokens) == pytest.approx(verification(0.001)(tokens) + steps(4), rel=0.1)
+    assert engine.pace.throughput == pytest.approx(rate, rel=0.15)
+
+
+def test_a_rule_that_served_many_serves_one_as_if_it_had_served_no_other():
+    fresh, after = Engine(steps, verification(0.0)), Engine(steps, verification(0.0))
+    fresh.run([Known()], 200)
+    after.run([Known()] * 16, 50)
+    after.lengths.clear()
+    after.run([Known()], 120)
+    assert after.mean_length(100) == pytest.approx(fresh.mean_length(150), rel=0.2)
+
+
+def test_a_draft_that_was_slow_at_first_is_tried_again():
+    is_slow = True
+    engine = Engine(lambda rows: steps(rows) * (8 if is_slow else 1), verification(0.0))
+    engine.run([Known()], 60)
+    assert engine.mean_length(40) < 2
+    is_slow = False
+    engine.run([Known()], 1400)
+    assert engine.mean_length(100) > 4
+
+
+def test_rows_of_the_rule_take_steps_that_others_pay():
+    engine = Engine(steps, verification(0.0))
+    engine.run([Known(), FixedLength(6)], 120)
+    rule, fixed = engine.lengths.values()
+    assert set(fixed) == {6}
+    assert min(rule[50:]) >= 6  # verification is free, and so are the first six steps
+    dear = Engine(steps, verification(0.01))
+    dear.run([Known(), FixedLength(6)], 150)
+    rule, fixed = dear.lengths.values()
+    assert set(fixed) == {6}
+    assert np.mean(rule[50:]) < 5
+
+
+def test_a_step_that_reads_a_prompt_says_nothing_of_verification():
+    engine = Engine(steps, verification(0.0))
+    engine.run([Known()], 50)
+    before = engine.pace._costs.target(8)
+    engine.now += 1000.0  # a long prompt
+    engine.round([Row("new", Known(), (), 0, LONGEST, frozenset())])
+    engine.round([Row("newer", Known(), (), 0, LONGEST, frozenset())])
+    assert engine.pace._costs.target(8) == pytest.approx(before)
+
+
+def test_a_measured_line_forgets_and_never_falls():
+    measured = Measured()
+    assert measured.curve is None
+    for number, seconds in ((4, 3.0), (8, 3.2), (16, 3.6)) * 40:
+        measured.see(number, seconds)
+    assert measured.curve(32) - measured.curve(16) == pytest.approx(0.8, rel=0.2)
+    for number in (4, 16) * 100:
+        measured.see(number, 20.0 - number)
+    assert measured.curve(4) == measured.curve(16) == pytest.approx(10.0, rel=0.05)
+
+
+def test_one_slow_step_is_an_accident():
+    measured = Measured()
+    for _ in range(50):
+        measured.see(4, 1.0)
+    measured.see(4, 1000.0)
+    assert measured.curve(4) < 1.1
