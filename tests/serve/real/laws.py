@@ -1,0 +1,55 @@
+"""Whether what was written has the target's law.
+
+transform   F(x - 1) + U p(x) of every token x under the target: uniform iff the law is right (Kolmogorov-Smirnov)
+z           of the sum of log p(x) against what it comes to on average under p: what a policy does that drops unlikely tokens shows there
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from scipy.stats import kstest
+from torch import Tensor
+
+from lm import Pair, Sampling
+
+
+class _Tokens(NamedTuple):
+    transform: Tensor
+    surprise: Tensor
+    """log p(x) less its mean."""
+    variance: Tensor
+    """Of log p(x) under p."""
+
+
+@torch.inference_mode()
+def law_of(pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, Any]], sampling: Sampling) -> dict[str, Any]:
+    """Of all answers: {"tokens", "ks_p", "z", "num_impossible" (tokens that the law never gives)}."""
+    generator = torch.Generator().manual_seed(0)
+    seen = [
+        _tokens(pair, one["prompt_ids"], answer["token_ids"], sampling, generator) for one, answer in zip(requests, answers, strict=True)
+    ]
+    transform, surprise, variance = (torch.cat(each) for each in zip(*seen, strict=True))
+    possible = surprise.isfinite()
+    return {
+        "tokens": len(transform),
+        "ks_p": float(kstest(transform.numpy(), "uniform").pvalue),
+        "z": float(surprise[possible].sum() / variance[possible].sum().sqrt()),
+        "num_impossible": int((~possible).sum()),
+    }
+
+
+def _tokens(pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, generator: torch.Generator) -> _Tokens:
+    logits = pair.target(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1, : pair.vocab_size]
+    probs, chosen = sampling.probs(logits, torch.float64), torch.tensor(token_ids).unsqueeze(-1)
+    own = probs.gather(-1, chosen)
+    uniform = torch.rand(chosen.shape, generator=generator, dtype=torch.float64)
+    logs = probs.clamp_min(1e-300).log()
+    mean, square = (probs * logs).sum(-1), (probs * logs.square()).sum(-1)
+    transform = probs.cumsum(-1).gather(-1, chosen) - own + uniform * own
+    return _Tokens(transform.flatten(), (own.log() - mean.unsqueeze(-1)).flatten(), square - mean.square())
+
+
+def drafted_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """How much was drafted for them: rounds and acceptance length."""
+    rounds = [one for answer in answers for one in answer["rounds"]]
+    return {"rounds": len(rounds), "acceptance_length": 1 + sum(num_accepted for _, num_accepted in rounds) / max(len(rounds), 1)}
