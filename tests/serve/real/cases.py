@@ -18,7 +18,7 @@ from tests.serve.real.loop import TRIO, decoded, requests_of
 LONGEST, NUM_REQUESTS, NUM_COPIES = 12, 36, 4
 FALSE_ALARM, CAUGHT_Z = 1e-4, 6.0
 MOST_GROWTH_MIB = 16
-TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 16, "num_gpu_blocks_override": 64, "enable_prefix_caching": True}
+TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 512, "block_size": 16, "num_gpu_blocks_override": 48}
 POLICIES = (
     "fixed_length:k=0",
     "fixed_length:k=5",
