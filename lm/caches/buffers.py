@@ -62,6 +62,13 @@ class BufferLayer(DynamicLayer):
         """Forget the first positions of every sequence."""
         self.first, self.length = self.first + count, self.length - count
 
+    def gather(self, length: int, places: Tensor) -> None:
+        """Keep the first `length` positions, and behind them those at these places, moved together."""
+        for buffer in (self._keys, self._values):
+            start = self.first + length
+            buffer[:, :, start : start + len(places)] = buffer[:, :, self.first + places.to(buffer.device)]
+        self.length = length + len(places)
+
     def seat(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
         """Write the sequences of another layer over `rows`, their last positions at this layer's last. What stands to the left of a shorter
         one is finite and not its own: the mask has to hide it.

@@ -6,7 +6,7 @@ a model with recurrent or convolutional layers goes back to an earlier copy of t
 asked, and the tokens in between are fed again. A model whose cache does neither is refused (`lm.models.probe`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -169,26 +169,29 @@ class CachedModel:
         return torch.cat([logits for logits, _ in steps])
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        return self._logits_at({"position_ids": self._positions_of(ids.shape[1])}, ids, num_rows)
+
+    def _logits_at(self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        """Feed tokens whose positions, and perhaps mask, are as `placed` says in the words of the model's forward."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
         if self._halves is None:
-            logits = self._logits_of_whole(ids, num_rows)
+            logits = self._logits_of_whole(ids, num_rows, placed)
         else:
-            positions = self._positions_of(ids.shape[1])
-            output = self._halves.body(input_ids=ids, past_key_values=self._cache, use_cache=True, position_ids=positions)
+            output = self._halves.body(input_ids=ids, past_key_values=self._cache, use_cache=True, **placed)
             self.hidden = output.last_hidden_state[0][-num_rows:]
             logits = self._halves.head(self.hidden)
         self._length += ids.shape[1]
         self._check_lengths()
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
 
-    def _logits_of_whole(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+    def _logits_of_whole(self, ids: Int[Tensor, "1 fed"], num_rows: int, placed: Mapping[str, Tensor]) -> Float[Tensor, "rows vocab"]:
         known: dict[str, Any] = {
             "past_key_values": self._cache,
             "cache_params": self._cache,
             "logits_to_keep": num_rows,
             # some families count from 0 in every forward unless they are told, as `generate` tells them
-            "position_ids": self._positions_of(ids.shape[1]),
+            **placed,
         }
         taken = {name: value for name, value in known.items() if name in self._parameters}
         if not self.with_hidden:

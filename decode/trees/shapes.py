@@ -1,0 +1,67 @@
+"""How a tree of drafts branches: EAGLE-2's dynamic tree, and CaPE's expansion of a greedy chain.
+
+EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084)   every level offers the `width` most probable children of each
+        expanded node; of these the `width` best by the sum of log q along their path are expanded next; of all candidates the best
+        `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
+CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a)  a greedy chain (published: of 4); each of its tokens stands
+        beside siblings, the more the less sure the draft is: 8 candidates where the largest probability is below .3, 6 below .6, 4 below
+        .8, else 2, the chain's own token among them. All are verified.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+_BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
+
+
+@runtime_checkable
+class Shape(Protocol):
+    """How a tree branches."""
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes of a level that get children: the best."""
+        ...
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Of all candidates so many are verified, the best; None: all."""
+        ...
+
+    def num_children(self, max_prob: float) -> int:
+        """Candidates after one node, where the draft's largest probability is so large."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """EAGLE-2's tree."""
+
+    width: int = 10
+    num_nodes: int | None = 59
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width is {self.width}; every level of a tree has at least 1 candidate")
+        if self.num_nodes is not None and self.num_nodes < 1:
+            raise ValueError(f"num_nodes is {self.num_nodes}; a tree has at least 1 node, or null to verify all candidates")
+
+    @property
+    def num_expanded(self) -> int:
+        return self.width
+
+    def num_children(self, max_prob: float) -> int:
+        return self.width
+
+
+@dataclass(frozen=True)
+class Cape:
+    """CaPE's tree."""
+
+    bands: tuple[tuple[float, int], ...] = _BANDS
+    """(largest probability up to which, candidates), in rising order; the last is for every larger one."""
+    num_expanded: int = 1
+    num_nodes: int | None = None
+
+    def num_children(self, max_prob: float) -> int:
+        return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])

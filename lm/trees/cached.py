@@ -1,0 +1,133 @@
+"""Law 4.5 for a tree: a causal model whose cache holds a prefix of the text, and after it nodes of one tree.
+
+One forward feeds what the cache lacks of the text, and nodes. A node sees the text and the nodes of its own path (a mask of four
+dimensions), and has the position that it would have in its path. Nodes may be added level by level, as a draft does, or all at once, as the
+target does; then the accepted path's keys and values are moved together behind the text, and the other nodes are forgotten. That is exact
+for full attention with positions that are told; other models are refused, by their kind of cache, or because their logits differ from those
+of each path by itself, which is tried once per model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lm.caches.buffers import BufferLayer
+from lm.models.cached import CachedModel
+from lm.trees.tree import Tree
+
+_MOST_PENDING = 32
+"""Tokens of the text that are fed together with nodes; of a longer text (the prompt) the rest goes before, by itself."""
+_PASSED: WeakSet[PreTrainedModel] = WeakSet()
+_TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
+
+
+class TreeModel(CachedModel):
+    """One text and one tree through one causal model.
+
+    `len` counts tokens of the text and nodes together. `hidden` has the rows that the last forward returned.
+    """
+
+    _tree = Tree()
+    """The nodes that are in the cache."""
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+        """Args are those of `CachedModel`.
+
+        Raises:
+            ValueError: as `CachedModel`; a model that has more than full attention.
+        """
+        super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
+        others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not BufferLayer}
+        if others:
+            raise _refusal(model, f"its cache has {', '.join(sorted(others))}")
+        if model not in _PASSED:
+            _check(self)
+            _PASSED.add(model)
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(min(length, len(self) - len(self._tree)))
+        self._tree = Tree()
+
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.
+
+        Args:
+            token_ids: the whole text; its tokens that are not in the cache are fed.
+            tree: begins with the nodes that are in the cache.
+        """
+        with torch.inference_mode():
+            num_pending = len(token_ids) - (len(self) - len(self._tree))
+            assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
+            if num_pending > _MOST_PENDING:
+                self.forward(token_ids[:-1])
+                num_pending = 1
+            new = range(len(self._tree), len(tree))
+            ids = [*token_ids[len(token_ids) - num_pending :], *(tree.tokens[node] for node in new)]
+            placed = self._placed(len(token_ids), num_pending, tree)
+            logits = self._logits_at(placed, torch.tensor([ids], device=self._device), len(new) + bool(num_pending))
+            self._tree = tree
+            return logits
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """The text goes on with the nodes of this path; the other nodes are forgotten."""
+        length = len(self) - len(self._tree)
+        places = torch.tensor(path, dtype=torch.long) + length
+        for layer in self._buffers:
+            layer.gather(length, places)
+        self._length, self._tree = length + len(path), Tree()
+        self._check_lengths()
+
+    def _placed(self, length: int, num_pending: int, tree: Tree) -> dict[str, Any]:
+        """Positions of what is fed, and 0 where it sees a place of the cache, the lowest number where it does not.
+
+        Args:
+            length: of the text.
+            num_pending: its last tokens that are fed.
+            tree: of which the cache holds the first nodes.
+        """
+        num_known = len(self._tree)
+        positions = [*range(length - num_pending, length), *(length - 1 + depth for depth in tree.depths[num_known:])]
+        sees = np.zeros((len(positions), length + len(tree)), dtype=bool)
+        sees[:num_pending, :length] = np.tri(num_pending, length, length - num_pending, dtype=bool)
+        sees[num_pending:, :length] = True
+        sees[num_pending:, length:] = tree.sees()[num_known:]
+        lowest = torch.finfo(self.model.dtype).min
+        mask = torch.zeros(sees.shape, dtype=self.model.dtype).masked_fill_(torch.from_numpy(~sees), lowest)
+        return {
+            "position_ids": torch.tensor([positions], device=self._device),
+            "attention_mask": mask[None, None].to(self._device),
+        }
+
+
+def _check(cached: TreeModel) -> None:
+    """Raise ValueError unless a tree's logits are those that each of its paths has by itself, before and after a path is kept."""
+    num_ids = cached.model.config.get_text_config().vocab_size
+    text = [token % num_ids for token in _TEXT]
+    tree = Tree([token % num_ids for token in _TREE.tokens], _TREE.parents) if num_ids > max(_TREE.tokens) else Tree([0, 1, 0], [-1, -1, 1])
+    path = tree.path(len(tree) - 1)
+    try:
+        first = cached.forward_tree(text, tree)[1:]
+        cached.keep(path[:1])
+        second = cached.forward([*text, *tree.tokens_of(path)], 1)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(cached.model, f"its forward fails with a mask for a tree ({type(error).__name__}: {error})") from error
+    ours = [*zip(map(tree.path, range(len(tree))), first, strict=True), (path, second[0])]
+    for alone, logits in ours:
+        cached.reset()
+        expected = cached.forward([*text, *tree.tokens_of(alone)])[0]
+        spread = max(float(expected.float().std()), torch.finfo(torch.float32).tiny)
+        share = float((logits - expected).abs().max()) / spread
+        if not share <= (1e-2 if cached.model.dtype in (torch.float32, torch.float64) else 0.5):
+            raise _refusal(cached.model, f"its logits in a tree differ from those of a path alone by {share:.2g} of their spread")
+    cached.reset()
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(f"{type(model).__name__} cannot hold a tree of drafts: {why}; only full attention can: draft chains with this model")

@@ -1,0 +1,101 @@
+"""Trees in the real loop: the output has exactly the target's law, whatever shape, policy and sampling; and counts are what was seen."""
+
+import pytest
+import torch
+from enumeration import assert_same_law, law_of
+from random_pairs import CONFIGS, random_pair
+from toy_loop import POLICIES, PROMPT, SAMPLINGS
+from toy_trees import tree_decoder_of
+
+import lm.trees.verification
+from decode import ModelDrafter
+from decode.policies import AdaEDL, Entropy, FixedLength, Policy
+from decode.trees.decoder import TreeDecoder
+from decode.trees.drafter import TreeDrafter
+from decode.trees.shapes import Cape, Dynamic, Shape
+from lm import Draws, Sampling
+
+SHAPES = {"dynamic": Dynamic(2, 4), "cape": Cape(((0.5, 3), (1.0, 2))), "greedy chain": Dynamic(1, None)}
+
+
+def tree_law(decoder: TreeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
+    """The loop's law, exactly; law 4.4 holds on every branch."""
+
+    def play(draws: Draws) -> tuple[int, ...]:
+        generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
+        counts = generation.counts
+        assert counts.num_drafted == sum(len(played.drafted) for played in generation.rounds)
+        assert counts.num_accepted == sum(len(played.path) for played in generation.rounds)
+        assert counts.num_emitted == len(generation.token_ids)
+        assert all(token not in decoder.eos_ids for token in generation.token_ids[:-1])
+        return generation.token_ids
+
+    return law_of(play)
+
+
+def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how) -> None:
+    decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
+    expected = decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids))
+    assert_same_law(tree_law(decoder, 3), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_the_target_law_on_trees(policy):
+    for name in ("cold", "top_k", "greedy"):
+        assert_target_law(POLICIES[policy], SHAPES["dynamic"], SAMPLINGS[name])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_keeps_the_target_law_under_every_sampling(shape):
+    for sampling in SAMPLINGS.values():
+        assert_target_law(Entropy(0.3), SHAPES[shape], sampling, length=2)
+        assert_target_law(FixedLength(2), SHAPES[shape], sampling, eos_ids=(), read_every=2)
+
+
+def _unwarped(self, logits, committed, tree):
+    return logits.softmax(-1)
+
+
+def _unreduced(tokens, law, draws):
+    yield from (1.0 - law[token].item() for token in tokens)
+
+
+@pytest.mark.parametrize("mutant", [(TreeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)])
+def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
+    assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
+    monkeypatch.setattr(*mutant)
+    with pytest.raises(AssertionError):
+        assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_greedy_output_equals_transformers_generate(architecture):
+    target, draft = random_pair(architecture)
+    prompt = [3, 1, 4, 1, 5]
+    expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30)[0, len(prompt) :].tolist()
+    kinds = set()
+    for policy, shape in ((FixedLength(4), Dynamic(3, 10)), (Entropy(0.6), Cape()), (AdaEDL(), Dynamic(4, None))):
+        decoder = TreeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
+        generation = decoder.generate(prompt, 30)
+        assert list(generation.token_ids) == expected
+        kinds |= {played.next_kind for played in generation.rounds}
+        assert generation.counts.num_target < 30
+    assert "bonus" in kinds
+
+
+def test_counts_are_what_the_models_saw():
+    decoder = tree_decoder_of(FixedLength(2), Dynamic(2, 4), sampling=Sampling(), eos_ids=())
+    target, draft = decoder.target, decoder.drafter.model
+    generation = decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0))
+    counts = generation.counts
+    assert (counts.num_target, counts.num_draft_forwards) == (len(target.forwards), len(draft.forwards))
+    assert sum(target.forwards) == len(PROMPT) + counts.num_drafted + counts.num_target - 1
+    assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
+    assert max(len(played.path) for played in generation.rounds) == 2
+
+
+def test_a_decoder_of_trees_refuses_a_drafter_of_chains():
+    trees = tree_decoder_of(FixedLength(2), Dynamic(2, 4))
+    decoder = TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
+    with pytest.raises(AssertionError, match="drafts chains"):
+        decoder.generate(PROMPT, 4)
