@@ -22,8 +22,8 @@ from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling, load_pair
-from lm.pair import num_weights
+from lm import Pair, Sampling, load_pair, num_weights, refuse_feature_draft
+from lm.features.released import layout_of
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -34,14 +34,17 @@ BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "targe
 class Experiment:
     """One config, settled."""
 
-    def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
+    def __init__(self, config: Config, *, needs_micro: bool = False, takes_feature_drafts: bool = False) -> None:
         """Args:
             config: of the command.
             needs_micro: hierarchies are asked for.
+            takes_feature_drafts: the command knows what to do with a draft that reads the target.
 
         Raises:
-            ValueError: there is no micro model and it is needed.
+            ValueError: there is no micro model and it is needed; a feature draft that is not.
         """
+        if not takes_feature_drafts:
+            refuse_feature_draft(config.pair)
         if needs_micro:
             check_micro(config.pair)
         self.models, self.data, self.decode = config.pair, config.data, config.decode
@@ -55,6 +58,11 @@ class Experiment:
         """The models, loaded."""
         return load_pair(self.models)
 
+    @cached_property
+    def has_feature_draft(self) -> bool:
+        """Whether the draft reads the target's states."""
+        return layout_of(self.models.draft) is not None
+
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
         if level not in self._described:
@@ -63,7 +71,9 @@ class Experiment:
 
     @cached_property
     def num_draft_weights(self) -> int:
-        """Parameters of the draft; none is loaded."""
+        """Parameters of the draft; none is loaded, unless it is a feature draft."""
+        if self.has_feature_draft:
+            return sum(parameter.numel() for parameter in self.pair.drafting.parameters())
         return num_weights(self.models.draft, trust_remote_code=self.models.trust_remote_code)
 
     @cached_property

@@ -11,6 +11,9 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 from lm.arrays import array_of
 from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
+from lm.features.draft import FeatureDraft
+from lm.features.stepwise import DraftModel, FeatureModel, feature_model
+from lm.features.taps import TappedModel
 from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
 from lm.models.compiled import CompiledModel
@@ -28,6 +31,7 @@ from lm.pair import (
     load_pair_tokenizer,
     load_tokenizer,
     num_weights,
+    refuse_feature_draft,
     vocab_size_of,
 )
 from lm.sampling import Sampling
@@ -40,11 +44,15 @@ __all__ = [
     "Compile",
     "CompiledModel",
     "CompiledTailModel",
+    "DraftModel",
     "Draws",
+    "FeatureDraft",
+    "FeatureModel",
     "GreedyDraws",
     "Pair",
     "RandomDraws",
     "Sampling",
+    "TappedModel",
     "Verdict",
     "acceptance_prob",
     "acceptance_rate",
@@ -54,6 +62,7 @@ __all__ = [
     "emitted_vocab_size",
     "entropy",
     "eos_ids_of",
+    "feature_model",
     "free_memory",
     "keep",
     "load_config",
@@ -65,6 +74,7 @@ __all__ = [
     "next_law",
     "num_accepted",
     "num_weights",
+    "refuse_feature_draft",
     "residual_probs",
     "revealed_probs",
     "verify",

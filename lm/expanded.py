@@ -34,7 +34,9 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
     if num_layers == 0:
         return
     expected = _tried(model, "without them")
-    layers, config = _layers_of(model), model.config.get_text_config()
+    layers, config = layers_of(model), model.config.get_text_config()
+    if layers is None:
+        raise _refusal(model, f"it has no list of {config.num_hidden_layers} layers")
     num_own = len(layers)
     for place in range(num_own, num_own + num_layers):
         layers.append(_silent_copy(layers[place % num_own], config, place))
@@ -75,14 +77,11 @@ def _outputs(model: PreTrainedModel) -> _Outputs:
     return _Outputs(hidden, logits, model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits)
 
 
-def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's layers: the outermost that is as long as the config says."""
+def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
     length = model.config.get_text_config().num_hidden_layers
     found = (each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == length)
-    layers = next(found, None)
-    if layers is None:
-        raise _refusal(model, f"it has no list of {length} layers")
-    return layers
+    return next(found, None)
 
 
 @torch.no_grad()

@@ -25,6 +25,9 @@ from transformers import (
 
 from configs.schema import ModelSource, PairConfig
 from lm.expanded import expand
+from lm.features.draft import FeatureDraft
+from lm.features.loading import load_feature_draft
+from lm.features.released import layout_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -34,9 +37,20 @@ class Pair:
     """Models that fit, and their tokenizer."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    drafting: PreTrainedModel | FeatureDraft
     micro: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The draft, a model of its own.
+
+        Raises:
+            ValueError: it is a feature draft.
+        """
+        if isinstance(self.drafting, FeatureDraft):
+            raise ValueError(_reads_the_target(type(self.drafting).__name__))
+        return self.drafting
 
     @cached_property
     def vocab_size(self) -> int:
@@ -77,7 +91,14 @@ def load_pair(config: PairConfig) -> Pair:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
     models = {name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in _sources(config).items()}
-    pair = Pair(models["target"], models["draft"], models.get("micro"), tokenizer)
+    target, dtype = models["target"], _DTYPES[config.draft.dtype]
+    drafting = models.get("draft") or load_feature_draft(
+        config.draft,
+        target,
+        num_layers=target.config.get_text_config().num_hidden_layers - config.target.extra_layers,
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+    )
+    pair = Pair(target, drafting, models.get("micro"), tokenizer)
     for name, model in models.items():
         check_width(model, pair.vocab_size, name)
     return pair
@@ -97,7 +118,22 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
 
 
 def _sources(config: PairConfig) -> dict[str, ModelSource]:
-    return {"target": config.target, "draft": config.draft} | ({"micro": config.micro} if config.micro else {})
+    """The models of their own, which have tokenizers."""
+    sources = {"target": config.target} | ({} if layout_of(config.draft) else {"draft": config.draft})
+    return sources | ({"micro": config.micro} if config.micro else {})
+
+
+def refuse_feature_draft(config: PairConfig) -> None:
+    """Raise ValueError where pair.draft is one."""
+    if layout := layout_of(config.draft):
+        raise ValueError(_reads_the_target(f"{layout} directory ({config.draft.path})"))
+
+
+def _reads_the_target(what: str) -> str:
+    return (
+        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; decode generate and "
+        "decode bench take it, this takes a draft that is a model of its own: set pair.draft.path"
+    )
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -17,7 +17,7 @@ from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.lock import only_writer
 from data_gen.store.manifest import make_manifest, settle
 from data_gen.store.shards import SHARD_FOLDERS, clean_partial, rows_path
-from lm import Sampling, load_pair_tokenizer
+from lm import Sampling, load_pair_tokenizer, refuse_feature_draft
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 
@@ -84,6 +84,7 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
 def check(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
+    refuse_feature_draft(pair)
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():

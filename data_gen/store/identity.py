@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from configs.schema import ModelSource
 from data_gen.store.shards import write_atomic
+from lm.features.released import commit_of, width_of
 
 _SAMPLE_BYTES = 2**20
 _LARGE_BYTES = 2**26
@@ -41,7 +42,7 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
         ValueError: its config does not fit together.
     """
     try:
-        model_config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+        commit, width = _commit_and_width(source, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
@@ -53,13 +54,22 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
     return {
         "name": folder.name if local else source.path,
         "revision": source.revision,
-        "commit": getattr(model_config, "_commit_hash", None),
+        "commit": commit,
         "fingerprint": _fingerprint(folder) if local else None,
         "weights": _weights(folder) if local else None,
         "config": _configs(folder) if local else None,
         "dtype": source.dtype,
-        "hidden_size": model_config.get_text_config().hidden_size,
+        "hidden_size": width,
     }
+
+
+def _commit_and_width(source: ModelSource, *, trust_remote_code: bool) -> tuple[str | None, int]:
+    """The hub's commit, and the width of what heads read."""
+    width = width_of(source)
+    if width is not None:  # a feature draft: transformers knows not every layout
+        return commit_of(source), width
+    config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 
 def same_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool | None:

@@ -111,7 +111,7 @@ class Bare:
     def __init__(self, config: Config, *, sizes: Sequence[int] | None, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
         check_sizes(sizes, has_hierarchies=config.decode.hierarchies)
         logging.disable_progress_bar()
-        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies, takes_feature_drafts=True)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
 
     @cached_property

@@ -54,7 +54,9 @@ class Race:
         FileNotFoundError: a head that is not there.
         """
         self._config, self._terms = config, terms
-        self.experiment = Experiment(config)
+        self.experiment = Experiment(config, takes_feature_drafts=True)
+        if self.experiment.has_feature_draft and not terms.policies:
+            raise ValueError("a feature draft has no trace that settings could be chosen on; name them: --policies '[fixed_length:k=4]'")
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads are checked before anything is measured
         self._checked = [self.experiment.policy(spec) for spec in terms.policies] or self.experiment.heads
@@ -77,6 +79,8 @@ class Race:
 
     def cells(self, ratios: Sequence[float], samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
         """One record per ratio (none: the pair as it is) and sampling, each as soon as it is there."""
+        if ratios and self.experiment.has_feature_draft:
+            raise ValueError("--ratios slows both models by extra layers, and a feature draft takes none; set pair.target.extra_layers")
         for ratio in ratios or (None,):
             for name in samplings:
                 asked = {"ratio": ratio, "sampling": name, **asdict(self._terms)}
@@ -160,6 +164,8 @@ class Race:
             )
             for name, one in {ALONE: Chosen("-", FixedLength(0)), **chosen}.items()
         }
+        if self.experiment.has_feature_draft:  # transformers drafts with models of their own
+            return arms
         schedules = {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
         schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)}
         for name, (setting, changes) in schedules.items():

@@ -139,6 +139,8 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
         f"{_name(one.family)} behind {_name(name)}" for one in ours for name in SCHEDULES if name in one.over and one.over[name].value < 0
     ]
     where = f"{_LABELS[cell['sampling']]} at ratio {ratio_of(cell):.2f}"
+    if not against:
+        return f"{where}: fastest of ours {_name(best.family)}; transformers has no schedule for a feature draft."
     return (
         f"{where}: fastest of ours {_name(best.family)}: {against}. {'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind.'}"
     )

@@ -22,9 +22,10 @@ from decode.costs.model import CostModel
 from decode.intervals import TimeErrors
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.loop.models import Models, models_of
 from decode.policies import FixedLength, Policy
 from decode.traces.trace import Array
-from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
+from lm import KINDS, CachedModel, Compile, CompiledModel, DraftModel, FeatureDraft, Pair, Sampling
 
 LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
@@ -60,16 +61,21 @@ class Loop:
         return SpeculativeDecoder(self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset())
 
     @cached_property
+    def _beside(self) -> Models | None:
+        """A feature draft and the target that it reads."""
+        return models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
+
+    @cached_property
     def _target(self) -> CachedModel:
-        return self._made(self.pair.target)
+        return self._made(self.pair.target) if self._beside is None else self._beside.target
 
     @cached_property
-    def _draft(self) -> CachedModel:
-        return self._made(self.pair.draft)
+    def _draft(self) -> DraftModel:
+        return self._made(self.pair.draft) if self._beside is None else self._beside.draft
 
     @cached_property
-    def _draft_for_heads(self) -> CachedModel:
-        return self._made(self.pair.draft, with_hidden=True)
+    def _draft_for_heads(self) -> DraftModel:
+        return self._made(self.pair.draft, with_hidden=True) if self._beside is None else self._beside.draft
 
     def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
         made = KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)

@@ -17,8 +17,9 @@ from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.loop.models import models_of
 from decode.policies.base import Policy
-from lm import KINDS, Pair
+from lm import Pair
 
 
 def generate(
@@ -43,7 +44,7 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
-    experiment = Experiment(config)
+    experiment = Experiment(config, takes_feature_drafts=True)
     stop = experiment.policy(policy)
     logging.disable_progress_bar()
     pair = experiment.pair
@@ -77,15 +78,14 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
 
 def decoder_for(experiment: Experiment, policy: Policy) -> SpeculativeDecoder:
     """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
-    pair, kind = experiment.pair, KINDS[experiment.decode.compile]
     has_heads = policy.fed_head is not None or policy.drawn_head is not None
-    draft = kind(pair.draft, vocab_size=pair.vocab_size, with_hidden=has_heads)
+    models = models_of(experiment.pair, experiment.decode.compile, with_hidden=has_heads)
     return SpeculativeDecoder(
-        kind(pair.target, vocab_size=pair.vocab_size),
-        ModelDrafter(draft, policy),
+        models.target,
+        ModelDrafter(models.draft, policy),
         sampling=experiment.sampling,
         max_draft_length=experiment.decode.max_draft_length,
-        eos_ids=pair.eos_ids,
+        eos_ids=experiment.pair.eos_ids,
     )
 
 

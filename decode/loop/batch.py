@@ -146,7 +146,7 @@ class Batch:
         while going := self._chosen(going, busy):
             steps.append(len(going))
             ids = [place.committed + place.drafter.proposal.tokens for place in going]
-            asks = [Ask(place.drafter.model, each, 1) for place, each in zip(going, ids, strict=True)]
+            asks = [Ask(place.drafter.model, each, 1) for place, each in zip(going, ids, strict=True)]  # type: ignore[arg-type]  # a `Seat`
             logits = self._draft.forward(asks)
             told = zip(going, logits, self._laws(asks, logits), strict=True)
             going = [place for place, row, q in told if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]

@@ -16,7 +16,7 @@ from decode.loop.batch import Batch, BatchRound, Request, Together
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.loop.rounds import Generation, Round, settle
 from decode.policies.batch import batched
-from lm import CachedModel, Draws, RandomDraws, Sampling, Verdict, verify
+from lm import CachedModel, Draws, FeatureModel, RandomDraws, Sampling, Verdict, verify
 from lm.models.seats import Seats
 
 
@@ -87,8 +87,9 @@ class SpeculativeDecoder:
         generator: torch.Generator | Sequence[Draws] | None = None,
     ) -> tuple[Batch, Iterator[BatchRound]]:
         """The same round by round: (what collects the generations, what plays the rounds)."""
-        if type(self.drafter) is not ModelDrafter:
-            raise ValueError(f"a {type(self.drafter).__name__} drafts for one prompt at a time; use generate, or a ModelDrafter")
+        if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
+            name = type(getattr(self.drafter, "model", self.drafter)).__name__
+            raise ValueError(f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a model of its own")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; at least 1 sequence is decoded at a time")
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decode.loop.fused import fused_step
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, mapped
-from lm import CachedModel, Draws, GreedyDraws, Sampling, revealed_probs
+from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling, revealed_probs
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ class Drafter(Protocol):
 class ModelDrafter:
     """One model drafts token by token until its policy says stop. Once its context is full it drafts nothing."""
 
-    def __init__(self, model: PreTrainedModel | CachedModel, policy: Policy, *, vocab_size: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
-        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`.
+        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft's (`lm.FeatureModel`) reads the very target
+            that verifies, and drafts nothing until that has read the prompt.
         policy: when to stop (design 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
-from lm import CachedModel, Draws
+from lm import DraftModel, Draws
 
 
 class OfToken(NamedTuple):
@@ -63,7 +63,7 @@ class SignalReader(Protocol):
 class Reader:
     """What both readers know of policy and model."""
 
-    def __init__(self, policy: Policy, model: CachedModel) -> None:
+    def __init__(self, policy: Policy, model: DraftModel) -> None:
         unknown = policy.signals - frozenset(AfterDraw._fields)
         if unknown:
             raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
@@ -78,7 +78,7 @@ class Reader:
         self.model = model
 
 
-def _stepwise(head: AcceptanceHead, model: CachedModel) -> StepwiseHead:
+def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
     return StepwiseHead(head, Vocabulary(model.num_embeddings, model.embedding) if head.inputs.embedding else None)
 
 
@@ -113,7 +113,7 @@ def nothing_of(position: int) -> AfterDraw:
     return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _placed(head: AcceptanceHead, model: CachedModel) -> AcceptanceHead:
+def _placed(head: AcceptanceHead, model: DraftModel) -> AcceptanceHead:
     """The head where the draft's hidden states are, if it fits."""
     if head.hidden_size != model.hidden_size:
         raise ValueError(

@@ -24,14 +24,14 @@ from torch import Tensor
 from decode.loop.reading import OfToken, Reader, SignalReader, nothing_of, numbers_of, scored, softmax
 from decode.policies.base import AfterDraw, Policy
 from heads.model.on_host import HostHead
-from lm import CachedModel, Draws, array_of
+from lm import DraftModel, Draws, array_of
 
 _INFINITY = float("inf")
 _NOTHING = OfToken(0.0, 0.0, 0.0)
 _ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "token_prob": 0.0, "drawn_logit": 0.0}
 
 
-def reader_of(policy: Policy, model: CachedModel) -> SignalReader:
+def reader_of(policy: Policy, model: DraftModel) -> SignalReader:
     """The reader for the device that the draft is on.
 
     Args:
@@ -47,7 +47,7 @@ def reader_of(policy: Policy, model: CachedModel) -> SignalReader:
 class HostSignals(Reader):
     """`SignalReader` of a draft on the CPU."""
 
-    def __init__(self, policy: Policy, model: CachedModel) -> None:
+    def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy = "entropy" in self.wanted
         scores = [None if head is None else HostHead(head, names=OfToken._fields).score for head in (self.fed, self.drawn)]

@@ -33,6 +33,7 @@ class CachedModel:
     Attributes:
         hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows that the last
             `forward` returned; may be None unless `with_hidden`.
+        states: [fed, hidden] those of every row that it fed, where the model is its halves (`lm.models.halves`).
     """
 
     remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
@@ -51,6 +52,7 @@ class CachedModel:
         self.vocab_size = vocab_size
         self.with_hidden = with_hidden
         self.hidden: Float[Tensor, "rows hidden"] | None = None
+        self.states: Float[Tensor, "fed hidden"] | None = None
         if with_hidden:
             head_of(model)
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
@@ -179,7 +181,8 @@ class CachedModel:
             logits = self._logits_of_whole(ids, num_rows, placed)
         else:
             output = self._halves.body(input_ids=ids, past_key_values=self._cache, use_cache=True, **placed)
-            self.hidden = output.last_hidden_state[0][-num_rows:]
+            self.states = output.last_hidden_state[0]
+            self.hidden = self.states[-num_rows:]
             logits = self._halves.head(self.hidden)
         self._length += ids.shape[1]
         self._check_lengths()

@@ -44,7 +44,7 @@ class Words(PreTrainedTokenizerBase):
 
 
 def loop() -> PrimedLoop:
-    pair = Pair(target=model(1, 2), draft=model(2), micro=None, tokenizer=Words())
+    pair = Pair(model(1, 2), model(2), None, Words())
     return PrimedLoop(pair, WARM, max_draft_length=LENGTH, compile=False)
 
 

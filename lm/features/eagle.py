@@ -1,0 +1,151 @@
+"""EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): one layer that reads the target's features.
+
+Entry t stands for token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output gives q(x_{t+2}):
+
+    EAGLE-1/2   f̂_{t+1} = layer(fc[embed(x_{t+1}); s_t])                         q = softmax(head f̂)         (no norm before or after)
+    EAGLE-3     a_{t+1} = layer([norm(embed(x_{t+1})); norm(s_t)]), residual s_t  q = softmax(head norm(a))
+
+Where the target has been, s_t is made of its features by `entering`: f_t, the state after its final norm, as it is; or, for EAGLE-3, fc of
+three of its layers' outputs. Deeper in a draft s_t is the output before: `Outputs.states` of the parent.
+
+    states = draft.entering(features)                              [batch node hidden], once for all nodes that the target has been at
+    outputs = draft(tokens, states, positions, cache=, mask=)      appends the nodes to the cache
+    logits = draft.logits(outputs.hidden)
+
+A tree is the same with a mask: entries of one forward are nodes in any order, `positions` tell their depth, and row i of `mask` says which
+entries of the cache (old ones first, then those of this forward) node i sees. What is not kept is dropped by `lm.features.draft.roll_back`.
+EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one class here.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lm.features.draft import DraftLayer, FeatureDraft, Outputs, causal
+
+
+class Eagle(FeatureDraft):
+    """An EAGLE-1 draft, whose weights are also EAGLE-2's."""
+
+    lag = 1
+
+    def __init__(self, config: LlamaConfig, *, has_embedding: bool = True, has_fc_bias: bool = True) -> None:
+        super().__init__(config, has_embedding=has_embedding, num_logits=None)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=has_fc_bias)
+        qkv_bias = getattr(config, "qkv_bias", config.attention_bias)
+        self.layers = nn.ModuleList([DraftLayer(config, input_size=config.hidden_size, qkv_bias=qkv_bias)])
+
+    def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
+        """The states that nodes are fed where the target has been."""
+        return features.to(self.device, self.dtype)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch node"],
+        states: Float[Tensor, "batch node hidden"],
+        positions: Int[Tensor, "batch node"],
+        *,
+        cache: Cache | None = None,
+        mask: Bool[Tensor, "1 1 node seen"] | None = None,
+    ) -> Outputs:
+        """Append entries to the cache.
+
+        Args:
+            tokens: x_{t+1} of each.
+            states: s_t of each.
+            positions: t of each.
+            cache: of `new_cache`; None: of nothing before.
+            mask: whom each sees; None: a chain.
+        """
+        inputs = self._joined(self.embed(tokens), states)
+        if mask is None:
+            mask = causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), inputs.device)
+        rotation = self.rotary_emb(inputs, positions)
+        return self._outputs(self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache))
+
+    @property
+    def _layer(self) -> DraftLayer:
+        return self.layers[0]  # type: ignore[return-value]  # the one it was made with
+
+    def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """What attention reads."""
+        return self.fc(torch.cat([embedded, states], -1))
+
+    def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
+        """What attention adds to."""
+        return inputs
+
+    def _outputs(self, states: Tensor) -> Outputs:
+        return Outputs(states, states)
+
+
+class Norms(nn.Module):
+    """One RMSNorm for each of several states that stand side by side."""
+
+    def __init__(self, num: int, width: int, eps: float) -> None:
+        super().__init__()
+        for place in range(num):
+            self.add_module(str(place), LlamaRMSNorm(width, eps=eps))
+
+    def forward(self, states: Float[Tensor, "*node wide"]) -> Float[Tensor, "*node wide"]:
+        norms = list(self.children())
+        return torch.cat([norm(part) for norm, part in zip(norms, states.chunk(len(norms), -1), strict=True)], -1)
+
+
+class Eagle3Layer(DraftLayer):
+    """EAGLE-3's layer, with the norms of its two inputs."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
+        self.input_layernorm, self.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2))
+
+
+class Eagle3(Eagle):
+    """An EAGLE-3 draft. `layers.0` is what SafeAILab's checkpoints call `midlayer`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer_ids: tuple[int, ...],
+        *,
+        target_size: int,
+        has_embedding: bool = False,
+        num_logits: int | None = None,
+    ) -> None:
+        """Args:
+        config: the layer's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators) are off where absent.
+        layer_ids: the target's layers after which its residual stream is read, as transformers counts hidden states: 1 is behind the first.
+        target_size: width of the target.
+        has_embedding: its own input embeddings.
+        num_logits: width of its own head: that of its vocabulary, which may be reduced.
+        """
+        FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
+        self._layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
+        self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
+        self.fc_norm = Norms(len(layer_ids), target_size, eps) if getattr(config, "fc_norm", False) else None
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self._layer_ids
+
+    def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
+        for norm in (self.input_norm, self.fc_norm):
+            features = features.to(self.device, self.dtype) if norm is None else norm(features.to(self.device, self.dtype))
+        return self.fc(features)
+
+    def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
+        layer: Eagle3Layer = self._layer  # type: ignore[assignment]
+        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
+
+    def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
+        return inputs[..., inputs.shape[-1] // 2 :] if getattr(self.config, "norm_before_residual", False) else states
+
+    def _outputs(self, states: Tensor) -> Outputs:
+        hidden = self.norm(states)
+        return Outputs(hidden if getattr(self.config, "norm_output", False) else states, hidden)

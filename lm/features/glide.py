@@ -1,0 +1,150 @@
+"""GliDe's draft (arXiv 2402.02082): a small decoder with its own vocabulary tables, whose layers also attend to the target's cache.
+
+    h ← h + self_attn(norm h)      h ← h + cross_attn(h)      h ← h + mlp(norm h)
+
+Cross-attention has queries of its own and the keys and values that the target has cached, rotary embedding included; its input is not
+normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads target layer L - D + j. The newest
+token is not in the target's cache yet: a query sees what the last verification left. Training hides as much (`delayed`).
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from lm.features.draft import FeatureDraft, Outputs, Rotation, causal
+
+KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
+"""What one layer of the target has cached."""
+
+
+class CrossAttention(nn.Module):
+    """Attention of the draft to one layer of the target."""
+
+    def __init__(self, hidden_size: int, *, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = num_heads, head_size
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_size, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        states: Float[Tensor, "batch node hidden"],
+        seen: KeysValues,
+        *,
+        rotation: Rotation,
+        mask: Bool[Tensor, "1 1 node seen"] | None = None,
+    ) -> Float[Tensor, "batch node hidden"]:
+        """What is added to the residual stream."""
+        queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
+        cosines, sines = (part.unsqueeze(1) for part in rotation)
+        queries = queries * cosines + rotate_half(queries) * sines
+        keys, values = (part.to(queries.device, queries.dtype) for part in seen)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+
+
+class GlideLayer(nn.Module):
+    """Llama's layer with cross-attention in the middle."""
+
+    def __init__(self, config: LlamaConfig, place: int) -> None:
+        super().__init__()
+        own = LlamaDecoderLayer(config, place)
+        self.self_attn, self.mlp = own.self_attn, own.mlp
+        self.input_layernorm, self.post_attention_layernorm = own.input_layernorm, own.post_attention_layernorm
+        num_heads = config.large_num_attention_heads
+        self.cross_attn = CrossAttention(config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads)
+
+    def forward(
+        self,
+        states: Float[Tensor, "batch node hidden"],
+        of_target: KeysValues,
+        *,
+        rotations: tuple[Rotation, Rotation],
+        masks: tuple[Bool[Tensor, "1 1 node own"] | None, Bool[Tensor, "1 1 node seen"] | None],
+        cache: Cache | None,
+    ) -> Float[Tensor, "batch node hidden"]:
+        """The residual stream behind the layer; rotations and masks are those of self-attention and of cross-attention."""
+        normed = self.input_layernorm(states)
+        attended, _ = self.self_attn(normed, position_embeddings=rotations[0], attention_mask=masks[0], past_key_values=cache)
+        states = states + attended
+        states = states + self.cross_attn(states, of_target, rotation=rotations[1], mask=masks[1])
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Glide(FeatureDraft):
+    """A GliDe draft."""
+
+    def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
+        """Args:
+        config: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`.
+        num_target_layers: L.
+        """
+        num_logits = None if config.tie_word_embeddings else config.vocab_size
+        super().__init__(config, has_embedding=True, num_logits=num_logits)
+        self.layers = nn.ModuleList([GlideLayer(config, place) for place in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.cross_rotary_emb = LlamaRotaryEmbedding(_cross_config(config))
+        self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
+        """The target's layers whose keys and values it reads, counted from 0."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
+        if self.lm_head is None and self.embed_tokens is not None:
+            return functional.linear(hidden, self.embed_tokens.weight)
+        return super().logits(hidden)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch node"],
+        seen: list[KeysValues],
+        positions: Int[Tensor, "batch node"],
+        *,
+        cache: Cache | None = None,
+        cross_mask: Bool[Tensor, "1 1 node seen"] | None = None,
+    ) -> Outputs:
+        """Append tokens to the cache.
+
+        Args:
+            tokens: of a chain.
+            seen: what the target has cached in `cached_layer_ids`.
+            positions: of each token.
+            cache: of `new_cache`; None: of nothing before.
+            cross_mask: what of the target each token sees; None: everything.
+        """
+        states = self.embed(tokens)
+        mask = causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
+        rotations = self.rotary_emb(states, positions), self.cross_rotary_emb(states, positions)
+        for layer, of_target in zip(self.layers, seen, strict=True):
+            states = layer(states, of_target, rotations=rotations, masks=(mask, cross_mask), cache=cache)
+        return Outputs(states, self.norm(states))
+
+
+def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
+    """What of the target each token sees in training: the blocks before its own, and in the first block all up to itself.
+
+    Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
+    """
+    places = torch.arange(num_tokens, device=device)
+    blocks = places // block_size
+    before = blocks[:, None] > blocks
+    first = (places < block_size) & (places <= places[:, None])
+    return (before | first)[None, None]
+
+
+def _cross_config(config: LlamaConfig) -> LlamaConfig:
+    """Of the rotary embedding of cross-attention."""
+    num_heads = config.large_num_attention_heads
+    return LlamaConfig(
+        hidden_size=config.large_hidden_size,
+        num_attention_heads=num_heads,
+        head_dim=config.large_hidden_size // num_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )

@@ -1,0 +1,147 @@
+"""Feature drafts made from released directories, read strictly and checked to fit the target.
+
+A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask over the target's ids.
+"""
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from configs.schema import ModelSource
+from lm.features.draft import FeatureDraft
+from lm.features.eagle import Eagle, Eagle3
+from lm.features.glide import Glide
+from lm.features.released import Released
+
+_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_KEYS += ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+"""What the layout of speculators says beside the layer's own config."""
+_ELSEWHERE = "use it with the target that it was trained for"
+
+
+def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None) -> FeatureDraft:
+    """The draft in evaluation mode, on the device of the target's output head, bound to the target.
+
+    Args:
+        source: where it is; its place is the target's, whatever `device_map` says.
+        target: whose states it reads.
+        num_layers: the target's, without those that change nothing (`ModelSource.extra_layers`).
+        dtype: of its numbers; None: as stored.
+
+    Raises:
+        ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the target.
+    """
+    released = Released(source)
+    if source.extra_layers:
+        raise released.refusal(f"extra_layers is {source.extra_layers}", "only models of their own take extra layers: leave it out")
+    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}[released.layout or "eagle"]
+    with init_empty_weights():
+        draft = make(released, target, num_layers)
+    _fill(draft, released, dtype)
+    device = next(target.get_output_embeddings().parameters()).device
+    return draft.to(device).eval().bind(target)
+
+
+def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
+    """Give the draft its weights: all of them, and nothing else. Buffers stay as they are: rotary frequencies are no numbers to round."""
+    expected = draft.state_dict()
+    remedy = "fetch the release again, and check that config.json belongs to it"
+    for what, names in (("lacks", expected.keys() - released.tensors.keys()), ("also has", released.tensors.keys() - expected.keys())):
+        if names:
+            raise released.refusal(f"it {what} {len(names)} tensors, first {min(names)}", remedy)
+    for name, tensor in released.tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise released.refusal(f"{name} is {list(tensor.shape)} where {list(expected[name].shape)} is expected", remedy)
+    dtype = dtype or next(iter(released.tensors.values())).dtype
+    draft.load_state_dict({name: tensor.to(dtype) for name, tensor in released.tensors.items()}, assign=True)
+
+
+def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    config = released.llama(released.config)
+    _check_fits(released, config, target, config.hidden_size)
+    return Eagle(config, has_embedding=released.has("embed_tokens.weight"), has_fc_bias=released.has("fc.bias"))
+
+
+def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    released.rename("midlayer.", "layers.0.")
+    return _of_layers(released, released.llama(released.config), target, num_layers)
+
+
+def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    keys = released.config
+    if keys["speculators_model_type"] != "eagle3":
+        raise released.refusal(f"its speculators_model_type is {keys['speculators_model_type']}", "eagle3 is the one that is known here")
+    if "norm_before_residual" not in keys:
+        raise released.refusal("config.json lacks norm_before_residual, for which readers assume different values", "write true or false")
+    config = released.llama(keys.get("transformer_layer_config") or {})
+    for name in _KEYS:
+        setattr(config, name, keys.get(name))
+    return _of_layers(released, config, target, num_layers)
+
+
+def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    """An EAGLE-3 draft of either layout."""
+    target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
+    _check_fits(released, config, target, target_size)
+    ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))
+    if not all(1 <= each <= num_layers for each in ids):
+        remedy = f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or {_ELSEWHERE}"
+        raise released.refusal(f"it reads the target behind layers {list(ids)}, and the target has {num_layers}", remedy)
+    has_embedding, has_head = (released.has(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    if not has_embedding and config.hidden_size != target.config.get_text_config().hidden_size:
+        raise released.refusal("it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own")
+    num_logits = (getattr(config, "draft_vocab_size", None) or config.vocab_size) if has_head else None
+    draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
+    target_ids = _target_ids(released, num_logits, config.vocab_size)
+    if target_ids is not None:
+        draft.reduce(target_ids)
+    return draft
+
+
+def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    released.rename("model.", "")
+    config = released.llama({"large_num_attention_heads": 32} | released.config)
+    config.tie_word_embeddings = config.tie_word_embeddings and not released.has("lm_head.weight")
+    of_target = target.config.get_text_config()
+    head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // of_target.num_attention_heads
+    _check_fits(released, config, target, config.large_hidden_size, of_target.num_attention_heads * head_size)
+    if config.large_num_attention_heads != of_target.num_attention_heads:
+        what = f"its queries have {config.large_num_attention_heads} heads and the target's {of_target.num_attention_heads}"
+        raise released.refusal(what, _ELSEWHERE)
+    if config.num_hidden_layers > num_layers:
+        raise released.refusal(f"it has {config.num_hidden_layers} layers and the target {num_layers}", _ELSEWHERE)
+    return Glide(config, num_layers)
+
+
+def _check_fits(released: Released, config: LlamaConfig, target: PreTrainedModel, width: int, expected: int | None = None) -> None:
+    """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
+    of_target = target.config.get_text_config()
+    for what, ours, theirs in (
+        ("states", width, expected or of_target.hidden_size),
+        ("a vocabulary", config.vocab_size, of_target.vocab_size),
+    ):
+        if ours != theirs:
+            raise released.refusal(f"it is made for a target with {what} of {ours}, and this one has {theirs}", _ELSEWHERE)
+
+
+def _target_ids(released: Released, num_logits: int | None, vocab_size: int) -> Tensor | None:
+    """The target's id of each entry of a reduced vocabulary; None where it is whole."""
+    offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
+    if num_logits is None or num_logits == vocab_size:
+        return None
+    remedy = "fetch the release again, or map the vocabulary anew"
+    if offsets is None:
+        raise released.refusal(f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing", remedy)
+    if offsets.shape != (num_logits,):
+        raise released.refusal(f"d2t has shape {list(offsets.shape)} for a vocabulary of {num_logits}", remedy)
+    ids = torch.arange(num_logits) + offsets.long()
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < num_logits:
+        leads = f"leads to {len(ids.unique())} ids from {int(ids.min())} to {int(ids.max())}"
+        raise released.refusal(f"d2t, which holds offsets, {leads}, where {num_logits} below {vocab_size} are expected", remedy)
+    if mask is not None:
+        kept = mask.bool()
+        if len(kept) != vocab_size or int(kept.sum()) != num_logits or not bool(kept[ids].all()):
+            marks = f"t2d marks {int(kept.sum())} of {len(kept)} ids"
+            raise released.refusal(f"{marks}, which are not the {num_logits} of {vocab_size} that d2t leads to", remedy)
+    return ids

@@ -1,0 +1,136 @@
+"""A released directory of a feature draft: which layout it has, its config.json, and its tensors, from safetensors alone.
+
+eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `layers.0.*`
+eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
+speculators   `speculators_model_type`; `layers.0.*`
+glide         `large_hidden_size`; Llama's names, and `cross_attn`
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+from configs.schema import ModelSource
+
+_NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
+"""Of config.json, what no layer is made from."""
+
+
+class Released:
+    """What such a directory holds."""
+
+    def __init__(self, source: ModelSource) -> None:
+        """Read config.json and every tensor.
+
+        Raises:
+            ValueError: weights that are pickled alone, or that cannot be read.
+        """
+        self.path, self.layout, self.config = source.path, layout_of(source), _config_of(source) or {}
+        self.tensors: dict[str, Tensor] = {}
+        for file in _files(source):
+            try:
+                self.tensors |= {name: tensor for name, tensor in load_file(file).items() if not name.endswith("rotary_emb.inv_freq")}
+            except SafetensorError as error:
+                raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
+
+    def has(self, name: str) -> bool:
+        """Whether it has this tensor."""
+        return name in self.tensors
+
+    def rename(self, old: str, new: str) -> None:
+        """Begin the names of tensors that begin with `old` with `new`."""
+        for name in [name for name in self.tensors if name.startswith(old)]:
+            self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
+
+    def llama(self, keys: dict[str, Any]) -> LlamaConfig:
+        """The config of its layer."""
+        kind = keys.get("model_type", "llama")
+        if kind not in ("llama", "eagle", "qwen2"):  # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
+            raise self.refusal(f"its layer is of model_type {kind}", "Llama's is the one that is known here")
+        try:
+            return LlamaConfig(**{name: value for name, value in keys.items() if name not in _NO_KEYS})
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise self.refusal(
+                f"its config.json is no Llama's ({' '.join(str(error).split())[:200]})", "fetch the release again"
+            ) from error
+
+    def refusal(self, what: str, remedy: str) -> ValueError:
+        """One line about it."""
+        return ValueError(f"the feature draft {self.path} cannot be used: {what}; {remedy}")
+
+
+def layout_of(source: ModelSource) -> str | None:
+    """Which of the layouts a directory or hub repository has, by its config.json; None: a model of its own, or nothing to be had.
+
+    Raises:
+        ValueError: a config.json that is broken, or weights that have to tell and are pickled.
+    """
+    config = _config_of(source)
+    if config is None:
+        return None
+    if "speculators_model_type" in config:
+        return "speculators"
+    if "large_hidden_size" in config:
+        return "glide"
+    if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
+        return "eagle3"
+    # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
+    return "eagle" if config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source)) else None
+
+
+def commit_of(source: ModelSource) -> str | None:
+    """Of a hub repository."""
+    path = cached_file(source.path, "config.json", revision=source.revision)
+    return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
+
+
+def width_of(source: ModelSource) -> int | None:
+    """Width of what a feature draft's head reads, by its config.json; None: a model of its own."""
+    config = _config_of(source) or {}
+    return None if layout_of(source) is None else config.get("transformer_layer_config", config).get("hidden_size")
+
+
+def _config_of(source: ModelSource) -> dict[str, Any] | None:
+    try:
+        path = cached_file(source.path, "config.json", revision=source.revision)
+    except OSError:
+        return None
+    try:
+        config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config.json of {source.path} is not JSON ({error}); fetch or copy the model again") from error
+    return config if isinstance(config, dict) else None
+
+
+def _names(file: Path) -> set[str]:
+    """Of all tensors in a file; none of a broken one, which whoever loads it will refuse."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return set(opened.keys())
+    except SafetensorError:
+        return set()
+
+
+def _files(source: ModelSource) -> list[Path]:
+    """The files of safetensors."""
+    directory = Path(source.path)
+    if not directory.is_dir():
+        directory = Path(
+            snapshot_download(source.path, revision=source.revision, allow_patterns=["*.json", "*.safetensors", "*.bin.index*"])
+        )
+    files = sorted(directory.glob("*.safetensors"))
+    pickled = [path.name for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(kind))]
+    if pickled and not files:
+        raise ValueError(
+            f"the weights of {source.path} are pickled ({pickled[0]}), which can run code when they are read; convert them: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+        )
+    return files

@@ -1,0 +1,126 @@
+"""A target whose states are kept for a draft that reads them: what a verification computes anyway, at no extra forward.
+
+Features follow law 4.5 as the cache does: one row for every token that was fed and not rolled back. They stay as long as the cache does, at
+a few percent of its size, since an outer level may roll a draft back to a token whose features it read long ago. A cache that goes back
+further than asked (`lm.caches.snapshots`) leaves the features where they are.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lm.caches.buffers import BufferLayer
+from lm.expanded import layers_of
+from lm.features.draft import FeatureDraft
+from lm.features.glide import Glide, KeysValues
+from lm.models.cached import CachedModel
+
+_CAPACITY = 256
+"""Rows that there is room for at first."""
+
+
+class TappedModel(CachedModel):
+    """A `CachedModel` of the target of one feature draft."""
+
+    remedy = "a draft that reads the target's states needs them; use a draft that is a model of its own"
+
+    def __init__(self, model: PreTrainedModel, draft: FeatureDraft, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+        """Args:
+        model: the target.
+        draft: says what it reads.
+        vocab_size, with_hidden: as for `CachedModel`.
+
+        Raises:
+            ValueError: what the draft reads cannot be had of this model.
+        """
+        self._layer_ids = draft.target_layer_ids
+        self._layers = layers_of(model) or nn.ModuleList()
+        if max(self._layer_ids or (), default=0) > len(self._layers):
+            raise ValueError(
+                f"the draft reads the target behind layers {self._layer_ids}, and {len(self._layers)} are found in it; {self.remedy}"
+            )
+        self._cached_layer_ids = draft.cached_layer_ids if isinstance(draft, Glide) else ()
+        self._features: Tensor | None = None
+        self.num_features = 0
+        """Tokens whose features are there: as many as are cached, or more."""
+        super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
+        for place in self._cached_layer_ids:
+            if not isinstance(self._cache.layers[place], BufferLayer):
+                kind = type(self._cache.layers[place]).__name__
+                raise ValueError(f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {self.remedy}")
+
+    def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
+        """Of the tokens from `start` to before `end`."""
+        assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
+        assert self._features is not None, "a draft that reads the cache alone has no features"
+        return self._features[None, start:end]
+
+    def keys_values(self) -> list[KeysValues]:
+        """What the layers that the draft attends to have cached."""
+        layers: list[Any] = [self._cache.layers[place] for place in self._cached_layer_ids]
+        return [(layer.keys[:, :, : len(self)], layer.values[:, :, : len(self)]) for layer in layers]
+
+    def reset(self) -> None:
+        self.num_features = 0
+        super().reset()
+
+    def roll_back(self, length: int) -> None:
+        num_kept = min(self.num_features, length)
+        super().roll_back(length)
+        self.num_features = num_kept
+
+    def _logits_at(self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        start = len(self)
+        with self._watched() as seen:
+            logits = super()._logits_at(placed, ids, num_rows)
+        if self._layer_ids is None and self._halves is not None:
+            assert self.states is not None
+            seen = {0: self.states}
+        self._keep(start, ids.shape[1], [seen[place] for place in sorted(seen)])
+        return logits
+
+    @contextmanager
+    def _watched(self) -> Iterator[dict[int, Tensor]]:
+        """Outputs of the layers that are read (of the whole body, where it is what follows the final norm), while a forward runs."""
+        watched: list[nn.Module] = [self._layers[place - 1] for place in self._layer_ids or ()]
+        if self._layer_ids is None and self._halves is None:
+            watched = [self.model.base_model]
+        seen: dict[int, Tensor] = {}
+        # only while it is needed: a hook that stayed would keep this object, and its cache, as long as the model lives
+        hooks = [module.register_forward_hook(partial(_note, seen, place)) for place, module in enumerate(watched)]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep(self, start: int, num_fed: int, parts: list[Tensor]) -> None:
+        """Write the features of the tokens just fed."""
+        end = start + num_fed
+        if parts:
+            width = sum(part.shape[-1] for part in parts)
+            self._make_room(end, parts[0].new_empty(0, width))
+            assert self._features is not None
+            torch.cat([part.to(parts[0].device) for part in parts], -1, out=self._features[start:end])
+        self.num_features = max(self.num_features, end)
+
+    def _make_room(self, length: int, like: Tensor) -> None:
+        old = self._features
+        if old is not None and (old.dtype, old.device, old.shape[1]) == (like.dtype, like.device, like.shape[1]) and length <= len(old):
+            return
+        capacity = max(_CAPACITY, 2 * length)
+        self._features = like.new_empty(capacity, like.shape[1])
+        if old is not None and self.num_features:
+            self._features[: self.num_features] = old[: self.num_features]
+
+
+def _note(seen: dict[int, Tensor], place: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook; what it notes are rows of the one sequence."""
+    output = getattr(output, "last_hidden_state", output)
+    seen[place] = (output[0] if isinstance(output, tuple) else output)[0]

@@ -1,0 +1,108 @@
+"""Chains of feature drafts through the real loop: greedy equals plain generation, sampled laws are exact, every policy runs unchanged."""
+
+import pytest
+import torch
+from enumeration import assert_same_law
+from observed import observed
+from toy_loop import POLICIES, SAMPLINGS, law
+
+from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
+from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
+from heads import AcceptanceHead
+from lm import CachedModel, Sampling, TappedModel, feature_model
+from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, target
+
+PROMPT = [1, 2, 3]
+
+
+def decoder_of(kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", eos_ids=()) -> SpeculativeDecoder:
+    tapped = TappedModel(target(family), draft(kind, family))
+    drafter = ModelDrafter(feature_model(draft(kind, family), tapped), policy)
+    return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset(eos_ids))
+
+
+def greedy(num_tokens: int, family: str = "llama") -> list[int]:
+    ids = target(family).generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=num_tokens)
+    return ids[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_equals_transformers_generate(kind, family):
+    decoder = decoder_of(kind, FixedLength(4), sampling=Sampling(temperature=0), family=family)
+    with observed(decoder, decoder.drafter.model) as seen:
+        generation = decoder.generate(PROMPT, 40)
+    seen.check(generation, len(PROMPT))
+    assert list(generation.token_ids) == greedy(40, family)
+    assert generation.rounds[0].drafted == ()
+    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted == seen.num_draft_forwards
+
+
+def target_law(sampling: Sampling, num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Products of the target's probabilities, no cache involved."""
+    open_ = {(): 1.0}
+    for _ in range(num_tokens):
+        grown = {}
+        for tokens, probability in open_.items():
+            with torch.no_grad():
+                logits = target()(torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -1]
+            probs = sampling.probs(logits).tolist()
+            grown |= {(*tokens, token): probability * prob for token, prob in enumerate(probs) if prob > 0}
+        open_ = grown
+    return open_
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [*((kind, "top_k") for kind in KINDS), ("reduced", "top_p")])
+def test_the_sampled_law_is_the_target_s_exactly(kind, sampling):
+    sampling = SAMPLINGS[sampling]
+    decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
+    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+
+
+def feature_head(timing: str) -> AcceptanceHead:
+    torch.manual_seed(3)
+    head = AcceptanceHead(WIDTH, 1, timing, True)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head.double()
+
+
+HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn")}
+HEADS["both_heads"] = HeadPolicy(feature_head("fed"), 0.4, also=feature_head("drawn"))
+
+
+@pytest.mark.parametrize("kind", ["reduced", "glide"])
+def test_every_policy_runs_unchanged_and_changes_no_greedy_token(kind):
+    expected = greedy(16)
+    lengths = set()
+    for policy in (POLICIES | HEADS).values():
+        if policy.fed_head is not None and policy.fed_head.hidden_size != WIDTH:
+            continue
+        if policy.drawn_head is not None and policy.drawn_head.hidden_size != WIDTH:
+            continue
+        generation = decoder_of(kind, policy, sampling=Sampling(temperature=0)).generate(PROMPT, 16)
+        assert list(generation.token_ids) == expected
+        lengths.add(generation.counts.num_drafted)
+    assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_middle_model_may_have_a_feature_draft_of_its_own(kind):
+    middle = TappedModel(target(), draft(kind))
+    inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
+    drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
+    outer = target("qwen2")
+    decoder = SpeculativeDecoder(CachedModel(outer), drafter, sampling=Sampling(temperature=0), eos_ids=frozenset())
+    assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
+
+
+def test_a_batch_of_feature_drafts_is_refused():
+    decoder = decoder_of("eagle", FixedLength(2), sampling=Sampling())
+    with pytest.raises(ValueError, match="one prompt at a time"):
+        decoder.generate_batch([PROMPT], 4)
+
+
+def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
+    decoder = decoder_of("reduced", FixedLength(3), sampling=Sampling())
+    drafted = {token for seed in range(5) for one in decoder.generate(PROMPT, 20).rounds for token in one.drafted}
+    assert drafted == {0, 2, 3, 6} < set(range(VOCAB))

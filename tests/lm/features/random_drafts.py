@@ -1,0 +1,52 @@
+"""Small random targets and feature drafts for them, in float64."""
+
+from functools import cache
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from lm import FeatureDraft
+from lm.features.eagle import Eagle, Eagle3
+from lm.features.glide import Glide
+
+VOCAB, WIDTH, LAYERS = 7, 16, 3
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"max_position_embeddings": 64, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+TARGETS = {"llama": LlamaConfig(num_hidden_layers=LAYERS, **SIZES), "qwen2": Qwen2Config(num_hidden_layers=LAYERS, **SIZES)}
+KINDS = ("eagle", "eagle3", "reduced", "glide")
+
+
+def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+@cache
+def target(family: str = "llama") -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(TARGETS[family]).double().eval()
+    _spread(model, 1, 0.35)
+    return model
+
+
+def config(**keys) -> LlamaConfig:
+    return LlamaConfig(**(SIZES | {"num_hidden_layers": 1} | keys))
+
+
+@cache
+def draft(kind: str, family: str = "llama") -> FeatureDraft:
+    made: FeatureDraft
+    if kind == "eagle":
+        made = Eagle(config(), has_embedding=False)
+    elif kind == "eagle3":
+        made = Eagle3(config(norm_before_residual=True, norm_before_fc=True, norm_output=True), (1, 2, 2), target_size=WIDTH)
+    elif kind == "reduced":
+        made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
+        made.reduce(torch.tensor([0, 2, 3, 6]))
+    else:
+        made = Glide(config(large_hidden_size=WIDTH, large_num_attention_heads=4), LAYERS)
+    made = made.double().eval()
+    _spread(made, 2, 0.35)
+    return made.bind(target(family))

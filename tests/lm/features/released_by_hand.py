@@ -1,0 +1,189 @@
+"""Directories of feature drafts, written by hand in every released layout, and plain computations of what they mean.
+
+The computations share nothing with `lm.features` but their formulas: attention head by head, over whole sequences, with no cache.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from random_drafts import LAYERS, SIZES, VOCAB, WIDTH
+from safetensors.torch import save_file
+from torch import Tensor
+
+HEADS, KV_HEADS, INNER, REDUCED = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["intermediate_size"], [0, 2, 3, 6]
+HEAD = WIDTH // HEADS
+KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")} | {"num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+KEYS |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "hidden_act": "silu"}
+IDS = [1, 2, 2]
+"""Layers that the EAGLE-3 directories read; the target is too shallow for the three that are usual."""
+T2D = torch.tensor([each in REDUCED for each in range(VOCAB)])
+D2T = torch.tensor([each - place for place, each in enumerate(REDUCED)])
+
+
+def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {
+        name: (1 if "norm" in name else 0) + 0.35 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
+    attention = {"q_proj": (WIDTH, input_size), "k_proj": (KV_HEADS * HEAD, input_size), "v_proj": (KV_HEADS * HEAD, input_size)}
+    shapes = {f"{prefix}self_attn.{name}.weight": shape for name, shape in (attention | {"o_proj": (WIDTH, WIDTH)}).items()}
+    shapes |= {f"{prefix}mlp.{name}_proj.weight": (INNER, WIDTH) for name in ("gate", "up")} | {
+        f"{prefix}mlp.down_proj.weight": (WIDTH, INNER)
+    }
+    return shapes | {f"{prefix}post_attention_layernorm.weight": (WIDTH,)}
+
+
+def eagle3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    shapes = layer_shapes(prefix, 2 * WIDTH) | {f"{prefix}{name}.weight": (WIDTH,) for name in ("input_layernorm", "hidden_norm")}
+    return shapes | {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (len(REDUCED), WIDTH)}
+
+
+def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
+    """(config.json, tensors) of a directory."""
+    if layout == "eagle":
+        shapes = {"embed_tokens.weight": (VOCAB, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
+        return dict(KEYS), weights(shapes | layer_shapes("layers.0.", WIDTH))
+    if layout == "eagle3":
+        keys = KEYS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(REDUCED), "target_hidden_size": WIDTH}
+        return keys | {"eagle_aux_hidden_state_layer_ids": IDS}, weights(eagle3_shapes("midlayer.")) | {"d2t": D2T, "t2d": T2D}
+    if layout.startswith("speculators"):
+        norms = {"speculators": ("input_norm", (3 * WIDTH,)), "speculators_fc_norm": ("fc_norm", (WIDTH,))}
+        kind, size = norms[layout]
+        names = ["input_norm.weight"] if kind == "input_norm" else [f"fc_norm.{place}.weight" for place in range(3)]
+        keys = {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "transformer_layer_config": KEYS,
+            "draft_vocab_size": len(REDUCED),
+            "norm_before_residual": True,
+            "norm_before_fc": kind == "input_norm",
+            "fc_norm": kind == "fc_norm",
+            "norm_output": True,
+            "eagle_aux_hidden_state_layer_ids": IDS,
+        }
+        return keys, weights(eagle3_shapes("layers.0.") | dict.fromkeys(names, size)) | {"d2t": D2T, "t2d": T2D}
+    keys = KEYS | {"large_hidden_size": WIDTH, "large_num_attention_heads": HEADS, "block_size": 5, "num_hidden_layers": 2}
+    shapes = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (VOCAB, WIDTH)}
+    for place in range(2):
+        prefix = f"model.layers.{place}."
+        shapes |= layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)}
+        shapes |= {f"{prefix}cross_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in ("q", "o")}
+    return keys, weights(shapes)
+
+
+LAYOUTS = ("eagle", "eagle3", "speculators", "speculators_fc_norm", "glide")
+
+
+def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def normed(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows / (rows.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(rows: Tensor) -> Tensor:
+    """RoPE of rows at positions 0, 1, …"""
+    half = rows.shape[1] // 2
+    angles = torch.arange(len(rows))[:, None] / 10000.0 ** (torch.arange(half) / half)
+    low, high = rows[:, :half], rows[:, half:]
+    return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], 1)
+
+
+def attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor) -> Tensor:
+    """All heads one after the other; keys and values by key-value head, rotated already; `seen` [query, key]."""
+    outputs = []
+    for head in range(HEADS):
+        group = head * len(keys) // HEADS
+        scores = rotated(queries[:, head * HEAD : (head + 1) * HEAD]) @ keys[group].T / HEAD**0.5
+        outputs.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values[group])
+    return torch.cat(outputs, 1)
+
+
+def self_attention(inputs: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    queries, keys, values = (inputs @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
+    parts = [slice(head * HEAD, (head + 1) * HEAD) for head in range(KV_HEADS)]
+    seen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril()
+    attended = attention(queries, [rotated(keys[:, part]) for part in parts], [values[:, part] for part in parts], seen)
+    return attended @ tensors[f"{prefix}self_attn.o_proj.weight"].T
+
+
+def mlp(states: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    """With the norm before it, and what it adds to."""
+    rows = normed(states, tensors[f"{prefix}post_attention_layernorm.weight"])
+    gate, up, down = (tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return states + (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+
+
+def wide(narrow: Tensor) -> Tensor:
+    """Logits of the reduced vocabulary over the whole one."""
+    logits = torch.full((VOCAB,), float("-inf"), dtype=torch.float64)
+    logits[REDUCED] = narrow
+    return logits
+
+
+class Truth:
+    """What a target says of a sequence, from plain forwards without any cache."""
+
+    def __init__(self, model, committed: list[int]) -> None:
+        with torch.no_grad():
+            output = model(torch.tensor([committed]), output_hidden_states=True, use_cache=True)
+        self.embed = model.get_input_embeddings().weight.detach()
+        self.head = model.get_output_embeddings().weight.detach()
+        self.final = output.hidden_states[-1][0]
+        self.aux = torch.cat([output.hidden_states[place][0] for place in IDS], -1)
+        layers = output.past_key_values.layers[LAYERS - 2 :]
+        self.cached = [([*layer.keys[0]], [*layer.values[0]]) for layer in layers]
+
+
+def expected(layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int) -> Tensor:
+    """Logits after `tokens`, of which the target has read the first `num_known`; an EAGLE's further states are its own."""
+    if layout == "glide":
+        return _glide(tensors, truth, tokens, num_known)
+    is_first = layout == "eagle"
+    prefix = "midlayer." if layout == "eagle3" else "layers.0."
+    embedded = (tensors["embed_tokens.weight"] if is_first else truth.embed)[tokens[1:]]
+    states = truth.final[:num_known] if is_first else _entering(config, tensors, truth.aux[:num_known])
+    while True:
+        count = len(states)
+        if is_first:
+            inputs = torch.cat([embedded[:count], states], 1) @ tensors["fc.weight"].T + tensors["fc.bias"]
+            residual = inputs
+        else:
+            hidden = normed(states, tensors[f"{prefix}hidden_norm.weight"])
+            inputs = torch.cat([normed(embedded[:count], tensors[f"{prefix}input_layernorm.weight"]), hidden], 1)
+            residual = hidden if config.get("norm_before_residual") else states
+        output = mlp(residual + self_attention(inputs, tensors, prefix), tensors, prefix)[-1:]
+        after = output if is_first else normed(output, tensors["norm.weight"])
+        if count == len(tokens) - 1:
+            return after[0] @ truth.head.T if is_first else wide(after[0] @ tensors["lm_head.weight"].T)
+        states = torch.cat([states, after if config.get("norm_output") else output])
+
+
+def _entering(config: dict, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
+    if config.get("norm_before_fc"):
+        features = normed(features, tensors["input_norm.weight"])
+    if config.get("fc_norm"):
+        parts = [normed(part, tensors[f"fc_norm.{place}.weight"]) for place, part in enumerate(features.chunk(3, -1))]
+        features = torch.cat(parts, -1)
+    return features @ tensors["fc.weight"].T
+
+
+def _glide(tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_known: int) -> Tensor:
+    states = tensors["model.embed_tokens.weight"][tokens]
+    for place, (keys, values) in enumerate(truth.cached):
+        prefix = f"model.layers.{place}."
+        states = states + self_attention(normed(states, tensors[f"{prefix}input_layernorm.weight"]), tensors, prefix)
+        queries = states @ tensors[f"{prefix}cross_attn.q_proj.weight"].T
+        seen = torch.ones(len(tokens), num_known, dtype=torch.bool)
+        attended = attention(queries, [key[:num_known] for key in keys], [value[:num_known] for value in values], seen)
+        states = mlp(states + attended @ tensors[f"{prefix}cross_attn.o_proj.weight"].T, tensors, prefix)
+    return normed(states[-1], tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T

@@ -1,0 +1,73 @@
+"""Law 4.5 for the two caches of a feature draft: whatever was drafted and rolled back, it gives what it gives afresh."""
+
+import pytest
+import torch
+from random_drafts import KINDS, TARGETS, VOCAB, draft, target
+
+from lm import TappedModel, feature_model
+
+
+def logits_afresh(kind, family, committed, drafted):
+    """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed to the draft one by one."""
+    tapped = TappedModel(target(family), draft(kind, family))
+    tapped.forward(committed[:-1])
+    model = feature_model(draft(kind, family), tapped)
+    for end in range(len(committed), len(committed) + len(drafted) + 1):
+        logits = model.forward((committed + drafted)[:end])
+    return logits, model.hidden
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
+    tapped = TappedModel(target(family), draft(kind, family))
+    model = feature_model(draft(kind, family), tapped)
+    assert model.max_length == 0, "nothing is drafted before the target has read the prompt"
+    generator = torch.Generator().manual_seed(0)
+    committed = [1, 2, 3]
+    tapped.forward(committed)
+    for step in range(8):
+        committed = committed + torch.randint(VOCAB, (1,), generator=generator).tolist()
+        drafted = torch.randint(VOCAB, (step % 4,), generator=generator).tolist()
+        for end in range(len(committed), len(committed) + len(drafted) + 1):
+            logits = model.forward((committed + drafted)[:end])
+        expected, hidden = logits_afresh(kind, family, committed, drafted)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(model.hidden, hidden, rtol=0, atol=1e-10)
+        tapped.forward(committed + drafted)
+        committed = committed + drafted[: step % 3]
+        for each in (tapped, model):
+            each.roll_back(len(committed))
+        assert len(tapped) == tapped.num_features == len(committed)
+        assert len(model) <= len(committed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own_output(kind):
+    """As in a hierarchy whose outer level adds a token: also if what it follows was rolled back."""
+    tapped = TappedModel(target(), draft(kind))
+    tapped.forward([1, 2, 3, 4])
+    model = feature_model(draft(kind), tapped)
+    model.forward([1, 2, 3, 4, 5, 6])
+    model.roll_back(5)
+    logits = model.forward([1, 2, 3, 4, 5, 0])
+    torch.testing.assert_close(logits, logits_afresh(kind, "llama", [1, 2, 3, 4, 5], [0])[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "reduced"])
+def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
+    committed = [1, 2, 3, 4]
+    tapped = TappedModel(target(), draft(kind))
+    tapped.forward(committed[:-1])
+    model = feature_model(draft(kind), tapped)
+    model.forward(committed)
+    root = model.outputs.states[0, -1:]
+    seen = torch.eye(2, dtype=torch.bool)
+    first, first_logits = model.grow(torch.tensor([5, 6]), root.expand(2, -1), depth=1, mask=seen)
+    parents = torch.tensor([1, 0, 1])
+    mask = torch.cat([seen[parents], torch.eye(3, dtype=torch.bool)], 1)
+    _, logits = model.grow(torch.tensor([0, 1, 2]), first.states[0, parents], depth=2, mask=mask)
+    for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
+        torch.testing.assert_close(ours[None], logits_afresh(kind, "llama", committed, drafted)[0], rtol=0, atol=1e-10)
+    model.roll_back(len(committed) - 1)
+    torch.testing.assert_close(model.forward([1, 2, 3, 0]), logits_afresh(kind, "llama", [1, 2, 3, 0], [])[0], rtol=0, atol=1e-10)

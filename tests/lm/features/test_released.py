@@ -1,0 +1,100 @@
+"""Released directories: every layout loads and computes what its formula says; what does not fit is refused in one line."""
+
+import pytest
+import torch
+from random_drafts import LAYERS, VOCAB, WIDTH, target
+from released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, released, write
+
+from configs import ModelSource
+from lm import TappedModel, feature_model
+from lm.features.loading import load_feature_draft
+from lm.features.released import layout_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_path):
+    config, tensors = released(layout)
+    draft = load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
+    tapped = TappedModel(target(), draft)
+    model = feature_model(draft, tapped)
+    committed, drafted = [1, 2, 3, 4, 5], [6, 0]
+    tapped.forward(committed[:-1])
+    truth = Truth(target(), committed[:-1])
+    for end in (5, 6, 7):
+        tokens = (committed + drafted)[:end]
+        logits = model.forward(tokens)[0]
+        plain = expected(layout, config, tensors, truth=truth, tokens=tokens, num_known=4)
+        torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)  # norms and rotary embeddings are float32, as Llama's
+
+
+def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounded(tmp_path):
+    config, tensors = released("glide")
+    path = write(tmp_path, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    for dtype, expected_dtype in ((None, torch.bfloat16), (torch.float64, torch.float64)):
+        draft = load_feature_draft(ModelSource(path=str(path)), target(), num_layers=LAYERS, dtype=dtype)
+        assert {parameter.dtype for parameter in draft.parameters()} == {expected_dtype}
+        assert {buffer.dtype for buffer in draft.buffers()} == {torch.float32}
+
+
+def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
+    target().save_pretrained(tmp_path)
+    assert layout_of(ModelSource(path=str(tmp_path))) is None
+    assert layout_of(ModelSource(path=str(tmp_path / "nothing"))) is None
+    names = {layout: layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout))))) for layout in LAYOUTS}
+    assert names == {layout: layout.removesuffix("_fc_norm") for layout in LAYOUTS}
+
+
+WRONG_ID, WRONG_MASK = D2T.clone(), T2D.clone()
+WRONG_ID[-1] = VOCAB
+WRONG_MASK[0] = False
+BROKEN = {
+    "a tensor that lacks": ("eagle", {}, {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, "lacks .* layers.0.mlp"),
+    "a tensor too many": ("eagle", {}, {"lm_head.weight": torch.zeros(1)}, "also has 1 tensors, first lm_head.weight"),
+    "a shape": ("eagle", {}, {"fc.weight": torch.zeros(WIDTH, WIDTH)}, "fc.weight is .* expected"),
+    "another width": ("eagle", {"hidden_size": 32}, {}, "states of 32, and this one has 16"),
+    "another vocabulary": ("eagle3", {"vocab_size": 9}, {}, "vocabulary of 9, and this one has 7"),
+    "another width of the target": ("glide", {"large_hidden_size": 32}, {}, "states of 32"),
+    "other heads": ("glide", {"large_num_attention_heads": 2}, {}, "2 heads and the target's 4"),
+    "layers that the target has not": ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, r"layers \[1, 2, 9\]"),
+    "too shallow for the usual layers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": None}, {}, "name layers from 1 to 3"),
+    "an id out of range": ("eagle3", {}, {"d2t": WRONG_ID}, "d2t, which holds offsets"),
+    "maps that differ": ("eagle3", {}, {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
+    "a map of another size": ("speculators", {}, {"d2t": D2T[:2]}, "d2t has shape"),
+    "another kind": ("speculators", {"speculators_model_type": "dflash"}, {}, "dflash"),
+    "another layer": ("eagle3", {"model_type": "mamba"}, {}, "model_type mamba"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_does_not_fit_is_refused_in_one_line(what, tmp_path):
+    layout, keys, others, message = BROKEN[what]
+    config, tensors = released(layout)
+    tensors = others if what == "a tensor that lacks" else tensors | others
+    source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
+    with pytest.raises(ValueError, match=message) as raised:
+        load_feature_draft(source, target(), num_layers=LAYERS)
+    assert "\n" not in str(raised.value)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_what_readers_disagree_on_must_be_said(tmp_path):
+    config, tensors = released("speculators")
+    del config["norm_before_residual"]
+    with pytest.raises(ValueError, match="norm_before_residual"):
+        load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    config, tensors = released("eagle")
+    write(tmp_path, config, tensors)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled \(pytorch_model.bin\).*convert"):
+        layout_of(ModelSource(path=str(tmp_path)))
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    file = write(tmp_path, *released("glide")) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
+        load_feature_draft(ModelSource(path=str(tmp_path)), target(), num_layers=LAYERS)
