@@ -165,12 +165,12 @@ class HeadsConfig:
     """Residual blocks; 0 is a linear head."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     accept_weight: float = 1.0
-    timings: tuple[Literal["fed", "drawn"], ...] = ("fed",)
-    """fed: scored after a draft forward (the paper's); drawn: scored the moment the token is drawn."""
+    timings: tuple[Literal["fed", "drawn", "prefix"], ...] = ("fed",)
+    """fed: scored after a draft forward (the paper's); drawn: scored the moment the token is drawn; prefix: before that."""
     scalars: tuple[bool | tuple[str, ...], ...] = (False,)
-    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true), or scalars by name: [log_token_prob, entropy]."""
+    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by name: [entropy]."""
     embeddings: tuple[bool, ...] = (False,)
-    """With or without the draft's embedding of the token as input."""
+    """With or without the draft's embedding of the token as input; prefix heads, which know no token, are without."""
     specdec: bool = False
     """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings` combine to."""
     features: Literal["cached", "online"] = "cached"

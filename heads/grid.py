@@ -20,7 +20,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """fed or drawn, +s with scalars, +e with the token's embedding."""
+        """fed, drawn or prefix, +s with scalars, +e with the token's embedding."""
         return self.timing + self.inputs.label
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     """Every head of the sweep: for each shape the reject weights that are stacked in it, in the order of the config.
 
     Raises:
-        ValueError: an empty axis, an impossible depth, timing, scalar or weight, or the same value twice.
+        ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a prefix head may read.
     """
     for name in ("timings", "scalars", "embeddings", "depths", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
@@ -55,7 +55,14 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
     papers: list[tuple[Timing, Inputs]] = [("fed", Inputs())] if config.specdec else []
-    ours = [(timing, Inputs.of(scalars, e)) for timing, scalars, e in product(config.timings, config.scalars, config.embeddings)]
+    product_of = product(config.timings, config.scalars, config.embeddings)
+    combined = [(timing, Inputs.of(scalars, embedding, timing)) for timing, scalars, embedding in product_of]
+    ours = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
+    if missing := set(config.timings) - {timing for timing, _ in ours}:
+        raise ValueError(
+            f"heads.timings has {missing.pop()}, and every combination of heads.scalars {list(config.scalars)} and heads.embeddings "
+            f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
+        )
     shapes = [Shape(timing, inputs, depth) for timing, inputs in dict.fromkeys([*papers, *ours]) for depth in config.depths]
     for shape in shapes:
         check_shape(1, shape.depth, shape.timing)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from decode.policies.batch import BatchRule
 from serve.pace import Ended, Pace
 
@@ -62,7 +62,7 @@ class Lane:
 
     def take(self, token: int, drawn: AfterDraw) -> None:
         """One draft step's token joins the draft, unless the policy stops before it."""
-        if self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])):
+        if self.policy.stop_before(self.state, drawn.before):
             self.is_going = False
             return
         self.tokens.append(token)

@@ -112,14 +112,11 @@ class Policies:
 
     def _of(self, asked: str | None, sampling: Sampling) -> Policy:
         policy = self._asked(asked)
-        for head in dict.fromkeys((policy.fed_head, policy.drawn_head)):
-            if head is not None:
-                try:
-                    check_fits(
-                        head, self._name(head), sampling=sampling.as_dict(), remedy="it stops less well there; the output's law holds"
-                    )
-                except ValueError as error:
-                    self._warn(f"{KEY}: {error}")
+        for head in policy.heads:
+            try:
+                check_fits(head, self._name(head), sampling=sampling.as_dict(), remedy="it stops less well there; the output's law holds")
+            except ValueError as error:
+                self._warn(f"{KEY}: {error}")
         return policy
 
     def _asked(self, asked: str | None) -> Policy:
@@ -167,7 +164,7 @@ def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
             lane.begin(2, frozenset())
             for position in range(2):
                 if lane.is_going:
-                    lane.take(0, AfterDraw(position, 1.0, 0.5, 0.0, 0.5, 0.0))
+                    lane.take(0, AfterDraw(position, 1.0, 0.5, 0.0, 0.0, 0.5, 0.0))
             lane.end(lane.tokens, min(num_accepted, len(lane.tokens)))
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"policy {spec!r} cannot run: {error}") from error

@@ -1,8 +1,8 @@
 """What the policies of a batch see of one draft step (law 4.3), read for all rows at once.
 
 The numbers are those of `decode.loop.signals`, which reads them for one sequence: of the untruncated temperature-1 distribution, and head
-scores at the head's timing (laws 4.8, 4.8b). Since rows draft in lockstep they are at one position, and what a fed-time head scores next is
-what this step drew. One transfer to the host per step.
+scores at the head's timing (laws 4.8 to 4.8c). Since rows draft in lockstep they are at one position, and what a fed-time head scores next
+is what this step drew. One transfer to the host per step.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,11 +62,10 @@ class BatchSignals:
         columns: dict[str | AcceptanceHead, Tensor] = {"entropy": scalars.entropy, "token_prob": scalars.log_token_prob.exp()}
         if "max_prob" in wanted:
             columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        for head in dict.fromkeys(policy.drawn_head for policy in policies):
-            if head is not None:
+        for head in dict.fromkeys(head for policy in policies for head in policy.heads):
+            if head.timing != "fed":
                 columns[head] = self._scored(head, hidden, scalars, token)
-        for head in dict.fromkeys(policy.fed_head for policy in policies):
-            if head is not None and position > 0 and self._before is not None:
+            elif position > 0 and self._before is not None:
                 columns[head] = self._scored(head, hidden, *self._before)
         self._before = scalars, token
         return columns
@@ -82,12 +81,13 @@ def _seen(policy: Policy, position: int, row: int, numbers: dict[str | Acceptanc
     """What one row's policy sees; signals that it did not ask for mean nothing."""
     if not numbers:
         return nothing_of(position)
-    fed, drawn = policy.fed_head, policy.drawn_head
+    fed, prefix, drawn = policy.fed_head, policy.prefix_head, policy.drawn_head
     return AfterDraw(
         position=position,
         entropy=numbers["entropy"][row],
         max_prob=numbers["max_prob"][row] if "max_prob" in numbers else 0.0,
         fed_logit=numbers[fed][row] if fed is not None and fed in numbers else _INFINITY,
+        prefix_logit=numbers[prefix][row] if prefix is not None and prefix in numbers else 0.0,
         token_prob=numbers["token_prob"][row],
         drawn_logit=numbers[drawn][row] if drawn is not None and drawn in numbers else 0.0,
     )

@@ -35,8 +35,7 @@ class Chosen(NamedTuple):
 
     def is_foreign(self, sampling: Sampling) -> bool:
         """Was one of its heads trained under another sampling?"""
-        heads = (self.policy.fed_head, self.policy.drawn_head)
-        known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
+        known = [head.provenance.sampling for head in self.policy.heads if isinstance(head, AcceptanceHead)]
         return any(each and each != sampling.as_dict() for each in known)
 
 

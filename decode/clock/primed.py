@@ -60,7 +60,7 @@ class PrimedLoop:
 
     def decoder(self, policy: Policy) -> SpeculativeDecoder:
         """For one policy; models are shared."""
-        with_hidden = policy.fed_head is not None or policy.drawn_head is not None
+        with_hidden = bool(policy.heads)
         if with_hidden not in self._drafts:
             self._drafts[with_hidden] = self._kind(self._pair.draft, vocab_size=self._pair.vocab_size, with_hidden=with_hidden)
         return SpeculativeDecoder(

@@ -56,7 +56,7 @@ class Loop:
     def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
         longest = self.max_draft_length if max_draft_length is None else max_draft_length
-        has_head = policy.fed_head is not None or policy.drawn_head is not None
+        has_head = bool(policy.heads)
         drafter = ModelDrafter(self._draft_for_heads if has_head else self._draft, policy)
         return SpeculativeDecoder(self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset())
 

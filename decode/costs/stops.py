@@ -19,7 +19,7 @@ from tqdm import tqdm
 from decode.costs.measure import Loop, error_of, typical
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, Policy
-from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
 from heads.model.head import AcceptanceHead
@@ -60,6 +60,14 @@ class Unstopping(Policy):
         return self.policy.drawn_head
 
     @property
+    def prefix_head(self) -> AcceptanceHead | None:  # type: ignore[override]
+        return self.policy.prefix_head
+
+    @property
+    def stops_before(self) -> bool:
+        return self.policy.stops_before
+
+    @property
     def nothing_learned(self) -> State:
         return self.policy.nothing_learned
 
@@ -71,6 +79,10 @@ class Unstopping(Policy):
 
     def begin(self, state: State) -> State:
         return self.policy.begin(state)
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        self.policy.stop_before(state, seen)
+        return False
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         state, _ = self.policy.after(state, drawn)
@@ -123,4 +135,4 @@ def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, f
 def _num_weights(policy: Policy) -> int:
     if not isinstance(policy, ScoringPolicy):
         return 0
-    return sum(weight.numel() for head in (policy.fed_head, policy.drawn_head) if head is not None for weight in head.parameters())
+    return sum(weight.numel() for head in policy.heads for weight in head.parameters())

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from decode.costs.model import CostModel
-from decode.evaluation.grids import Grid, both_grid, bounds
+from decode.evaluation.grids import Grid, both_grid, bounds, kept_grid
 from decode.intervals import Contestant, Spent
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
@@ -23,7 +23,7 @@ from decode.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 
 BASELINE = "fixed_length"
-_HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",)}
+_HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",), "prefix": ("head_prefix",)}
 """timing -> the families of its heads."""
 
 
@@ -108,8 +108,9 @@ class Replays:
             for timing, head in self.best(cost).items()
             for learns in is_online
         }
-        if True in is_online and (head := self.best(cost).get("drawn")):
-            rules["auto_drawn_learning"] = auto_for(head, self.traces.dev, cost, is_online=True, is_learning=True)
+        for timing, head in self.best(cost).items() if True in is_online else ():
+            if timing != "fed":
+                rules[f"auto_{timing}_learning"] = auto_for(head, self.traces.dev, cost, is_online=True, is_learning=True)
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
 
     def oracle_arm(self, cost: CostModel) -> Arm:
@@ -127,7 +128,7 @@ def replay_dataset(
         traces: of the dataset.
         grids: all but the bounds.
         heads: those of the grids, by name.
-        cost: decides which head of each timing is best; the two form a grid of their own.
+        cost: decides which head of each timing is best; those form grids of their own.
         perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
         name: of the dataset, for the progress bar.
     """
@@ -135,9 +136,11 @@ def replay_dataset(
     with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="setting") as bar:
         arms = list(replay_arms(grids, traces, bar.update))
         best = best_heads(arms, cost)
-        if len(best) == 2:
-            both = both_grid("+".join(best.values()), heads[best["fed"]], heads[best["drawn"]])
-            arms += replay_arms([both], traces)
+        if "fed" in best and "drawn" in best:
+            name = f"{best['fed']}+{best['drawn']}"
+            arms += replay_arms([both_grid(name, heads[best["fed"]], heads[best["drawn"]])], traces)
+        if "prefix" in best:
+            arms += replay_arms([kept_grid(best["prefix"], heads[best["prefix"]])], traces)
         arms += replay_arms(ends, traces, bar.update)
     return Replays(traces=traces, arms=arms, heads=heads)
 

@@ -95,7 +95,7 @@ def reliability(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for name, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
-        at, accepted = (drawn, ~trace.is_rejected) if head.timing == "drawn" else _scored_later(trace, drawn)
+        at, accepted = (drawn, ~trace.is_rejected) if head.timing != "fed" else _scored_later(trace, drawn)
         prob = expit(head.calibrated_logit(logit[at]))
         index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
         count = np.bincount(index, minlength=_BINS)

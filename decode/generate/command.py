@@ -78,8 +78,7 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
 
 def decoder_for(experiment: Experiment, policy: Policy) -> SpeculativeDecoder:
     """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
-    has_heads = policy.fed_head is not None or policy.drawn_head is not None
-    models = models_of(experiment.pair, experiment.decode.compile, with_hidden=has_heads)
+    models = models_of(experiment.pair, experiment.decode.compile, with_hidden=bool(policy.heads))
     return SpeculativeDecoder(
         models.target,
         ModelDrafter(models.draft, policy),

@@ -120,7 +120,7 @@ def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> Spec
 
 def _drafter(model: PreTrainedModel, policy: Policy, *, width: int) -> ModelDrafter:
     """The draft under a policy, its logits cut to the target's width."""
-    has_heads = policy.fed_head is not None or policy.drawn_head is not None
+    has_heads = bool(policy.heads)
     return ModelDrafter(CachedModel(model, vocab_size=width, with_hidden=has_heads), policy)
 
 

@@ -98,9 +98,8 @@ def check_heads(policy: Policy, *, draft: PreTrainedModel, target: PreTrainedMod
         "top_k": (config.top_k or None) if is_random else None,
         "top_p": (None if config.top_p is None or config.top_p >= 1.0 else config.top_p) if is_random else None,
     }
-    for head in (policy.fed_head, policy.drawn_head):
-        if head is not None:
-            described = [_DESCRIPTIONS.setdefault(model, description_of(model)) for model in (draft, target)]
-            name = f"of the policy ({head.timing}-time)"
-            remedy = "use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True"
-            check_fits(head, name, draft=described[0], target=described[1], sampling=sampling, remedy=remedy)
+    for head in policy.heads:
+        described = [_DESCRIPTIONS.setdefault(model, description_of(model)) for model in (draft, target)]
+        name = f"of the policy ({head.timing}-time)"
+        remedy = "use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True"
+        check_fits(head, name, draft=described[0], target=described[1], sampling=sampling, remedy=remedy)

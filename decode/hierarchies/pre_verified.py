@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.drafter import Drafter, Proposal, Session
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, BeforeDraw, Policy
+from decode.policies.base import AfterDraw, Policy
 from lm import CachedModel, next_law, num_accepted
 
 
@@ -75,8 +75,9 @@ class PreVerifiedDrafter:
         rounds: None is `InnerRounds()`, full HSDDW's.
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
-        self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
+        self.model = (
+            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)) if isinstance(model, PreTrainedModel) else model
+        )
         self.inner = inner
         self.policy = policy
         self.rounds = rounds or InnerRounds()
@@ -132,7 +133,7 @@ class PreVerifiedDrafter:
     def _emit(self, ids: list[int], token_id: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
         """Ask the policy about one position and, unless it stops before, add the token; False when the draft ends here."""
         proposal = self._proposal
-        if self.policy.stop_before(self._state, BeforeDraw(*drawn[:4])):
+        if self.policy.stop_before(self._state, drawn.before):
             proposal.stop_reason = "policy"
             return False
         ids.append(token_id)

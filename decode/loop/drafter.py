@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, mapped
+from decode.policies.base import AfterDraw, Outcome, Policy, mapped
 from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling, revealed_probs
 
 
@@ -102,12 +102,13 @@ class ModelDrafter:
         policy: when to stop (design 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
-        self.model = CachedModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
+        self.model = (
+            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)) if isinstance(model, PreTrainedModel) else model
+        )
         self.policy = policy
         self._signals = reader_of(policy, self.model)
         self._takes_lessons = bool(policy.nothing_learned)
-        self._may_stop_before = type(policy).stop_before is not Policy.stop_before
+        self._may_stop_before = policy.stops_before
         # a policy that looks at no token (fixed length, heuristic) lets the whole draft stay on the device until it is complete
         self.reads_at_end = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
 
@@ -145,7 +146,7 @@ class ModelDrafter:
         """
         proposal, eos_ids = self.proposal, self._session.eos_ids
         proposal.num_draft_forwards += 1
-        if self._may_stop_before and self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])):
+        if self._may_stop_before and self.policy.stop_before(self.state, drawn.before):
             proposal.stop_reason = "policy"
             return False
         proposal.tokens.append(token)

@@ -32,8 +32,7 @@ class FusedStep(Reader):
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
             self._before = {name: torch.zeros(1, device=model.device) for name in ([] if self.fed is None else self.fed.inputs.scalars)}
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
-        for head in (self.fed, self.drawn):
-            assert head is None or model.with_hidden, "a head scores hidden states: the draft must keep them"
+        assert model.with_hidden or not self.has_heads, "a head scores hidden states: the draft must keep them"
         for tensor in (self._uniform, self._forced, *self._before.values()):
             torch._dynamo.mark_static_address(tensor)
 
@@ -50,15 +49,15 @@ class FusedStep(Reader):
             self._uniform.fill_(uniform)
             self._forced.fill_(forced)
         law, numbers = self._compiled.forward_then(token_ids, self._tail)
-        token, entropy, max_prob, log_token_prob, fed_logit, drawn_logit = numbers.tolist()
+        token, entropy, max_prob, log_token_prob, fed_logit, prefix_logit, drawn_logit = numbers.tolist()
         token_id = refuse_no_token(int(token), law)
         fed_logit = fed_logit if position > 0 else _INFINITY
-        return token_id, AfterDraw(position, entropy, max_prob, fed_logit, exp(log_token_prob), drawn_logit), law
+        return token_id, AfterDraw(position, entropy, max_prob, fed_logit, prefix_logit, exp(log_token_prob), drawn_logit), law
 
     def _tail(
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
-    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 6"]]:
-        """The law, and (token, `OfToken`, fed_logit, drawn_logit); zero where nobody asks."""
+    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 7"]]:
+        """The law, and (token, `OfToken`, fed_logit, prefix_logit, drawn_logit); zero where nobody asks."""
         law = self._sampling.laws_after(logits, ())[0]
         token = greedy_token(law) if self._sampling.is_greedy else inverted(law, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
@@ -70,11 +69,13 @@ class FusedStep(Reader):
                 columns["fed_logit"] = scored(self.fed, hidden[0], self._before, fed)
                 for name, number in self._before.items():
                     number.copy_(columns[name])
+            if self.prefix is not None and hidden is not None:
+                columns["prefix_logit"] = scored(self.prefix, hidden[0], columns, known)
             if self.drawn is not None and hidden is not None:
                 columns["drawn_logit"] = scored(self.drawn, hidden[0], columns, known)
         wide = torch.float64 if law.is_cpu else torch.float32  # which holds every id below 2^24 exactly
         nothing = torch.zeros(1, dtype=wide, device=law.device)
-        names = (*OfToken._fields, "fed_logit", "drawn_logit")
+        names = (*OfToken._fields, "fed_logit", "prefix_logit", "drawn_logit")
         return law, torch.cat([token.to(wide), *(columns[name].to(wide) if name in columns else nothing for name in names)])
 
 
@@ -85,7 +86,7 @@ def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) 
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None
     made = model.makers  # which outlive the drafters that ask for them
-    key = sampling, policy.signals, policy.fed_head, policy.drawn_head
+    key = sampling, policy.signals, policy.heads
     if key not in made:
         made[key] = FusedStep(policy, model, sampling)
     return made[key]

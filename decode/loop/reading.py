@@ -68,9 +68,10 @@ class Reader:
         if unknown:
             raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
         self.asked = policy.signals
-        placed = [None if head is None else _placed(head, model) for head in (policy.fed_head, policy.drawn_head)]
-        self.fed, self.drawn = (None if head is None else _stepwise(head, model) for head in placed)
-        heads = [head for head in (self.fed, self.drawn) if head is not None]
+        every = policy.fed_head, policy.prefix_head, policy.drawn_head
+        placed = [None if head is None else _placed(head, model) for head in every]
+        self.fed, self.prefix, self.drawn = (None if head is None else _stepwise(head, model) for head in placed)
+        heads = [head for head in (self.fed, self.prefix, self.drawn) if head is not None]
         self.has_heads = bool(heads)
         self._scalars = frozenset(name for head in heads for name in head.inputs.scalars)
         self.wanted = self.asked | self._scalars
@@ -110,7 +111,7 @@ def scored(
 
 def nothing_of(position: int) -> AfterDraw:
     """The signals of a step, where none is asked for."""
-    return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _placed(head: AcceptanceHead, model: DraftModel) -> AcceptanceHead:

@@ -3,6 +3,7 @@
 Entropy, largest probability and token probability are those of the untruncated temperature-1 distribution (law 4.1). Head scores (law 4.8):
 
     fed_logit      head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at the first token
+    prefix_logit   head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, and about whichever it will be
     drawn_logit    head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
 
     scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars`), embedding of y_i = its row of the draft's input embeddings;
@@ -28,7 +29,7 @@ from lm import DraftModel, Draws, array_of
 
 _INFINITY = float("inf")
 _NOTHING = OfToken(0.0, 0.0, 0.0)
-_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "token_prob": 0.0, "drawn_logit": 0.0}
+_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "prefix_logit": 0.0, "token_prob": 0.0, "drawn_logit": 0.0}
 
 
 def reader_of(policy: Policy, model: DraftModel) -> SignalReader:
@@ -50,8 +51,8 @@ class HostSignals(Reader):
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy = "entropy" in self.wanted
-        scores = [None if head is None else HostHead(head, names=OfToken._fields).score for head in (self.fed, self.drawn)]
-        self._score_fed, self._score_drawn = scores
+        scores = [None if head is None else HostHead(head, names=OfToken._fields).score for head in (self.fed, self.prefix, self.drawn)]
+        self._score_fed, self._score_prefix, self._score_drawn = scores
         self._newest: tuple[OfToken, int] = _NOTHING, 0
         """The newest token and its numbers, which a fed-time head scores in the next step."""
 
@@ -73,7 +74,7 @@ class HostSignals(Reader):
 
     def _read(self, position: int, logits: Tensor, token_id: int, row: int, probs: Tensor | None) -> AfterDraw:
         numbers = self._of_token(logits, probs, token_id) if self.needs_distribution else _NOTHING
-        fed_logit, drawn_logit = _INFINITY, 0.0
+        fed_logit, prefix_logit, drawn_logit = _INFINITY, 0.0, 0.0
         if self.has_heads:
             assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
             hidden = array_of(self.model.hidden)[row]
@@ -81,9 +82,12 @@ class HostSignals(Reader):
                 if position > 0:
                     fed_logit = self._score_fed(hidden, *self._newest)
                 self._newest = numbers, token_id
+            if self._score_prefix is not None:
+                prefix_logit = self._score_prefix(hidden, numbers)
             if self._score_drawn is not None:
                 drawn_logit = self._score_drawn(hidden, numbers, token_id)
-        return AfterDraw(position, numbers.entropy, numbers.max_prob, fed_logit, math.exp(numbers.log_token_prob), drawn_logit)
+        token_prob = math.exp(numbers.log_token_prob)
+        return AfterDraw(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit)
 
     def _of_token(self, logits: Tensor, probs: Tensor | None, token_id: int) -> OfToken:
         """log q(v) = logit(v) - log_total; log_total is had from the most probable token, whose probability is never 0."""
@@ -135,6 +139,8 @@ class DeviceSignals(Reader):
             hidden = self.model.hidden[row]
             if self.fed is not None and position > 0:
                 columns["fed_logit"] = scored(self.fed, hidden, *self._newest)
+            if self.prefix is not None:
+                columns["prefix_logit"] = scored(self.prefix, hidden, columns, known)
             if self.drawn is not None:
                 columns["drawn_logit"] = scored(self.drawn, hidden, columns, known)
             self._newest = columns, known

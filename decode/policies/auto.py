@@ -11,6 +11,9 @@ further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, an
 
             g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given a and S = 1
 
+A prefix head says a before the token is drawn, when the forward that could draw it is paid already; so it stops there only if the token is
+not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule above.
+
 Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
 one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.tuning.index`
 solves for g on a trace; here g is a line, and first_index takes its place where a fed-time head has scored nothing yet.
@@ -31,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
 
@@ -70,7 +73,7 @@ class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
     Attributes:
-        head: scores tokens, calibrated; a second head of the other timing may go into `also` (`decode.policies.scores`).
+        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way round.
         t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop).
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
@@ -142,6 +145,12 @@ class Auto(ScoringPolicy):
 
     def limit(self, state: AutoState) -> Number:  # type: ignore[override]
         return np.where((state.profit >= 0.0) | (state.idle >= self.probe_every - 1), np.inf, 0.0)
+
+    def stop_before(self, state: AutoState, seen: BeforeDraw) -> Number:  # type: ignore[override]
+        if not self.stops_before:
+            return False
+        price = state.price * self.t_verify_s / (self.t_draft_s + self.t_verify_s)
+        return (self.scored_before(state.survival, state.learned, seen) < price) & (seen.position > 0)
 
     def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]
         product, carried, newest = self.scored(state.survival, state.learned, drawn)

@@ -50,6 +50,8 @@ class BeforeDraw(NamedTuple):
     """max_v q(v)."""
     fed_logit: Number
     """The fed-time head's logit for the token drafted before; +inf (probability 1) for the first, which has no drafted predecessor."""
+    prefix_logit: Number
+    """The prefix head's logit for the token that is to be drawn, whichever it will be."""
 
 
 class AfterDraw(NamedTuple):
@@ -59,10 +61,16 @@ class AfterDraw(NamedTuple):
     entropy: Number
     max_prob: Number
     fed_logit: Number
+    prefix_logit: Number
     token_prob: Number
     """q(y) of the drawn token y."""
     drawn_logit: Number
     """The drawn-time head's logit for y."""
+
+    @property
+    def before(self) -> BeforeDraw:
+        """What of it was known before the draw."""
+        return BeforeDraw(self.position, self.entropy, self.max_prob, self.fed_logit, self.prefix_logit)
 
 
 class Outcome(NamedTuple):
@@ -85,6 +93,17 @@ class Policy:
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
     fed_head: "AcceptanceHead | None" = None
     drawn_head: "AcceptanceHead | None" = None
+    prefix_head: "AcceptanceHead | None" = None
+
+    @property
+    def heads(self) -> "tuple[AcceptanceHead, ...]":
+        """Those that it asks."""
+        return tuple(head for head in (self.fed_head, self.drawn_head, self.prefix_head) if head is not None)
+
+    @property
+    def stops_before(self) -> bool:
+        """Whether `stop_before` may ever say so; where not, nobody asks it."""
+        return type(self).stop_before is not Policy.stop_before
 
     @property
     def has_memory(self) -> bool:

@@ -101,7 +101,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
     """`auto` in a batch.
 
     Attributes:
-        head: scores tokens, calibrated; a second head of the other timing may go into `also`.
+        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way round.
         costs: the two curves, this rule's own work included in t_draft.
         batch_size: sequences at once, of which the prior of lambda is made.
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.

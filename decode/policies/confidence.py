@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
 from decode.policies.learning import LEARNER, NOTHING, Inputs, lesson_of, logit_of, score_of
 
 
@@ -73,7 +73,7 @@ class LearnedProb(Policy):
     """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob.
 
     The probability is a logistic of the logits of q(y) and of max_v q(v), refitted on the job from q(y) itself on
-    (`decode.policies.learning`). vLLM's acceptance estimator does so with max_v q(v) alone, before the draw.
+    (`decode.policies.learning`).
     """
 
     max_rejection_prob: Number = 0.7
@@ -90,15 +90,38 @@ class LearnedProb(Policy):
         return 1.0, state[1]
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival = state[0] * score_of(state[1].weights, _inputs(drawn))
+        survival = self._survival(state, drawn)
         return (survival, state[1]), 1.0 - survival > self.max_rejection_prob
 
     def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return lesson_of(state[1].weights, _inputs(drawn), acceptance_prob)
+        return lesson_of(state[1].weights, self._inputs(drawn), acceptance_prob)
 
     def end(self, state: Any, outcome: Outcome) -> State:
         return 1.0, LEARNER.learn(state[1], outcome.lesson)
 
+    def _survival(self, state: Any, seen: Any) -> Number:
+        """With the newest token in it."""
+        return state[0] * score_of(state[1].weights, self._inputs(seen))
 
-def _inputs(drawn: AfterDraw) -> Inputs:
-    return Inputs(logit_of(drawn.token_prob), logit_of(drawn.max_prob))
+    def _inputs(self, seen: Any) -> Inputs:
+        return Inputs(logit_of(seen.token_prob), logit_of(seen.max_prob))
+
+
+@dataclass(frozen=True)
+class LearnedMaxProb(LearnedProb):
+    """Stop before drawing when 1 - (product of learned acceptance probabilities, the next token's among them) > max_rejection_prob.
+
+    As `LearnedProb`, with a logistic of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3): what vLLM's second
+    model runner fits to decide how many of the tokens that it has drafted are verified. At least one token is drafted.
+    """
+
+    signals = frozenset({"max_prob"})
+
+    def stop_before(self, state: Any, seen: BeforeDraw) -> Number:
+        return (1.0 - self._survival(state, seen) > self.max_rejection_prob) & (seen.position > 0)
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return (self._survival(state, drawn), state[1]), False
+
+    def _inputs(self, seen: Any) -> Inputs:
+        return Inputs(logit_of(seen.max_prob), 0.0)

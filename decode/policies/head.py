@@ -1,4 +1,4 @@
-"""Stop on what a trained head predicts: SpecDec++ (arXiv 2405.19715, Algorithm 2; design law 4.8)."""
+"""Stop on what a trained head predicts: SpecDec++ (arXiv 2405.19715, Algorithm 2; design laws 4.8 and 4.8c)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.confidence import check_unit
 from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 class HeadPolicy(ScoringPolicy):
     """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) > max_rejection_prob.
 
+    A prefix head stops before the token whose prediction makes it so, which is then not drawn (B in law 4.3).
+
     Attributes:
-        head: fed-time or drawn-time; a second head of the other timing may go into `also` (`decode.policies.scores`).
+        head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and the other way round.
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto": this
             policy does what the rule of law 4.11 says, with what `python -m decode tune` wrote into the head's config.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
@@ -29,6 +31,7 @@ class HeadPolicy(ScoringPolicy):
             a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
         is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where it can, a fixed
             threshold, which is for raw probabilities, does not.
+        keeps_newest: of a prefix head: draw that token all the same, keep it and stop after it (A in law 4.3). Its forward is paid.
     """
 
     head: AcceptanceHead
@@ -37,8 +40,11 @@ class HeadPolicy(ScoringPolicy):
     min_draft_length: Number = 1
     also: AcceptanceHead | None = None
     is_learning: bool | None = None
+    keeps_newest: bool = False
 
     def __post_init__(self) -> None:
+        if self.keeps_newest and self.head.timing != "prefix":
+            raise ValueError(f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out")
         if self.scores and self.rule is None:
             check_unit("max_rejection_prob", self.max_rejection_prob)
 
@@ -56,6 +62,10 @@ class HeadPolicy(ScoringPolicy):
         if self.min_draft_length != 1:
             raise ValueError(f"min_draft_length is {self.min_draft_length}; leave it out, auto chooses its length freely")
         return Auto.recommended(self.head, also=self.also, is_learning=self.is_learning)
+
+    @cached_property
+    def stops_before(self) -> bool:  # type: ignore[override]
+        return super().stops_before and not self.keeps_newest if self.rule is None else self.rule.stops_before
 
     @property
     def has_memory(self) -> bool:
@@ -82,10 +92,21 @@ class HeadPolicy(ScoringPolicy):
         rule = self.rule
         return super().lesson(state, drawn, acceptance_prob) if rule is None else rule.lesson(state, drawn, acceptance_prob)
 
+    def stop_before(self, state: Any, seen: BeforeDraw) -> Number:
+        if self.rule is not None:
+            return self.rule.stop_before(state, seen)
+        if not self.stops_before:
+            return False
+        product = self.scored_before(state[0], state[1], seen)
+        # at least one token: a draft of none is for rules that know costs
+        return (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
+
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
         if self.rule is not None:
             return self.rule.after(state, drawn)
         product, carried, _ = self.scored(state[0], state[1], drawn)
+        if self.stops_before:
+            return (carried, state[1]), False
         return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
 
     def end(self, state: Any, outcome: Outcome) -> State:

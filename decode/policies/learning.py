@@ -3,7 +3,7 @@
 A head that was trained on one kind of text is off on another. After verification the acceptance probabilities of the drafted tokens are
 known up to the first rejected one, at no cost, and a logistic regression on three inputs follows them:
 
-    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y)
+    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y); with a prefix head of max q
 
 It starts at w = (0, 1, 0), which is the head's own calibration, with a Gaussian prior there. Each round is one Newton step (Laplace's
 approximation) over the tokens that it revealed, in which what was learned before counts `memory` times as much as a round ago:

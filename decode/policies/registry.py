@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decode.policies.base import Policy
-from decode.policies.confidence import CumulativeTokenProb, LearnedProb, MaxProb, TokenProb
+from decode.policies.confidence import CumulativeTokenProb, LearnedMaxProb, LearnedProb, MaxProb, TokenProb
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
@@ -30,6 +30,7 @@ __all__ = [
     "FixedLength",
     "HeadPolicy",
     "Heuristic",
+    "LearnedMaxProb",
     "LearnedProb",
     "MaxProb",
     "SelfVerify",
@@ -62,6 +63,7 @@ POLICIES: dict[str, Registered] = {
     "cumulative_token_prob": Registered(CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}),
     "learned_prob": Registered(LearnedProb, "token prob., learned", lambda _: {"max_rejection_prob": LOGISTIC}),
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
+    "learned_max_prob": Registered(LearnedMaxProb, "largest prob., learned (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),
     "ada_edl": Registered(AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0.0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}),

@@ -1,7 +1,8 @@
-"""What trained heads say of a draft: the probability that its tokens survive verification (design laws 4.8 and 4.8b).
+"""What trained heads say of a draft: the probability that its tokens survive verification (design laws 4.8, 4.8b and 4.8c).
 
 fed-time head       the forward that yields q_i scores y_{i-1}: at y_i the product covers j < i, and the first token has no score yet
 drawn-time head     scores y_i when it is drawn: the product covers j <= i
+prefix head         scores y_i before it is drawn, whichever it will be: the product covers j <= i, and is known before the draw
 both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest: its score
                     takes part in this token's decision and is then dropped in favour of the fed-time head's
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from decode.policies.base import JOINT, AfterDraw, Number, Policy, State
+from decode.policies.base import JOINT, AfterDraw, BeforeDraw, Number, Policy, State
 from decode.policies.learning import LEARNER, NOTHING, Inputs, cut, lesson_of, logit_of, score_of, sigmoid
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class Scores:
     """A head, or two of different timings, as one source of scores.
 
     Attributes:
-        head: fed-time or drawn-time.
-        also: a second head, of the other timing.
+        head: of any timing.
+        also: beside a fed-time head a drawn-time one, or the other way round.
         is_calibrated: calibrated probabilities; False: raw ones.
     """
 
@@ -41,7 +42,11 @@ class Scores:
     is_calibrated: bool = True
 
     def __post_init__(self) -> None:
-        if self.also is not None and self.also.timing == self.head.timing:
+        if self.also is None:
+            return
+        if "prefix" in (self.head.timing, self.also.timing):
+            raise ValueError("a prefix head goes alone; `also` is for a fed-time and a drawn-time head together")
+        if self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
 
     def of_timing(self, timing: str) -> AcceptanceHead | None:
@@ -78,22 +83,37 @@ class Scores:
             carried = carried * newest
         if late is None:
             return carried, carried, newest
-        newest = sigmoid((drawn.drawn_logit + late.shift) / late.temperature if self.is_calibrated else drawn.drawn_logit)
+        logit = drawn.prefix_logit if self._is_prefix else drawn.drawn_logit
+        newest = sigmoid((logit + late.shift) / late.temperature if self.is_calibrated else logit)
         product = carried * newest
         return product, product if fed is None else carried, newest
 
-    def drawn_logit(self, drawn: AfterDraw) -> Number:
-        """The drawn-time head's calibrated logit for the token."""
-        late = self._calibrations[1]
-        assert late is not None
-        return (drawn.drawn_logit + late.shift) / late.temperature
+    def before(self, carried: Number, seen: BeforeDraw) -> Number:
+        """Survival with the next token in it, by a prefix head, before that token is drawn; `carried` as of `after`."""
+        late = self._late
+        return carried * sigmoid((seen.prefix_logit + late.shift) / late.temperature if self.is_calibrated else seen.prefix_logit)
+
+    def logit(self, seen: AfterDraw | BeforeDraw) -> Number:
+        """The drawn-time or prefix head's calibrated logit for the token."""
+        logit = seen.prefix_logit if self._is_prefix else seen.drawn_logit  # type: ignore[union-attr]
+        return (logit + self._late.shift) / self._late.temperature
 
     @cached_property
     def _calibrations(self) -> tuple[_Calibration | None, _Calibration | None]:
-        """Of the fed-time and the drawn-time head, read once: a head works them out anew each time it is asked."""
-        heads = self.of_timing("fed"), self.of_timing("drawn")
-        fed, drawn = (None if head is None else _Calibration(head.calibration_shift, head.temperature) for head in heads)
-        return fed, drawn
+        """Of the head that scores late and of the one that does not, read once: a head works them out anew each time it is asked."""
+        heads = self.of_timing("fed"), self.of_timing("drawn") or self.of_timing("prefix")
+        fed, late = (None if head is None else _Calibration(head.calibration_shift, head.temperature) for head in heads)
+        return fed, late
+
+    @property
+    def _late(self) -> _Calibration:
+        late = self._calibrations[1]
+        assert late is not None
+        return late
+
+    @cached_property
+    def _is_prefix(self) -> bool:
+        return self.head.timing == "prefix"
 
 
 class ScoringPolicy(Policy):
@@ -113,7 +133,7 @@ class ScoringPolicy(Policy):
         """
         if self.is_learning and not self.can_learn:
             kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
-            raise ValueError(f"is_learning is for one drawn-time head, and this is a {kind}; leave it out")
+            raise ValueError(f"is_learning is for one drawn-time or prefix head, and this is a {kind}; leave it out")
         return Scores(self.head, self.also, self.is_calibrated)
 
     @property
@@ -125,8 +145,16 @@ class ScoringPolicy(Policy):
         return self.scores.of_timing("drawn")
 
     @property
+    def prefix_head(self) -> AcceptanceHead | None:  # type: ignore[override]
+        return self.scores.of_timing("prefix")
+
+    @cached_property
+    def stops_before(self) -> bool:  # type: ignore[override]
+        return self.head.timing == "prefix" and super().stops_before
+
+    @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return self.scores.signals | ({"token_prob"} if self.is_learning else frozenset())
+        return self.scores.signals | ({self._own_signal} if self.is_learning else frozenset())
 
     @property
     def stop_kind(self) -> str:
@@ -144,7 +172,7 @@ class ScoringPolicy(Policy):
     @property
     def can_learn(self) -> bool:
         """A fed-time head scores a token one step late; only what is scored when it is drawn is refitted."""
-        return self.head.timing == "drawn" and self.also is None
+        return self.head.timing != "fed" and self.also is None
 
     def scored(self, carried: Number, learned: Any, drawn: AfterDraw) -> tuple[Number, Number, Number]:
         """`Scores.after`, or the same by what was learned."""
@@ -154,8 +182,17 @@ class ScoringPolicy(Policy):
         product = carried * newest
         return product, product, newest
 
+    def scored_before(self, carried: Number, learned: Any, seen: BeforeDraw) -> Number:
+        """`Scores.before`, or the same by what was learned."""
+        return carried * score_of(learned.weights, self._inputs(seen)) if self.is_learning else self.scores.before(carried, seen)
+
     def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
-    def _inputs(self, drawn: AfterDraw) -> Inputs:
-        return Inputs(cut(self.scores.drawn_logit(drawn)), logit_of(drawn.token_prob))
+    def _inputs(self, seen: Any) -> Inputs:
+        return Inputs(cut(self.scores.logit(seen)), logit_of(getattr(seen, self._own_signal)))
+
+    @property
+    def _own_signal(self) -> str:
+        """What is learned from beside the head: q(y), or with a prefix head, which knows no y, the largest q."""
+        return "max_prob" if self.head.timing == "prefix" else "token_prob"

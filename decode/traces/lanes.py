@@ -27,10 +27,10 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
         """Of the trace, with the signals that the policy asks for."""
-        heads = {"fed_logit": policy.fed_head, "drawn_logit": policy.drawn_head}
+        heads = {f"{head.timing}_logit": head for head in policy.heads}
         signals = {}
         for name in policy.signals & frozenset(AfterDraw._fields):
-            values = trace.logit(heads[name]) if name in heads else trace.signal(name)  # type: ignore[arg-type]
+            values = trace.logit(heads[name]) if name in heads else trace.signal(name)
             signals[name] = np.append(values, values[-1:])
         rejected, branch = np.append(trace.rejected, trace.num_positions), np.append(trace.branch, 0)
         oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from decode.traces.lanes import Lanes, Tokens
 from decode.traces.trace import Array, Trace
 
@@ -168,8 +168,8 @@ class Lockstep:
         np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
         drawn = self._drawn(at)
         draws = wants
-        if type(self.policy).stop_before is not Policy.stop_before:
-            draws = wants & ~np.asarray(self.policy.stop_before(self.state, BeforeDraw(*drawn[:4])), dtype=bool)
+        if self.policy.stops_before:
+            draws = wants & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
         if tokens.acceptance_prob is not None:
             lesson = self.policy.lesson(self.state, drawn, tokens.acceptance_prob.take(at))

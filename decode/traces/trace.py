@@ -124,7 +124,7 @@ class Trace:
         return np.exp(self.signals["log_token_prob"]) if name == "token_prob" else self.signals[name]
 
     def logit(self, head: AcceptanceHead | PerfectHead) -> Float[Array, " drafts"]:
-        """Logit of the head for each token (drawn-time), or for the token before it (fed-time): what is known when it is drawn.
+        """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known when it is drawn.
 
         Raises:
             ValueError: a head of another width; hidden states that were not recorded.

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.drafter import Proposal, Session
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy, State, mapped
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from decode.trees.growth import Growth
 from decode.trees.shapes import Dynamic, Shape
 from lm.entropy import entropy
@@ -90,11 +90,11 @@ class TreeDrafter:
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
-        needs_hidden = policy.fed_head is not None or policy.drawn_head is not None
-        self.model = TreeModel(model, vocab_size=vocab_size, with_hidden=needs_hidden) if isinstance(model, PreTrainedModel) else model
+        with_hidden = bool(policy.heads)
+        self.model = TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden) if isinstance(model, PreTrainedModel) else model
         self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
         self._signals = reader_of(policy, self.model)
-        self._looks = type(policy).after is not Policy.after or type(policy).stop_before is not Policy.stop_before
+        self._looks = type(policy).after is not Policy.after or policy.stops_before
 
     def start(self, session: Session) -> None:
         self.model.reset()
@@ -137,7 +137,7 @@ class TreeDrafter:
         is_heeded = growth.depth % self.read_every == 0
         before, path = self._seen, growth.best_path()
         seen = self._read(path[-1:], before) if path[:-1] == before.nodes else self._read(path, _Path.of(before.first))
-        if is_heeded and self.policy.stop_before(seen.last, BeforeDraw(*seen.drawn[-1][:4])):
+        if is_heeded and self.policy.stop_before(seen.last, seen.drawn[-1].before):
             growth.drop_level()
             self.proposal.stop_reason = "policy"
             return False

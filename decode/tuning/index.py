@@ -1,8 +1,8 @@
 """The index g of law 4.11's rule, solved on a trace: what one more drafted token may cost per unit of survival.
 
 Calibrated scores along a draft are taken for a Markov chain on bins b of scores, read off pairs (accepted token, token drafted next): the
-next token counts only if all before it survived. With P the transitions, A the mean acceptance in a bin, r = 1 for a drawn-time head and
-r = P A for a fed-time one (whose newest token, already drafted, counts once the next is drawn and survives too), drafting on at price x per
+next token counts only if all before it survived. With P the transitions, A the mean acceptance in a bin, r = 1, but for a fed-time
+head r = P A (its newest token, already drafted, counts once the next is drawn and survives too), drafting on at price x per
 unit of survival is worth
 
     Q(x, b) = -x + sum over b' of P(b, b') A(b') (r(b') + W(x / A(b'), b'))        W = max(0, Q)
@@ -84,7 +84,7 @@ def pairs_of(trace: Trace, head: Any) -> Pairs:
 def scores_of(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     """The calibrated score of each token itself; NaN for what a fed-time head never scored, the ends of branches and rows."""
     scored = expit(head.calibrated_logit(trace.logit(head).astype(np.float64)))
-    if head.timing == "drawn":
+    if head.timing != "fed":
         return scored
     score = np.full(len(scored), np.nan)
     # A fed-time score stands at the token after the one it is about; a row's first token follows none.

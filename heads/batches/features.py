@@ -1,12 +1,12 @@
 """What heads train on: the positions of some responses, flat, as `data_gen` stored them.
 
     hidden [tokens, hidden]      at the timing's state, stored dtype
-    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`)
-    acceptance_prob [tokens]
+    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`), and acceptance_rate where a prefix head learns it
+    acceptance_prob [tokens]     the label; acceptance_rate takes its place for prefix heads (`of_timing`)
     token [tokens]               the drafted token y
     row_lengths [rows]           tokens of each row, for what needs to know where a response ends
 
-acceptance_rate as the label (the mean of acceptance_prob over y) was tried and left out: on a 6.2M/0.95M pair and Alpaca it made every
+acceptance_rate (the mean of acceptance_prob over y) was tried as the label of the others too: on a 6.2M/0.95M pair and Alpaca it made every
 drawn-time head worse on dev, at 1,024 responses (KL 0.382 against 0.374) and at 4,096 (0.368 against 0.356).
 
 Only positions whose token the draft drew are kept (law 4.6): the loss is taken nowhere else.
@@ -24,11 +24,20 @@ from torch import Tensor
 
 from data_gen.store.shards import read_sidecar, verify
 
+RATE = "acceptance_rate"
+"""What prefix heads are trained on, where other heads are trained on acceptance_prob."""
+FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn"}
+"""Timing of a head -> the feature set that it reads: a prefix head, the states that the tokens were drawn from."""
 _COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
+_PROBABILITIES = ("acceptance_prob", RATE)
+NO_RATE = (
+    "has no acceptance_rate, which prefix heads are trained on: data made with data.mode sequential, or imported, lacks it; make the data "
+    "with data.mode together, or leave prefix out of heads.timings"
+)
 
 
 class Features(NamedTuple):
-    """Positions of some rows, one timing."""
+    """Positions of some rows, one feature set."""
 
     hidden: Float[Tensor, "tokens hidden"]
     scalars: dict[str, Float[Tensor, " tokens"]]
@@ -42,7 +51,13 @@ class Features(NamedTuple):
 
 
 Batch = dict[str, Features]
-"""timing -> features of the same responses."""
+"""Feature set -> features of the same responses."""
+
+
+def of_timing(batch: Batch, timing: str) -> Features:
+    """What heads of this timing read, with the label that they are trained on and measured by as acceptance_prob."""
+    features = batch[FEATURE_SETS[timing]]
+    return features._replace(acceptance_prob=features.scalars[RATE]) if timing == "prefix" else features
 
 
 def has_tokens(batch: Batch) -> bool:
@@ -64,8 +79,12 @@ class FeatureShard:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        with self._open("hidden") as file:
+        """Width of the hidden states.
+
+        Raises:
+            ValueError: the file is broken, or lacks a column that is to be read.
+        """
+        with self._open("hidden", *self.scalars) as file:
             return int(file.get_slice("hidden").get_shape()[-1])
 
     def row_lengths(self) -> list[int]:
@@ -104,19 +123,22 @@ class FeatureShard:
             file = safe_open(self.path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again") from error
-        if missing := sorted(set(names) - set(file.keys())):
+        missing = sorted(set(names) - set(file.keys()))
+        if RATE in missing:
+            raise ValueError(f"{self.path} {NO_RATE}")
+        if missing:
             raise ValueError(f"{self.path} has no tensor {missing[0]!r}; make the features again with `python -m data_gen`")
         return file
 
     def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:
         for name in ("hidden", "acceptance_prob", *self.scalars):
             bad = ~torch.isfinite(columns[name]).reshape(len(columns[name]), -1).all(-1)
-            if name == "acceptance_prob":
+            if name in _PROBABILITIES:
                 bad |= (columns[name] < 0) | (columns[name] > 1)
             if bad.any():
                 position = int(bad.nonzero()[0])
                 row = start + int(torch.searchsorted(offsets, position, right=True)) - 1
-                kind = "outside [0, 1] or not finite" if name == "acceptance_prob" else "NaN or infinite"
+                kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
                 raise ValueError(f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the features again")
 
     def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Features:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heads.batches.features import Batch
+from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
 from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram, observe
 from heads.measures.running import NUM_POSITIONS, THRESHOLDS, DraftMetric, LogitHistogram
 from heads.measures.scores import Measures, auroc, measures, reliability
+from heads.measures.survival import LAGS
 
 Result = dict[str, Any]
 SIGNALS = ("log_token_prob", "negative_entropy")
@@ -49,7 +50,7 @@ class Evaluation(nn.Module):
         counts = {timing: len(rows) for timing, rows in self._rows.items()}
         self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
         self.raw, self.calibrated = (
-            nn.ModuleDict({timing: DraftMetric(count, is_lagging=timing == "fed") for timing, count in counts.items()}) for _ in range(2)
+            nn.ModuleDict({timing: DraftMetric(count, lag=LAGS[timing]) for timing, count in counts.items()}) for _ in range(2)
         )
         self.signals = nn.ModuleDict({timing: LogitHistogram(len(SIGNALS)) for timing in counts})
 
@@ -57,7 +58,7 @@ class Evaluation(nn.Module):
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """One batch: for each timing the logits of its heads, [heads, tokens], and the features that they were computed from."""
         for timing, logit in logits.items():
-            features = batch[timing]
+            features = of_timing(batch, timing)
             label, lengths = features.acceptance_prob, features.row_lengths
             calibrated = (logit + self._shift[timing][:, None].to(logit)) / self._temperature[timing][:, None].to(logit)
             signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])

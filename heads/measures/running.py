@@ -50,9 +50,9 @@ class DraftMetric(Metric):
 
     full_state_update = False
 
-    def __init__(self, num_heads: int, *, is_lagging: bool) -> None:
+    def __init__(self, num_heads: int, *, lag: int) -> None:
         super().__init__()
-        self.is_lagging = is_lagging
+        self.lag = lag
         self.token, self.survival = LogitHistogram(num_heads * NUM_POSITIONS), LogitHistogram(num_heads * NUM_POSITIONS)
         self.thresholds = torch.tensor(THRESHOLDS)
         for name in ExpectedCounts._fields:
@@ -69,7 +69,7 @@ class DraftMetric(Metric):
             row_lengths=row_lengths,
             thresholds=self.thresholds,
             max_draft_length=MAX_DRAFT_LENGTH,
-            is_lagging=self.is_lagging,
+            lag=self.lag,
         )
         for name, value in counts._asdict().items():
             getattr(self, name).add_(value)

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from heads.measures.histogram import Histogram, observe
 
+LAGS = {"fed": 1, "drawn": 0, "prefix": -1}
+"""Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the newest token yet (law
+4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
+
 
 class ByPosition(NamedTuple):
     """One histogram per head and draft position 1 … K, flattened to [heads * K]."""
@@ -80,7 +84,7 @@ def expected_counts(
     row_lengths: Int[Tensor, " rows"],
     thresholds: Float[Tensor, " threshold"],
     max_draft_length: int,
-    is_lagging: bool,
+    lag: int,
 ) -> ExpectedCounts:
     """Expected counts when each round stops after the token where 1 - (product of predictions) exceeds max_rejection_prob.
 
@@ -88,11 +92,11 @@ def expected_counts(
 
     Args:
         thresholds: values of max_rejection_prob.
-        is_lagging: the product leaves out the newest token (fed-time heads; law 4.8).
+        lag: of the heads' timing (`LAGS`).
     """
     mask = _mask(row_lengths)
     num_rows, width = mask.shape
-    lengths = _draft_lengths(_padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, is_lagging=is_lagging)
+    lengths = _draft_lengths(_padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, lag=lag)
     prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
     survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
     rejected = survival[..., :-1] * (1 - prob)
@@ -118,7 +122,7 @@ def _draft_lengths(
     thresholds: Float[Tensor, " threshold"],
     *,
     max_draft_length: int,
-    is_lagging: bool,
+    lag: int,
 ) -> Int[Tensor, "heads threshold rows position"]:
     """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the tokens that go on."""
     log_hat = torch.nn.functional.logsigmoid(logit) * mask
@@ -130,7 +134,7 @@ def _draft_lengths(
     start = cumulative[..., : mask.shape[1]]
     lengths = torch.ones(len(logit), len(thresholds), *mask.shape, dtype=torch.long, device=mask.device)
     for drafted in range(1, max_draft_length):
-        scored = drafted - is_lagging
+        scored = drafted - lag
         lengths += (cumulative[..., scored : scored + mask.shape[1]] - start)[:, None] >= limit
     left = mask.flip(-1).cumsum(-1).flip(-1)
     return torch.minimum(lengths, left.clamp(min=1))

@@ -7,6 +7,12 @@ from huggingface_hub import ModelCard
 from heads.model.inputs import Inputs
 
 _SYMBOLS = {"log_token_prob": "log q(y)", "entropy": "H(q)"}
+_WHEN = {
+    "fed": "once the token has been fed to the draft",
+    "drawn": "once the token is drawn",
+    "prefix": "before a token is drawn and whichever it will be",
+}
+"""By timing."""
 
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
@@ -28,13 +34,12 @@ def _front_matter() -> str:
 
 def _summary(config: dict[str, Any], num_parameters: int) -> str:
     inputs = ["the draft's final hidden state"]
-    taken = Inputs.of(config["scalars"], config.get("embedding", False))
+    taken = Inputs.of(config["scalars"], config.get("embedding", False), config["timing"])
     inputs += [" and ".join(_SYMBOLS.get(name, name) for name in taken.scalars)] if taken.scalars else []
     inputs += ["the token's embedding"] if taken.embedding else []
-    when = "the token has been fed to the draft" if config["timing"] == "fed" else "the token is drawn"
     return (
         "# Acceptance-prediction head\n\n"
-        f"Predicts, once {when}, the probability that the target will accept a drafted token, from {', '.join(inputs)}. "
+        f"Predicts, {_WHEN[config['timing']]}, the probability that the target will accept a drafted token, from {', '.join(inputs)}. "
         f"{config['num_layers']} residual blocks of width {config['hidden_size']}, {num_parameters:,} parameters, "
         f"accept weight {config['accept_weight']:g}, reject weight {config['reject_weight']:g}.\n\n"
         "Method: SpecDec++ (arXiv 2405.19715)."
@@ -66,10 +71,11 @@ def _measured(config: dict[str, Any]) -> str:
     if not numbers:
         return ""
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in numbers.items())
+    truth = "acceptance_rate" if config["timing"] == "prefix" else "the true acceptance probability"
     return (
         "## Measured on the dev split\n\n| metric | value |\n|---|---|\n"
         f"{rows}\n\ntrain_raw_kl: on as many training responses. "
-        "KL is the binary divergence from the true acceptance probability, in nats per drafted token. "
+        f"KL is the binary divergence from {truth}, in nats per drafted token. "
         f"Calibrated: shifted by ln(w_rej/w_acc), temperature {config['calibration_temperature']:.4f}, fitted on the same split."
     )
 

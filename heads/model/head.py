@@ -7,7 +7,8 @@ The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift 
 
 Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and blocks that are
 not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed, the paper's) or drawn (the state that
-produced the distribution the token was drawn from; law 4.8b).
+produced the distribution the token was drawn from; law 4.8b). A prefix head reads the same state as a drawn-time one before there is a
+token, so what it predicts is the mean over what may be drawn, acceptance_rate (law 4.8c).
 """
 
 import hashlib
@@ -27,10 +28,10 @@ from heads.model.card import model_card
 from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
 from heads.model.formula import stack_forward
 from heads.model.hub import local_directory
-from heads.model.inputs import Inputs
+from heads.model.inputs import OF_DISTRIBUTION, Inputs
 from heads.model.provenance import Provenance
 
-Timing = Literal["fed", "drawn"]
+Timing = Literal["fed", "drawn", "prefix"]
 _MOST_BLOCKS = 1000
 _OF_THE_HUB = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 
@@ -56,16 +57,21 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Args:
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
-            timing: fed or drawn.
-            scalars: also take (log q(y), H(q)), or the scalars of these names (`data_gen.labels.scalars`), in this order.
+            timing: fed, drawn or prefix.
+            scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`), in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
 
         Raises:
-            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist.
+            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist, a prefix head that reads the token.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing)
-        self.hidden_size, self.depth, self.timing, self.inputs = hidden_size, depth, timing, Inputs.of(scalars, embedding)
+        self.hidden_size, self.depth, self.timing, self.inputs = hidden_size, depth, timing, Inputs.of(scalars, embedding, timing)
+        if timing == "prefix" and self.inputs.reads_token:
+            raise ValueError(
+                f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token before it is drawn; it "
+                f"reads no embedding, and of the scalars {', '.join(OF_DISTRIBUTION)} alone"
+            )
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None

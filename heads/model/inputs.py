@@ -1,4 +1,7 @@
-"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the token's embedding."""
+"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the token's embedding.
+
+A prefix head scores a token before it is drawn (law 4.8c), so it reads nothing of the token.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +13,9 @@ from torch import Tensor
 from data_gen.labels.scalars import Scalars
 
 STANDARD = ("log_token_prob", "entropy")
-"""What `scalars: true` stands for in a config and in config.json."""
+"""What `scalars: true` stands for in a config and in config.json, where the token is known."""
+OF_DISTRIBUTION = ("entropy",)
+"""Scalars that are known before the token is drawn: what `scalars: true` stands for with a prefix head."""
 
 
 class Inputs(NamedTuple):
@@ -20,18 +25,24 @@ class Inputs(NamedTuple):
     embedding: bool = False
 
     @classmethod
-    def of(cls, scalars: bool | Sequence[str], embedding: bool) -> "Inputs":
+    def of(cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn") -> "Inputs":
         """As a config or config.json names them.
 
         Raises:
             ValueError: a scalar that does not exist, or one twice.
         """
         if isinstance(scalars, bool):
-            return cls(STANDARD if scalars else (), bool(embedding))
+            standard = OF_DISTRIBUTION if timing == "prefix" else STANDARD
+            return cls(standard if scalars else (), bool(embedding))
         for name in scalars:
             if name not in Scalars._fields or list(scalars).count(name) > 1:
                 raise ValueError(f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once")
         return cls(tuple(scalars), bool(embedding))
+
+    @property
+    def reads_token(self) -> bool:
+        """Whether any of them is of the token that is scored."""
+        return self.embedding or not set(self.scalars) <= set(OF_DISTRIBUTION)
 
     @property
     def label(self) -> str:

@@ -74,7 +74,7 @@ def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
-    """Mean and deviation of each scalar that the sweep reads, over the first training shard, by timing."""
+    """Mean and deviation of each scalar that the sweep reads, over the first training shard, by feature set."""
     stats: dict[str, list[list[float]]] = {}
     for timing in data.timings if any(data.heads.scalars) else ():
         scalars = data.first_rows(timing).columns(data.scalars).double()

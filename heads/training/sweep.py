@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
-from heads.batches.features import Batch, has_tokens
+from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
 from heads.grid import Shape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
@@ -49,8 +49,7 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (its name), hidden_size, scalar_stats {timing: [means, deviations]} in the order of `scalars`, and provenance (fields
-            of `Provenance` that all heads share).
+        facts: run (its name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what all `Provenance` share).
         draft: runs the frozen draft, for online features.
         embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
         """
@@ -86,7 +85,8 @@ class Sweep(pl.LightningModule):
         batch = self._features(batch)
         losses = []
         for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
-            targets = Targets.of(batch[stack.shape.timing].acceptance_prob, torch.full_like(weights, self.config.accept_weight), weights)
+            label = of_timing(batch, stack.shape.timing).acceptance_prob
+            targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
             targets = targets._replace(mass=self._mean_over_processes(targets.mass))
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets))
         loss = torch.cat(losses)
@@ -99,7 +99,7 @@ class Sweep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items() if has_tokens(batch) else []:
-            histogram = observe(self.logits(stack, batch).float(), batch[stack.shape.timing].acceptance_prob[None])
+            histogram = observe(self.logits(stack, batch).float(), of_timing(batch, stack.shape.timing).acceptance_prob[None])
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
@@ -202,7 +202,7 @@ class Sweep(pl.LightningModule):
 
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden, scalars and embedding of the tokens that a stack is to score: what it takes of them."""
-        features, taken = batch[stack.shape.timing], stack.shape.inputs
+        features, taken = of_timing(batch, stack.shape.timing), stack.shape.inputs
         scalars = features.columns(taken.scalars) if taken.scalars else None
         embedding = self.embedding[features.token] if taken.embedding and self.embedding is not None else None
         return features.hidden.to(stack.scalar_mean.dtype), scalars, embedding
@@ -234,7 +234,7 @@ class Sweep(pl.LightningModule):
     def _stack(self, shape: Shape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
         if shape.inputs.scalars:
-            mean, scale = torch.tensor(self.facts["scalar_stats"][shape.timing])
+            mean, scale = torch.tensor(self.facts["scalar_stats"][FEATURE_SETS[shape.timing]])
             columns = [self.scalars.index(name) for name in shape.inputs.scalars]
             stack.scalar_mean.copy_(mean[columns])
             stack.scalar_scale.copy_(scale[columns])

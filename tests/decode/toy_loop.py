@@ -57,6 +57,8 @@ POLICIES: dict[str, Policy] = {
     "fed_head": HeadPolicy(toy_head("fed", seed=2), 0.5),
     "drawn_head": HeadPolicy(toy_head("drawn", seed=2), 0.5),
     "learning_head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True),
+    "prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5),
+    "learning_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, is_learning=True),
     "learned_prob": LearnedProb(0.7),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }

@@ -8,7 +8,7 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, AfterDraw, CumulativeTokenProb, Entropy, FixedLength, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import batched
-from decode.policies.confidence import LearnedProb
+from decode.policies.confidence import LearnedMaxProb, LearnedProb
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
@@ -28,7 +28,7 @@ def head(timing: str, *, inputs: bool) -> AcceptanceHead:
     return made.eval()
 
 
-FED, DRAWN = head("fed", inputs=False), head("drawn", inputs=True)
+FED, DRAWN, PREFIX = head("fed", inputs=False), head("drawn", inputs=True), head("prefix", inputs=False)
 FORGETFUL: list[Policy] = [
     FixedLength(0),
     FixedLength(3),
@@ -40,9 +40,15 @@ FORGETFUL: list[Policy] = [
     HeadPolicy(head("fed", inputs=True), 0.6),
     HeadPolicy(DRAWN, 0.5),
     HeadPolicy(FED, 0.7, also=DRAWN),
+    HeadPolicy(PREFIX, 0.5),
 ]
 REMEMBERING: list[Policy] = [Heuristic(2), SelfVerify(1.0), AdaEDL(0.4), Auto(DRAWN, 1.0, 4.0), Auto(FED, 1.0, 4.0)]
-LEARNING: list[Policy] = [LearnedProb(0.5), HeadPolicy(DRAWN, 0.5, is_learning=True)]
+LEARNING: list[Policy] = [
+    LearnedProb(0.5),
+    LearnedMaxProb(0.5),
+    HeadPolicy(DRAWN, 0.5, is_learning=True),
+    Auto(PREFIX, 1.0, 4.0, is_learning=True),
+]
 
 
 class Watched(ModelDrafter):
@@ -129,7 +135,7 @@ def test_another_request_of_the_same_id_starts_anew():
     for policy, expected in ((Heuristic(2), 2), (FixedLength(3), 3)):
         lanes.begin([row("a", policy)], {"a"})
         for token in range(5):
-            lanes.step([token], [AfterDraw(token, 0.0, 0.0, 0.0, 0.0, 0.0)])
+            lanes.step([token], [AfterDraw(token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)])
         assert len(lanes.drafts[0]) == expected
 
 
@@ -154,7 +160,7 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(verified: t
     lane = Lane(Heuristic(2))
     lane.begin(5, STOPS)
     for token in (4, 5):
-        lane.take(token, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        lane.take(token, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     lane.end(verified, num_accepted)
     lane.begin(5, STOPS)
     assert lane._longest == expected
@@ -163,5 +169,5 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(verified: t
 def test_nothing_is_drafted_after_an_end():
     lane = Lane(FixedLength(5))
     lane.begin(5, STOPS)
-    lane.take(EOS, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    lane.take(EOS, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     assert not lane.is_going

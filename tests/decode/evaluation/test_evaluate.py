@@ -6,9 +6,10 @@ import torch
 from small_pair import trace
 
 from decode.costs.model import CostModel
-from decode.evaluation.arms import Replays, best_heads, picks_of, replay_arms
+from decode.evaluation.arms import Replays, best_heads, by_family, picks_of, replay_arms, replay_dataset
 from decode.evaluation.grids import bounds, default_values, grids_of, head_grid, make_grid
 from decode.evaluation.results import Result, results_of, yardstick_of
+from decode.evaluation.tables import NAMES
 from decode.intervals import Spent, gain_over
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
@@ -157,3 +158,17 @@ def test_auto_is_the_rule_that_tune_recommended():
     assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
     with pytest.raises(ValueError, match="decode tune"):
         make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
+
+
+def test_a_prefix_head_competes_before_the_draw_and_after_it_and_in_the_rule(splits):
+    """Before the draw it pays a forward for the token that it then does without; one that keeps that token pays none for nothing."""
+    torch.manual_seed(0)
+    heads = {"it": AcceptanceHead(16, 1, "prefix", True).eval()}
+    grids = grids_of({"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5)
+    replays = replay_dataset(splits, grids, heads=heads, cost=COST, perfect_head=False, name="")
+    families = by_family([*replays.arms, *replays.auto_arms(COST)])
+    assert {name for name in families if "prefix" in name} == {name for name in NAMES if "prefix" in name}
+    before, kept = (families[name][0].test.counts for name in ("head_prefix", "head_prefix_kept"))
+    assert (before.num_draft_forwards - before.num_drafted).max() > 0
+    assert (kept.num_draft_forwards == kept.num_drafted).all()
+    assert (kept.num_drafted.sum(-1) >= before.num_drafted.sum(-1)).all()

@@ -67,7 +67,7 @@ def feature_head(timing: str) -> AcceptanceHead:
     return head.double()
 
 
-HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn")}
+HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn", "prefix")}
 HEADS["both_heads"] = HeadPolicy(feature_head("fed"), 0.4, also=feature_head("drawn"))
 
 
@@ -76,9 +76,7 @@ def test_every_policy_runs_unchanged_and_changes_no_greedy_token(kind):
     expected = greedy(16)
     lengths = set()
     for policy in (POLICIES | HEADS).values():
-        if policy.fed_head is not None and policy.fed_head.hidden_size != WIDTH:
-            continue
-        if policy.drawn_head is not None and policy.drawn_head.hidden_size != WIDTH:
+        if any(head.hidden_size != WIDTH for head in policy.heads):
             continue
         generation = decoder_of(kind, policy, sampling=Sampling(temperature=0)).generate(PROMPT, 16)
         assert list(generation.token_ids) == expected

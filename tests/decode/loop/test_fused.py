@@ -28,8 +28,9 @@ class Watch(Policy):
 
     fed_head: AcceptanceHead | None = None
     drawn_head: AcceptanceHead | None = None
+    prefix_head: AcceptanceHead | None = None
     seen: list[AfterDraw] = field(default_factory=list)
-    signals = frozenset({"entropy", "max_prob", "token_prob", "fed_logit", "drawn_logit"})
+    signals = frozenset(AfterDraw._fields) - {"position"}
 
     def after(self, state, drawn):
         self.seen.append(drawn)
@@ -80,7 +81,7 @@ def uncompiled(monkeypatch):
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_tokens_laws_and_signals_are_those_of_the_unfused_step(sampling):
-    assert_alike(sampling, (a_head("fed", True, True), a_head("drawn", True, True)))
+    assert_alike(sampling, (a_head("fed", True, True), a_head("drawn", True, True), a_head("prefix", True)))
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -25,8 +25,9 @@ class Watch(Policy):
 
     fed_head: AcceptanceHead | None = None
     drawn_head: AcceptanceHead | None = None
+    prefix_head: AcceptanceHead | None = None
     seen: list[AfterDraw] = field(default_factory=list)
-    signals = frozenset({"entropy", "max_prob", "token_prob", "fed_logit", "drawn_logit"})
+    signals = frozenset(AfterDraw._fields) - {"position"}
 
     def after(self, state, drawn):
         self.seen.append(drawn)
@@ -34,7 +35,7 @@ class Watch(Policy):
 
 
 def head_with_every_input(timing: str) -> AcceptanceHead:
-    head = AcceptanceHead(4, 2, timing, True, True).double()
+    head = AcceptanceHead(4, 2, timing, True, timing != "prefix").double()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in head.parameters():
@@ -44,8 +45,8 @@ def head_with_every_input(timing: str) -> AcceptanceHead:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
 def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling):
-    fed, drawn = head_with_every_input("fed"), head_with_every_input("drawn")
-    policy, model = Watch(fed, drawn), ToyModel(2, 5)
+    fed, drawn, prefix = (head_with_every_input(timing).requires_grad_(False) for timing in ("fed", "drawn", "prefix"))
+    policy, model = Watch(fed, drawn, prefix), ToyModel(2, 5)
     drafter = ModelDrafter(model, policy)
     drafter.start(Session(sampling, frozenset(), RandomDraws(torch.Generator().manual_seed(4))))
     proposal = drafter.propose(list(PROMPT), 4)
@@ -62,12 +63,13 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
         assert shown.token_prob == pytest.approx(float(probs[token]), abs=1e-12)
         scalars.append(torch.stack([probs[token].log(), entropy(logits)]))
         embedding = model.embedding(torch.tensor([token]))[0]
-        assert shown.drawn_logit == pytest.approx(float(drawn.requires_grad_(False)(fresh.hidden[-1], scalars[i], embedding)), abs=1e-9)
+        assert shown.drawn_logit == pytest.approx(float(drawn(fresh.hidden[-1], scalars[i], embedding)), abs=1e-9)
+        assert shown.prefix_logit == pytest.approx(float(prefix(fresh.hidden[-1], entropy(logits)[None])), abs=1e-9)
         if i == 0:
             assert shown.fed_logit == float("inf")
         else:
             before = model.embedding(torch.tensor([tokens[i - 1]]))[0]
-            assert shown.fed_logit == pytest.approx(float(fed.requires_grad_(False)(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
+            assert shown.fed_logit == pytest.approx(float(fed(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
         assert sampling.probs(logits)[token] > 0
         assert sampling.is_greedy or torch.equal(proposal.laws[i], sampling.probs(logits))
 
@@ -99,7 +101,9 @@ def test_the_stepwise_heads_equal_the_head(depth, scalars, embedding, largest_ta
         assert on_host.score(hidden.numpy(), numbers, token_id) == pytest.approx(expected.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, set()])
+@pytest.mark.parametrize(
+    "asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}, set()]
+)
 def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
     class Asks(Watch):
         signals = frozenset(asked)
@@ -107,7 +111,8 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
     shown = []
     for reader in (HostSignals, DeviceSignals):
         model, draws = ToyModel(2, 5), RandomDraws(torch.Generator().manual_seed(3))
-        signals, ids, steps = reader(Asks(head_with_every_input("fed"), head_with_every_input("drawn")), model), list(PROMPT), []
+        heads = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
+        signals, ids, steps = reader(Asks(*heads), model), list(PROMPT), []
         for position in range(4):
             logits = model.forward(ids)[-1]
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)

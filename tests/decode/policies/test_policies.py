@@ -11,7 +11,7 @@ from enumeration import ToyModel
 from toy_loop import POLICIES, PROMPT, decoder_of
 
 from decode import policies
-from decode.policies import AdaEDL, AfterDraw, BeforeDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
+from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
 from decode.policies.auto import Auto
 from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
@@ -22,9 +22,7 @@ from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
 
 
 def drawn_with(**signals: float) -> AfterDraw:
-    return AfterDraw(
-        **({"position": 0, "entropy": 0.0, "max_prob": 0.0, "fed_logit": np.inf, "token_prob": 0.0, "drawn_logit": 0.0} | signals)
-    )
+    return AfterDraw(**(dict.fromkeys(AfterDraw._fields, 0.0) | {"position": 0, "fed_logit": np.inf} | signals))
 
 
 def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -100,8 +98,8 @@ def test_ada_edl_moves_its_threshold_as_published():
     assert poor == pytest.approx((0.9 * 0.2 + 0.1 * 0.21, 0.5 * 0.9 + 0.5 * 0.25))
     good = policy.end((0.2, 1.0), Outcome(num_drafted=4, num_accepted=4, num_allowed=9, rejected_entropy=0.0))
     assert good == pytest.approx((0.9 * 0.2 + 0.1 * 0.19, 1.0))
-    assert policy.stop_before((0.5, 0.9), BeforeDraw(1, entropy=1.3, max_prob=0.0, fed_logit=0.0))
-    assert not policy.stop_before((0.5, 0.9), BeforeDraw(1, entropy=1.2, max_prob=0.0, fed_logit=0.0))
+    assert policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.3).before)
+    assert not policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.2).before)
 
 
 @pytest.mark.parametrize("is_calibrated", [False, True])
@@ -183,12 +181,12 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
     policy, generator = POLICIES[name], np.random.default_rng(0)
-    columns = AfterDraw(*generator.uniform(0.01, 1.5, (6, 8)))
+    columns = AfterDraw(*generator.uniform(0.01, 1.5, (7, 8)))
     outcome = Outcome(np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8))
 
     def play(drawn, outcome):
         state = policy.begin(policy.start())
-        before = policy.stop_before(state, BeforeDraw(*drawn[:4]))
+        before = policy.stop_before(state, drawn.before)
         state, stop = policy.after(state, drawn)
         state = policy.end(state, outcome._replace(lesson=policy.lesson(state, drawn, drawn.max_prob / 1.5)))
         return policy.limit(state), before, stop, *numbers_of(state)

@@ -22,6 +22,8 @@ from lm import Sampling
 RULES = POLICIES | {
     "auto_online": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2),
     "auto_learning": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2, is_learning=True),
+    "auto_before_the_draw": Auto(toy_head("prefix", seed=2), 0.05, 1.0, t_verify_s=0.3, probe_every=2, is_learning=True),
+    "kept_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, keeps_newest=True),
     "auto_stops_drafting": Auto(toy_head("fed", seed=2), 2.0, 1.0, prior_rounds=1.0, probe_every=2),
 }
 
@@ -56,7 +58,7 @@ def test_the_loop_counts_what_replay_counts_under_every_sampling_limit_and_eos(p
 
 
 def model_head(timing: str) -> AcceptanceHead:
-    head = AcceptanceHead(16, 1, timing, True, True)
+    head = AcceptanceHead(16, 1, timing, True, timing != "prefix")
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return head.eval()
@@ -66,7 +68,12 @@ def model_head(timing: str) -> AcceptanceHead:
 def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_between_last_bits(temperature):
     sampling = Sampling(temperature=temperature)
     recorded = trace(sampling).select(range(12))
-    for policy in (FixedLength(3), AdaEDL(0.4), HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn"))):
+    for policy in (
+        FixedLength(3),
+        AdaEDL(0.4),
+        HeadPolicy(model_head("prefix"), 0.5),
+        HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
+    ):
         decoder = SpeculativeDecoder(
             model(1, 2), ModelDrafter(model(2), policy, vocab_size=VOCAB), sampling=sampling, max_draft_length=LENGTH, vocab_size=VOCAB
         )

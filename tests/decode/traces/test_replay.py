@@ -25,9 +25,12 @@ CLEARANCE = 2e-5
 
 @dataclass(frozen=True)
 class Diary(Policy):
-    """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the counts."""
+    """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the counts.
 
-    signals = frozenset(AfterDraw._fields) - {"position"}
+    But for what a prefix head says, which is all that the prefix heads of `POLICIES` are told.
+    """
+
+    signals = frozenset(AfterDraw._fields) - {"position", "prefix_logit"}
     fed_head = toy_head("fed", seed=1)
     drawn_head = toy_head("drawn", seed=2)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads.batches.features import of_timing
 from heads.batches.online import DraftFeatures, Row
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states, logits_of
@@ -30,7 +31,7 @@ def rows() -> list[Row]:
     for length in (5, 9):
         probs = torch.rand(length, generator=generator).tolist()
         coins = [(torch.rand(length, generator=generator) < 0.3).tolist() for _ in range(2)]
-        made.append(Row(ids(4), ids(length), ids(length), probs, coins))
+        made.append(Row(ids(4), ids(length), ids(length), probs, torch.rand(length, generator=generator).tolist(), coins))
     return made
 
 
@@ -57,6 +58,7 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
         drawn.scalars["log_token_prob"][:5], log_probs[torch.arange(5), torch.tensor(row.draft_ids)], atol=1e-5, rtol=1e-5
     )
     assert torch.equal(drawn.token[:5], torch.tensor(row.draft_ids))
+    assert of_timing({"drawn": drawn}, "prefix").acceptance_prob[:5].tolist() == pytest.approx(row.acceptance_rate)
 
 
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):

@@ -37,17 +37,17 @@ def test_histograms_by_position_are_those_of_all_drafts(rows):
                 torch.testing.assert_close(ours.entropy[head * 4 + k], whole.entropy[head])
 
 
-def toss(
-    hat: list[float], prob: list[float], threshold: float, is_lagging: bool, limit: int, generator: torch.Generator
-) -> tuple[int, int]:
+def toss(hat: list[float], prob: list[float], threshold: float, lag: int, limit: int, generator: torch.Generator) -> tuple[int, int]:
     """(drafted, rounds) of one response, by the rule of law 4.8 with coins."""
     drafted = rounds = start = 0
     while start < len(prob):
         rounds, length, kept = rounds + 1, 0, 1.0
         while length < min(limit, len(prob) - start):
             before, kept = kept, kept * hat[start + length]
+            if lag == -1 and length > 0 and 1 - kept > threshold:
+                break
             length += 1
-            if 1 - (before if is_lagging else kept) > threshold:
+            if lag >= 0 and 1 - (before if lag else kept) > threshold:
                 break
         drafted += length
         accepted = 0
@@ -57,12 +57,12 @@ def toss(
     return drafted, rounds
 
 
-@pytest.mark.parametrize("is_lagging", [False, True])
-def test_expected_counts_are_the_means_of_tossed_coins(rows, is_lagging: bool):
+@pytest.mark.parametrize("lag", [-1, 0, 1])
+def test_expected_counts_are_the_means_of_tossed_coins(rows, lag: int):
     """False alarms: z below 4.5 in 4 comparisons, under 1e-4."""
     logit, prob = rows[0], rows[1] * 0.5 + 0.5
     thresholds = torch.tensor([0.3, 0.8])
-    found = expected_counts(logit + 1, prob, row_lengths=LENGTHS, thresholds=thresholds, max_draft_length=4, is_lagging=is_lagging)
+    found = expected_counts(logit + 1, prob, row_lengths=LENGTHS, thresholds=thresholds, max_draft_length=4, lag=lag)
     generator = torch.Generator().manual_seed(2)
     hat = (logit + 1).double().sigmoid()[0].tolist()
     for column, threshold in enumerate(thresholds.tolist()):
@@ -71,10 +71,7 @@ def test_expected_counts_are_the_means_of_tossed_coins(rows, is_lagging: bool):
                 [
                     sum(x)
                     for x in zip(
-                        *(
-                            toss(hat[s.start : s.stop], prob[s.start : s.stop].tolist(), threshold, is_lagging, 4, generator)
-                            for s in spans()
-                        ),
+                        *(toss(hat[s.start : s.stop], prob[s.start : s.stop].tolist(), threshold, lag, 4, generator) for s in spans()),
                         strict=True,
                     )
                 ]
@@ -91,7 +88,7 @@ def test_certain_heads_draft_all_or_one():
     prob, lengths = torch.ones(10), torch.tensor([10])
     for logit, drafted, rounds in ((30.0, 10, 1), (-30.0, 5, 5)):
         found = expected_counts(
-            torch.full((1, 10), logit), prob, row_lengths=lengths, thresholds=torch.tensor([0.5]), max_draft_length=20, is_lagging=False
+            torch.full((1, 10), logit), prob, row_lengths=lengths, thresholds=torch.tensor([0.5]), max_draft_length=20, lag=0
         )
         assert (float(found.num_drafted), float(found.num_rounds)) == (drafted, rounds)
     assert float(found.discard_rate) == 0
@@ -106,9 +103,9 @@ def test_a_fed_time_head_drafts_one_more():
             row_lengths=torch.tensor([9]),
             thresholds=torch.tensor([0.5]),
             max_draft_length=20,
-            is_lagging=lag,
+            lag=lag,
         )
-        for lag in (False, True)
+        for lag in (0, 1)
     ]
     assert [float(counts.num_rounds) for counts in found] == [9, 9]
     assert [float(counts.num_drafted) for counts in found] == [9, 17]

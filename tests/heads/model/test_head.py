@@ -57,6 +57,21 @@ def test_one_row_is_scored_as_a_batch_of_rows():
     torch.testing.assert_close(head(hidden, scalars)[1, 3], head(hidden[1, 3], scalars[1, 3]))
 
 
+@pytest.mark.parametrize("inputs", [(("log_token_prob",), False), (True, True), (False, True)])
+def test_a_prefix_head_that_would_read_the_token_is_refused(inputs):
+    with pytest.raises(ValueError, match="before it is drawn"):
+        AcceptanceHead(6, 1, "prefix", *inputs)
+
+
+def test_a_prefix_head_comes_back_from_disk_as_it_went(tmp_path: Path):
+    head = filled(timing="prefix", scalars=True)
+    head.save_pretrained(tmp_path)
+    back = AcceptanceHead.from_pretrained(tmp_path)
+    assert back.config == head.config
+    assert (back.timing, back.inputs) == ("prefix", (("entropy",), False))
+    assert "before a token is drawn and whichever it will be" in (tmp_path / "README.md").read_text()
+
+
 def test_inputs_are_given_exactly_if_the_head_takes_them():
     with pytest.raises(ValueError, match="needs scalars"):
         filled(scalars=True)(torch.randn(6))

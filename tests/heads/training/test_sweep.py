@@ -130,6 +130,14 @@ def test_grid_is_every_combination_once():
     assert "drawn+s-d3-w12" in names
 
 
+def test_prefix_heads_take_of_a_grid_what_is_known_before_the_draw():
+    options = {"scalars": (False, True), "embeddings": (False, True), "depths": (1,), "reject_weights": (1.0,)}
+    shapes = grid(HeadsConfig(timings=("drawn", "prefix"), **options))
+    assert {str(spec) for spec in specs(shapes) if spec.shape.timing == "prefix"} == {"prefix-d1-w1", "prefix+entropy-d1-w1"}
+    with pytest.raises(ValueError, match=r"heads.timings has prefix, and every combination .* reads the token"):
+        grid(HeadsConfig(timings=("drawn", "prefix"), scalars=(("log_token_prob",),)))
+
+
 @pytest.mark.parametrize("timings", [("fed", "drawn"), ("drawn",), ("fed",)])
 @pytest.mark.parametrize("scalars", [(True,), (False, True)])
 def test_the_papers_heads_join_a_grid_of_others_once(timings, scalars):

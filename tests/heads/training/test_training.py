@@ -128,6 +128,17 @@ def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
     assert heads["drawn+s-d0-w6"]["raw_kl"] > 0.1, "raw probabilities of a reject weight of 6 are not calibrated"
 
 
+def test_a_prefix_head_learns_the_acceptance_rate_beside_a_drawn_time_one(data_dir: Path, tmp_path: Path):
+    """That label is a function of the hidden state alone: a linear head of weight w comes to logit(rate) - ln w, law 4.7's optimum."""
+    settings = {"timings": ("drawn", "prefix"), "depths": (0,), "learning_rate": 0.1, "trainer": {"max_epochs": 40}}
+    _, data = build(config := make_config(data_dir, tmp_path / "run", **settings))
+    assert data.timings == ("drawn",), "both read one feature set"
+    results = train(config)["dev"]["heads"]
+    assert results["prefix-d0-w1"]["raw_kl"] < 0.003
+    assert results["prefix-d0-w6"]["calibrated_kl"] < 0.003 < 0.1 < results["prefix-d0-w6"]["raw_kl"]
+    assert results["drawn-d0-w1"]["calibrated_kl"] > 0.02, "log q(y) decides its label too"
+
+
 def test_best_weights_of_each_head_are_those_of_its_best_validation(data_dir: Path, tmp_path: Path):
     config = make_config(data_dir, tmp_path / "run", learning_rate=0.3, trainer={"max_epochs": 6})
     results = train(config)
