@@ -33,7 +33,7 @@ from decode.bench.race import SAMPLINGS, Race, Terms
 from decode.bench.standings import gain_plot, standing_table, standings_of, summary_table, verdict_of
 from decode.console import announce, wide_console
 from decode.costs.measure import Loop
-from decode.evaluation.in_batches import check_sizes
+from decode.evaluation.in_batches import Sizes, sizes_of
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 
@@ -46,7 +46,7 @@ def bench(
     config: Config,
     *,
     parts: tuple[Part, ...] = ("policies",),
-    batch: tuple[int, ...] | None = None,
+    batch: Sizes | None = None,
     ratios: tuple[float, ...] = (),
     t_draft_ms: float = 10.0,
     samplings: tuple[Literal["greedy", "sampled", "nucleus", "own"], ...] = ("greedy", "sampled", "nucleus"),
@@ -76,12 +76,12 @@ def bench(
         num_tokens: per generation; EOS is switched off.
     """
     how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
-    bare = Bare(config, sizes=batch, lengths=lengths, **how)  # first, for what it refuses
+    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)  # first: they refuse
     document: dict[str, Any] = {"where": where(config), **how}
-    if "policies" in parts and batch is None:
+    if "policies" in parts and sizes is None:
         terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
-    return _printed(document | (bare.measured(parts, threads) if batch is None else bare.in_batches(batch, policies)))
+    return _printed(document | (bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)))
 
 
 def _printed(document: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +108,7 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
 class Bare:
     """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
 
-    def __init__(self, config: Config, *, sizes: Sequence[int] | None, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
-        check_sizes(sizes, has_hierarchies=config.decode.hierarchies)
+    def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
         logging.disable_progress_bar()
         self._experiment = Experiment(config, needs_micro=config.decode.hierarchies, takes_feature_drafts=True)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens

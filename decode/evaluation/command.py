@@ -21,7 +21,7 @@ from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.clocked import check_clock, clock_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
 from decode.evaluation.grids import grids_of
-from decode.evaluation.in_batches import check_sizes, compare_in_batches, setups_of
+from decode.evaluation.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
 from decode.evaluation.results import results_of, yardstick_of
@@ -34,17 +34,17 @@ from decode.hierarchies.trio import Trio
 from decode.traces.recording import Traces, trace_folder
 
 
-def evaluate(config: Config, *, batch: tuple[int, ...] | None = None, clock: int = 0, repeats: int = 3) -> None:
+def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
         config: of the experiment.
-        batch: also replay every policy in continuous batches of so many sequences: [1, 4, 16, 64].
+        batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
         clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
     """
     check_clock(clock, repeats)
-    check_sizes(batch, has_hierarchies=config.decode.hierarchies)
+    sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
     grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
@@ -68,10 +68,9 @@ def evaluate(config: Config, *, batch: tuple[int, ...] | None = None, clock: int
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
     results = pd.concat(frames)
     written = write(experiment.directory, results, page=page)
-    batches, names = in_batches(experiment, every, costs, batch)
-    written += names
+    written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
     written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-    figures = {"results": records(results), "batches": records(batches), "clock": [report.as_dict() for report in page.clocks]}
+    figures = {"results": records(results), "batches": page.batches, "clock": [report.as_dict() for report in page.clocks]}
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
 
 
@@ -141,15 +140,15 @@ def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
 
 
 def in_batches(
-    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], sizes: Sequence[int] | None
-) -> tuple[pd.DataFrame, list[str]]:
-    """What batches come to, printed and written, if sizes are asked for; the names of files."""
-    if sizes is None:
-        return pd.DataFrame(), []
+    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], *, page: Page, sizes: Sequence[int]
+) -> list[str]:
+    """What batches come to, printed and written, and the page with it; the names of files."""
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
     frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"
     write_atomic(path, frame.to_csv(index=False).encode())
-    return frame, announce([path])
+    page.batches.extend(records(frame))
+    write_report(experiment.directory / "report.html", page, names=NAMES)
+    return announce([path])
 
 
 def clocked(

@@ -21,6 +21,8 @@ from decode.traces.replay import Rounds, replay_rounds
 from decode.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
 
+Sizes = tuple[int, ...] | int | str
+"""As a command line names sizes of batches: [1, 4, 16], 4, or 1,4,16."""
 _BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
 """Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
 
@@ -144,8 +146,8 @@ class Contest:
             rules = [batch_auto_for(head, traces.dev, setup.curves(kind), size) for head, kind in zip(heads, kinds, strict=True)]
             fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
             variants[f"auto_{timing}"] = fastest
-            if timing == "drawn":
-                variants["auto_drawn_learning"] = replace(fastest, throughput=None, is_learning=True)
+            if fastest.can_learn:
+                variants[f"auto_{timing}_learning"] = replace(fastest, throughput=None, is_learning=True)
         if "perfect_drawn" in by_family(self._replays.arms):
             variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
         for family, rule in variants.items():
@@ -162,21 +164,27 @@ class Contest:
         return rivals
 
 
-def check_sizes(sizes: Sequence[int] | None, *, has_hierarchies: bool) -> None:
-    """Raise ValueError for sizes that are none, and for models that draft for one prompt at a time; None asks for no batches.
+def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] | None:
+    """The sizes of batches that a command line asks for; None where it asks for no batches.
 
     Raises:
-        ValueError: no size at all, a batch of no sequence, three models.
+        ValueError: what is no list of numbers, no size at all, a batch of no sequence, three models, which draft for one prompt at a time.
     """
-    if sizes is None:
-        return
+    if asked is None:
+        return None
+    each = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    try:
+        sizes = tuple(int(size) for size in each)
+    except ValueError:
+        raise ValueError(f"--batch is {asked}; name sizes of batches as numbers, such as 1,4,16") from None
     if not sizes:
-        raise ValueError("--batch names no size; give some, such as [1, 4, 16], or leave it out")
+        raise ValueError("--batch names no size; give some, such as 1,4,16, or leave it out")
     for size in sizes:
         if size < 1:
             raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
     if has_hierarchies:
         raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
+    return sizes
 
 
 def setups_of(costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None) -> list[Setup]:

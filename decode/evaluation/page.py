@@ -3,7 +3,8 @@
 The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and intervals itself (law
 4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the dearest stop adds to a draft step.
 Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts a split. Hierarchies, which are decoded
-and not replayed, have a table of their own, recomputed from totals of their three models' forwards.
+and not replayed, have a table of their own, recomputed from totals of their three models' forwards. Batches, which the page cannot replay
+(law 4.13), are shown as evaluated: a reader picks one of the costs, what a verified token takes, and the batch size.
 """
 
 import base64
@@ -65,6 +66,8 @@ class Page:
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Of each dataset, where there was a clock."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of batches.csv, where there were batches."""
 
 
 def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
@@ -92,6 +95,7 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
         "datasets": [_dataset(name, entries, page.stops) for name, entries in page.datasets.items()],
         "plots": [_plot(plot) for plot in page.plots],
         "clocks": [_clock(report, names) for report in page.clocks],
+        "batches": page.batches,
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     # A text that holds </script> would end the page's script.

@@ -12,7 +12,7 @@ from decode.batches.rule import batch_auto_for
 from decode.costs.model import CostModel, StopShares
 from decode.evaluation.arms import Replays, replay_arms
 from decode.evaluation.grids import bounds, default_values, head_grid, make_grid
-from decode.evaluation.in_batches import Contest, Entry, Setup, check_sizes, compare_in_batches, setups_of
+from decode.evaluation.in_batches import Contest, Entry, Setup, compare_in_batches, setups_of, sizes_of
 from decode.evaluation.tables import NAMES
 from decode.policies.bounds import PerfectHead
 from decode.traces.recording import Traces
@@ -99,8 +99,20 @@ def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
 
 @pytest.mark.parametrize(
     ("sizes", "has_hierarchies", "says"),
-    [([4, 0], False, "--batch has 0"), ([], False, "names no size"), ([4], True, "decode.hierarchies")],
+    [
+        ((4, 0), False, "--batch has 0"),
+        (0, False, "--batch has 0"),
+        ((), False, "names no size"),
+        ("four", False, "--batch is four; name sizes"),
+        ("[1, x]", False, "name sizes"),
+        ((4,), True, "decode.hierarchies"),
+    ],
 )
 def test_sizes_that_are_none_and_three_models_are_refused(sizes, has_hierarchies, says):
     with pytest.raises(ValueError, match=says):
-        check_sizes(sizes, has_hierarchies=has_hierarchies)
+        sizes_of(sizes, has_hierarchies=has_hierarchies)
+
+
+@pytest.mark.parametrize(("asked", "sizes"), [("1,4,16", (1, 4, 16)), (4, (4,)), ((1, 4), (1, 4)), (None, None)])
+def test_sizes_are_read_as_a_command_line_names_them(asked, sizes):
+    assert sizes_of(asked, has_hierarchies=False) == sizes

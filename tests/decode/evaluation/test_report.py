@@ -50,6 +50,11 @@ def test_the_page_fetches_nothing_and_is_small(page):
     assert "__DATA__" not in text
 
 
+def batch_row(size: int, family: str, share: float, tokens_per_s: float, gain: float) -> dict[str, object]:
+    named = {"dataset": "made", "ratio": 5.0, "costs": "given", "verify_share": share, "batch_size": size, "family": family, "name": family}
+    return named | {"setting": f"x={size}", "tokens_per_s": tokens_per_s, "gain": gain, "request_s": 2.0}
+
+
 def test_plots_of_two_datasets_lie_side_by_side(arms, tmp_path):
     plot = pareto(arms[0], {})
     write_plots(tmp_path, [plot.of("one"), plot.of("two")])
@@ -101,3 +106,22 @@ def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
         assert float(row[2]) == pytest.approx(result.speed_up, rel=5e-3)
         assert float(row[5]) == pytest.approx(result.discard_rate, abs=6e-4)
         assert all(f"{value:.3g}" in row[1] for value in result.setting.values())
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+def test_the_page_shows_every_family_at_the_batch_size_that_is_picked(arms, tmp_path):
+    rows = [
+        batch_row(size, family, share, tokens_per_s + size, gain)
+        for size in (1, 4)
+        for share in (0.0, 0.2)
+        for family, tokens_per_s, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
+    ]
+    write_report(tmp_path / "report.html", Page(about="", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, batches=rows), names={})
+    dom = dom_of(f"{(tmp_path / 'report.html').as_uri()}#batch=4")
+    table = dom.split('id="batched"')[1].split("</table>")[0]
+    shown = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", table.split("<tbody>")[1])]
+    assert shown == [["entropy", "x=4", "16.0", "+20.0 %", "2.00"], ["fixed_length", "x=4", "14.0", "", "2.00"]]
+    assert [re.findall(r"<option[^>]*>(.*?)<", part) for part in re.findall(r'id="batch-share">(.*?)</select>', dom)] == [
+        ["0 t_draft", "0.2 t_draft"]
+    ]
