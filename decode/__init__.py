@@ -11,6 +11,10 @@ from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.parallel.pearl import PearlDecoder
+from decode.trees.decoder import TreeDecoder
+from decode.trees.drafter import TreeDrafter
+from decode.trees.shapes import Cape, Dynamic
 
 if TYPE_CHECKING:
     from decode.traces.coupling import Recorder
@@ -19,12 +23,15 @@ if TYPE_CHECKING:
     from decode.traces.trace import Trace
 
 __all__ = [
+    "Cape",
     "Counts",
     "Drafter",
+    "Dynamic",
     "Generation",
     "InnerRounds",
     "InterleavedDrafter",
     "ModelDrafter",
+    "PearlDecoder",
     "PreVerifiedDrafter",
     "Proposal",
     "Recorder",
@@ -33,6 +40,8 @@ __all__ = [
     "SpeculativeDecoder",
     "SpeculativeOutput",
     "Trace",
+    "TreeDecoder",
+    "TreeDrafter",
     "hsddw",
     "policies",
     "record_trace",

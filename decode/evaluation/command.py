@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -24,17 +24,18 @@ from decode.evaluation.grids import grids_of
 from decode.evaluation.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
-from decode.evaluation.results import results_of, yardstick_of
+from decode.evaluation.results import parallel_result, results_of, yardstick_of
 from decode.evaluation.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
 from decode.evaluation.travel import Judged, travel, travel_frame, travel_table
 from decode.experiment import Experiment
 from decode.figure import Plot
 from decode.hierarchies.runs import resumable_loop
 from decode.hierarchies.trio import Trio
+from decode.policies.entropy import check_at_least_zero
 from decode.traces.recording import Traces, trace_folder
 
 
-def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3) -> None:
+def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3, exchange_s: float = 0.0) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
@@ -42,8 +43,10 @@ def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repe
         batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
         clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
+        exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from one to the other.
     """
     check_clock(clock, repeats)
+    check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
     heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
@@ -52,15 +55,14 @@ def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repe
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
     every: dict[str, Replays] = {}
-    frames: list[pd.DataFrame] = []
-    homes: dict[str, Judged] = {}
+    frames, homes = list[pd.DataFrame](), dict[str, Judged]()
     page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
         every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
-        is_home = experiment.is_home(dataset)
-        compared = [compare(replays, decoded, cost=each, dataset=dataset, homes=homes, is_home=is_home) for each in costs]
+        terms = Terms(dataset, experiment.is_home(dataset), exchange_s)
+        compared = [compare(replays, decoded, terms, cost=each, homes=homes) for each in costs]
         frames.extend(frame for frame, _ in compared)
         plots = [*(bars for _, bars in compared), *all_plots(replays, cost, names=NAMES)]
         page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
@@ -89,23 +91,36 @@ def hierarchies_of(
     return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
 
 
+class Terms(NamedTuple):
+    """Of the comparison on one dataset."""
+
+    dataset: str
+    is_home: bool
+    """Heads are trained on this set, so that nothing travels to it."""
+    exchange_s: float
+    """Of PEARL."""
+
+
 def compare(
-    replays: Replays, decoded: DecodedHierarchies | None, *, cost: CostModel, dataset: str, homes: dict[str, Judged], is_home: bool
+    replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, homes: dict[str, Judged]
 ) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot.
 
     Args:
         replays: of the dataset.
         decoded: its hierarchies.
+        terms: of the comparison.
         cost: of both.
-        dataset: its name.
         homes: title of the cost -> the set on which what travels is chosen: the first one.
-        is_home: heads are trained on this set, so that nothing travels to it.
     """
-    home = None if is_home else homes.get(cost.title)
+    dataset, home = terms.dataset, None if terms.is_home else homes.get(cost.title)
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=home.num_dev if home else 0)
-    results = ordered([*results_of(arms, cost, yardstick), *(decoded.results(cost, yardstick) if decoded else [])])
+    others = [
+        parallel_result(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
+        *(decoded.results(cost, yardstick) if decoded else []),
+    ]
+    results = ordered([*results_of(arms, cost, yardstick), *others])
     frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
     wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
     wide_console().print(lead_line(yardstick))

@@ -8,7 +8,9 @@ from decode.costs.model import CostModel
 from decode.evaluation.arms import BASELINE, Arm, by_family, picks_of
 from decode.intervals import Gain, Resamples, Spent, gain_of, gain_over
 from decode.loop.counts import Counts
+from decode.parallel.steps import fastest_gamma, pearl_of
 from decode.policies.registry import POLICIES
+from decode.traces.recording import Traces
 from decode.traces.trace import Array
 
 TRAINING_FREE, HEADS = "training-free", "heads"
@@ -109,6 +111,13 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
         )
         for family, pick in picks_of(arms, cost).items()
     ]
+
+
+def parallel_result(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> Result:
+    """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by `decode.parallel.steps`."""
+    gamma = fastest_gamma(traces.dev, cost, exchange_s=exchange_s)
+    _, counts, spent = pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s)
+    return result_of(family="parallel_pearl", name="pearl", setting={"gamma": gamma}, counts=counts, spent=spent, yardstick=yardstick)
 
 
 def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:

@@ -32,6 +32,7 @@ NAMES = {
     "auto_prefix_online": "auto online, before the draw",
     "auto_prefix_learning": "auto online, before, learning",
     **HIERARCHY_NAMES,
+    "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",
     "oracle": "oracle",

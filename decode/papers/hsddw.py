@@ -1,9 +1,12 @@
 """HSDDW, Tables 1 to 4, clocked: decoded on the test prompts in turns, with the paper's window of 10 at every level and no choice on dev.
 
-    Table 1   speed-up of HSDDW over the target alone (AT), by dataset; the other methods there are other papers' figures
+    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, and PEARL's; the other methods there are other papers' figures
     Table 2   pre-verify and self-verify, alone and together, by dataset
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
+
+PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
+and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
 
 `decode hierarchy` compares more contenders at their best settings. Generations are stored and shared with it (`decode.hierarchies.runs`).
 """
@@ -11,12 +14,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from decode.experiment import Experiment
 from decode.hierarchies.contenders import WINDOW, Contender, contenders_of
-from decode.hierarchies.runs import MICRO_ALONE, Run, resumable_loop
-from decode.hierarchies.times import redundancy, target_utilisation
+from decode.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
+from decode.hierarchies.times import Times, redundancy, target_utilisation
 from decode.hierarchies.trio import Trio
 from decode.papers.sheet import Sheet
+from decode.parallel.pearl import PearlDecoder
 
 Runs = dict[str, Run]
 """contender -> what it did on the prompts of one dataset."""
@@ -47,6 +53,7 @@ def hsddw_tables(experiment: Experiment) -> list[Sheet]:
     names = [_ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
     runs: dict[str, Runs] = {}
+    pearl: dict[str, str] = {}
     categories: dict[str, list[str]] = {}
     for dataset in experiment.datasets:
         encoded = experiment.encoded(dataset, "test")
@@ -55,8 +62,10 @@ def hsddw_tables(experiment: Experiment) -> list[Sheet]:
         categories[dataset] = [prompt.category for prompt, _ in encoded]
         played = resumable_loop(experiment, dataset, trio).play(contenders, [ids for _, ids in encoded])
         runs[dataset] = {run.contender.name: run for run in played}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], times_of(played)):.2f}x"
     temperature = f"T = {experiment.sampling.temperature:g}"
     first = [{"": name, **{dataset: speed_up(each, arm) for dataset, each in runs.items()}} for name, arm in _METHODS.items()]
+    first.append({"": "PEARL, two devices, predicted", **pearl})
     return [
         Sheet(f"HSDDW Table 1: speed-up at {temperature}, {_CLOCKED}", first),
         Sheet(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
@@ -66,6 +75,16 @@ def hsddw_tables(experiment: Experiment) -> list[Sheet]:
 
 
 _METHODS = {"AT": _ALONE, "HSDDW": "HSDDW"}
+
+
+def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
+    """Over the target alone, predicted from the steps that PEARL takes on these prompts."""
+    gamma = max(1, round(times.t_target_s / times.t_draft_s))
+    decoder = PearlDecoder(trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
+    generator = torch.Generator().manual_seed(experiment.decode.seed)
+    steps = [step for ids in prompts for step in decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator).rounds]
+    seconds = sum(max(times.t_draft_s * len(step.drafted), times.t_target_s) for step in steps)
+    return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
 
 
 def at_window(contender: Contender) -> Contender:

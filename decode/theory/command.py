@@ -13,7 +13,7 @@ from rich.table import Table
 from configs.schema import Config
 from decode.console import announce, right, wide_console
 from decode.theory import closed_forms as forms
-from decode.theory.monte_carlo import Estimate, acceptance_rounds, interleaved_rounds, pre_verified_rounds, two_level_rounds
+from decode.theory.monte_carlo import Estimate, acceptance_rounds, interleaved_rounds, pearl_steps, pre_verified_rounds, two_level_rounds
 from decode.theory.plots import plot_interleaved
 
 _WIDTH = 110
@@ -61,6 +61,7 @@ def theory(
     small, medium, inner = rates
     checks = [
         *_two_level_checks({small: costs[0], medium: costs[1]}, num_rounds),
+        *_pearl_checks(medium, costs[1], num_rounds),
         *_schedule_checks(interleaved=(small, medium), pre_verified=(inner, medium), costs=costs, num_rounds=num_rounds),
     ]
     bounds = list(_bound_checks(num_rounds))
@@ -114,6 +115,14 @@ def _two_level_checks(costs: dict[float, float], num_rounds: int) -> Iterator[Ch
             estimate = two_level_rounds(rate, length, num_rounds=num_rounds, seed=length)
             expected, speed = forms.expected_tokens(rate, length), forms.speedup(rate, length, cost)
             yield _check("Leviathan", name, expected=expected, estimate=estimate, speedup=speed)
+
+
+def _pearl_checks(rate: float, cost: float, num_rounds: int) -> Iterator[Check]:
+    """PEARL's tokens per step; its speed-up is that of two devices."""
+    for gamma in sorted({1, 2, max(round(1 / cost), 1) if cost else 8}):
+        estimate = pearl_steps(rate, gamma, num_rounds=num_rounds, seed=gamma)
+        expected, speed = forms.pearl_tokens(rate, gamma), forms.pearl_speedup(rate, gamma, cost)
+        yield _check("PEARL, on two devices", f"a={rate} gamma={gamma}", expected=expected, estimate=estimate, speedup=speed)
 
 
 def _schedule_checks(

@@ -21,6 +21,7 @@ from decode.hierarchies.interleaved import InterleavedDrafter
 from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
+from decode.parallel.pearl import PearlDecoder, Step
 from decode.policies.base import Policy
 from decode.policies.length import FixedLength
 from lm import CachedModel
@@ -113,6 +114,27 @@ def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int
     """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round adds."""
     tokens = tokens_per_round(ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed)
     return Estimate(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
+
+
+def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Estimate:
+    """`theory.pearl_tokens`, measured. Steps depend on each other: the error is that of a ratio over runs that begin by pre-verifying."""
+    decoder = PearlDecoder(_accepted_at(1.0), _accepted_at(rate), gamma=gamma, eos_ids=frozenset())
+    generator = torch.Generator().manual_seed(seed)
+    runs: list[list[float]] = []
+    num_steps = 0
+    while num_steps < num_rounds:
+        for one in islice(decoder.stream([0], 10**9, generator=generator), _ROUNDS_PER_GENERATION):
+            is_first = isinstance(one, Step) and one.strategy == "pre-verify"
+            if is_first:
+                runs.append([0.0, 0.0])
+            runs[-1][0] += len(one.emitted)
+            runs[-1][1] += 1
+            num_steps += 1
+        runs.pop()  # cut off
+    tokens, steps = torch.tensor(runs, dtype=torch.float64).T
+    mean = tokens.sum() / steps.sum()
+    error = (tokens - mean * steps).std() / (steps.mean() * sqrt(len(runs)))
+    return Estimate(float(mean), float(error), num_steps)
 
 
 def _accepted_at(rate: float) -> ConstantModel:

@@ -133,7 +133,7 @@ def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(playe
 
 def test_hsddw_tables_have_the_papers_rows(flags, capsys):
     first, ablation, *mathematics, utilisation = printed(capsys, "tables", "--paper", "hsddw", *flags)
-    assert [row[""] for row in first["rows"]] == ["AT", "HSDDW"]
+    assert [row[""] for row in first["rows"]] == ["AT", "HSDDW", "PEARL, two devices, predicted"]
     assert first["rows"][0]["stories"] == "1.00x"
     marks = [(row["Pre-verify"], row["Self-verify"], row["HSDDW"]) for row in ablation["rows"]]
     assert marks == [("", "", ""), ("x", "", ""), ("", "x", ""), ("x", "x", ""), ("", "", "x")]

@@ -1,0 +1,147 @@
+"""PEARL (arXiv 2408.11850): the draft drafts its next tokens while the target verifies, each on a device of its own.
+
+A step has both at work at once: the draft adds gamma tokens to the text, and the target runs on the text as it was before them.
+
+    pre-verify    no token waits. The target knows its law at the first new token, which is tested: rejected, it is replaced (residual) and
+                  the rest of the draft is dropped; accepted, it is emitted, and the others *wait*.
+    post-verify   the tokens that wait are tested, and then the first new one. All pass: they are emitted, and the other new ones wait. At
+                  the first that fails: those before it and its replacement are emitted, whatever was drafted after it is dropped, and the
+                  next step pre-verifies.
+
+Tests are law 4.2's, with the law that each token was drawn from; a step in which all pass has no bonus token, since the draft is ahead
+of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369): every test has a draw of its own
+(theirs seeds the generator anew, so that the test of a step's first token and the first test of the step after share one draw, which
+changes the law of the two tokens); prompts may be short; nothing untested is ever emitted. Where no new token can be drafted (EOS, length
+limit, the draft's context) a step is plain verification, with its bonus token if there is room.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.loop.counts import Counts
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.loop.rounds import Round
+from decode.policies.length import FixedLength
+from lm import CachedModel, Draws, Sampling, next_law, num_accepted
+
+Law = Float[Tensor, " vocab"]
+
+
+@dataclass(frozen=True)
+class Step(Round):
+    """One step: `drafted` are its new tokens, `num_accepted` the tests that passed; `emitted` may hold tokens drafted a step before."""
+
+    strategy: Literal["pre-verify", "post-verify"] = "pre-verify"
+    num_tested: int = 0
+
+    @property
+    def next_kind(self) -> str | None:
+        """residual, bonus (nothing new was drafted), or None where every test was passed and there is no token of the target's own."""
+        if len(self.emitted) == self.num_accepted:
+            return None
+        return "residual" if self.num_accepted < self.num_tested else "bonus"
+
+    def as_dict(self) -> dict[str, Any]:
+        return super().as_dict() | {"strategy": self.strategy, "num_tested": self.num_tested}
+
+
+class _Drafted(NamedTuple):
+    """Tokens and the law that each was drawn from."""
+
+    tokens: list[int]
+    laws: list[Law]
+
+
+class PearlDecoder(SpeculativeDecoder):
+    """A target and a draft that work in parallel."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel | CachedModel,
+        draft: PreTrainedModel | CachedModel,
+        *,
+        gamma: int,
+        sampling: Sampling | None = None,
+        eos_ids: frozenset[int] | None = None,
+        vocab_size: int | None = None,
+        is_parallel: bool = False,
+    ) -> None:
+        """Args:
+            target: as for `SpeculativeDecoder`.
+            draft: drafts `gamma` tokens a step.
+            gamma: about t_target / t_draft, where both are busy all the time.
+            sampling: the one transform of draft and target.
+            eos_ids: tokens that end a generation; None: those of the target.
+            vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
+            is_parallel: run both at once, as two devices can; else one after the other, to the same tokens.
+
+        Raises:
+            ValueError: gamma below 1, one device for two models that are to work at once.
+        """
+        if gamma < 1:
+            raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
+        drafter = ModelDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
+        super().__init__(target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size)
+        if is_parallel and self.target.device == drafter.model.device:
+            raise ValueError(
+                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set pair.draft.device to another "
+                "one, or read the predicted times"
+            )
+        self._pool = ThreadPoolExecutor(1) if is_parallel else None
+
+    def _rounds(self, *arguments: Any) -> Iterator[Round]:
+        self._waiting = _Drafted([], [])
+        yield from super()._rounds(*arguments)
+
+    @torch.inference_mode()
+    def _round(self, committed: list[int], num_left: int, draws: Draws) -> Step:
+        started_s = perf_counter()
+        waiting = self._waiting
+        text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
+        verified = None if self._pool is None else self._pool.submit(self.target.forward, text, num_waiting + 1)
+        new = self._draft(text, num_left - num_waiting)
+        drafted_s = perf_counter()
+        logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
+        p = self.sampling.laws_after(logits, text)
+        tested = _Drafted(waiting.tokens + new.tokens[:1], waiting.laws + new.laws[:1])
+        count = num_accepted(tested.tokens, tested.laws, p, draws)
+        emitted = tested.tokens[:count]
+        is_passed = count == len(tested.tokens)
+        if not is_passed or not new.tokens:  # a token of the target's own: in place of the rejected one, or where nothing was drafted
+            is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
+            emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.laws, p, draws))]
+        self._waiting = _Drafted(new.tokens[1:], new.laws[1:]) if is_passed else _Drafted([], [])
+        committed += emitted
+        self._forget(committed, is_passed)
+        counts = Counts(
+            num_emitted=len(emitted),
+            num_drafted=len(new.tokens),
+            num_target=1,
+            num_accepted=count,
+            num_draft_forwards=len(new.tokens),
+        )
+        strategy: Literal["pre-verify", "post-verify"] = "post-verify" if num_waiting else "pre-verify"
+        times_s = drafted_s - started_s, perf_counter() - drafted_s
+        return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, strategy, len(tested.tokens))
+
+    def _draft(self, text: list[int], num_allowed: int) -> _Drafted:
+        """New tokens after the text, none after an EOS that waits to be tested."""
+        if num_allowed < 1 or (self._waiting.tokens and text[-1] in self.eos_ids):
+            return _Drafted([], [])
+        proposal = self.drafter.propose(text, min(self.max_draft_length, num_allowed))
+        return _Drafted(proposal.tokens, proposal.laws)
+
+    def _forget(self, committed: Sequence[int], is_passed: bool) -> None:
+        """Law 4.5: both caches hold a prefix of committed[:-1], the draft's also of what waits."""
+        self.target.roll_back(len(committed) - 1)
+        if not is_passed or not self._waiting.tokens:
+            self.drafter.roll_back(len(committed) - 1)
