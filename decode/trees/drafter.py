@@ -25,6 +25,7 @@ from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from decode.trees.growth import Growth
 from decode.trees.shapes import Dynamic, Shape
 from lm.entropy import entropy
+from lm.features.trees import TreeDraft
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
@@ -71,7 +72,7 @@ class TreeDrafter:
 
     def __init__(
         self,
-        model: PreTrainedModel | TreeModel,
+        model: PreTrainedModel | TreeDraft,
         policy: Policy,
         shape: Shape | None = None,
         *,
@@ -79,7 +80,8 @@ class TreeDrafter:
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`.
+            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`) reads the very
+                target that verifies.
             policy: when to stop.
             shape: how the tree branches; None: EAGLE-2's.
             read_every: levels after which the policy's stop is heeded.

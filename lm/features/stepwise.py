@@ -148,25 +148,25 @@ class EagleModel(FeatureModel):
         tokens: Int[Tensor, " node"],
         states: Float[Tensor, "node hidden"],
         *,
-        depth: int,
+        depths: Int[Tensor, " node"],
         mask: Bool[Tensor, "node seen"],
     ) -> tuple[Outputs, Float[Tensor, "node vocab"]]:
-        """One level of a tree, appended to the extension of the cache: (what its nodes give, the logits that follow each).
+        """Nodes of a tree, appended to the extension of the cache: (what its nodes give, the logits that follow each).
 
         The extension is empty after `forward(committed)`, whose `outputs` and logits are those of the root, the last committed token; it is
         dropped by the next `roll_back`.
 
         Args:
-            tokens: of the level's nodes.
+            tokens: of the nodes.
             states: `outputs.states` of each node's parent.
-            depth: of the level: 1 is below the root.
-            mask: which nodes of the extension each sees: those grown before, in their order, then those of this level; itself included.
+            depths: of each: 1 is below the root.
+            mask: which nodes of the extension each sees: those grown before, in their order, then these; itself included.
         """
         num_nodes, num_grown = mask.shape[0], mask.shape[1] - mask.shape[0]
         num_kept = self._cache.get_seq_length() - num_grown
         assert num_kept == self._length - 1, f"the extension has {self._cache.get_seq_length() - self._length + 1} nodes, not {num_grown}"
         seen = torch.cat([mask.new_ones(num_nodes, num_kept), mask], -1)[None, None]
-        positions = torch.full((1, num_nodes), num_kept - 1 + depth, device=self.device)
+        positions = (num_kept - 1 + depths)[None]
         outputs = self.draft(tokens[None], states[None], positions, cache=self._cache, mask=seen)
         return outputs, self._cut(self.draft.logits(outputs.hidden[0]))
 

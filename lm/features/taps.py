@@ -61,6 +61,13 @@ class TappedModel(CachedModel):
         assert self._features is not None, "a draft that reads the cache alone has no features"
         return self._features[None, start:end]
 
+    @torch.inference_mode()
+    def move_features(self, start: int, places: Int[Tensor, " kept"]) -> None:
+        """Keep those of the first `start` tokens, and behind them those at these places."""
+        if self._features is not None:
+            self._features[start : start + len(places)] = self._features[places.to(self._features.device)]
+        self.num_features = start + len(places)
+
     def keys_values(self) -> list[KeysValues]:
         """What the layers that the draft attends to have cached."""
         layers: list[Any] = [self._cache.layers[place] for place in self._cached_layer_ids]

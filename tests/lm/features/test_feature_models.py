@@ -63,10 +63,10 @@ def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
     model.forward(committed)
     root = model.outputs.states[0, -1:]
     seen = torch.eye(2, dtype=torch.bool)
-    first, first_logits = model.grow(torch.tensor([5, 6]), root.expand(2, -1), depth=1, mask=seen)
+    first, first_logits = model.grow(torch.tensor([5, 6]), root.expand(2, -1), depths=torch.tensor([1, 1]), mask=seen)
     parents = torch.tensor([1, 0, 1])
     mask = torch.cat([seen[parents], torch.eye(3, dtype=torch.bool)], 1)
-    _, logits = model.grow(torch.tensor([0, 1, 2]), first.states[0, parents], depth=2, mask=mask)
+    _, logits = model.grow(torch.tensor([0, 1, 2]), first.states[0, parents], depths=torch.tensor([2, 2, 2]), mask=mask)
     for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
         torch.testing.assert_close(ours[None], logits_afresh(kind, "llama", committed, drafted)[0], rtol=0, atol=1e-10)
     model.roll_back(len(committed) - 1)
