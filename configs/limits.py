@@ -50,6 +50,7 @@ LIMITS = {
     "data.split_weights": _AT_LEAST_ZERO,
     "data.seed": _SEED,
     "data.mixing_ratio": _SHARE,
+    "heads.dropout": Limit(0, 0.9),
     "data.max_error_share": _SHARE,
     "data.server.concurrency": _CONNECTIONS,
     "data.server.max_retries": _COUNT_OR_NONE,

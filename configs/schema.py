@@ -72,20 +72,17 @@ class ServerConfig:
     concurrency: int = 32
     """Requests in flight at once."""
     max_retries: int = 5
-    """Per request, with exponential back-off, on time-outs, refused connections, 429 and 5xx."""
+    """Per request, as timeout_s, with exponential back-off, on time-outs, refused connections, 429 and 5xx."""
     timeout_s: float = 600.0
-    """Per request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """Resources of `engine: ray`: each worker is an actor that holds the models."""
+    """Resources of `engine: ray`: each worker is an actor that holds the models, with so many CPUs and GPUs."""
 
     num_workers: int = 2
     num_cpus: float = 1.0
-    """Per worker."""
     num_gpus: float = 0.0
-    """Per worker."""
     address: str | None = None
     """A running cluster (auto, or ray://host:port); null: this machine."""
 
@@ -171,6 +168,10 @@ class HeadsConfig:
     """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by name: [entropy]."""
     embeddings: tuple[bool, ...] = (False,)
     """With or without the draft's embedding of the token as input; prefix heads, which know no token, are without."""
+    normalised: tuple[bool, ...] = (False,)
+    """With or without a LayerNorm (which has no weights) of hidden state and embedding."""
+    dropout: float = 0.0
+    """Share of the residual stream that a training step drops: such a head fits home a little less, and travels better."""
     specdec: bool = False
     """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings` combine to."""
     features: Literal["cached", "online"] = "cached"
@@ -222,9 +223,8 @@ class DecodeConfig:
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None
-    """Seconds per draft forward; null: measured here."""
     t_target_s: float | None = None
-    """Seconds per target forward; null: measured here."""
+    """Seconds per forward of draft and target; null: measured here."""
     stop_share: float | Literal["size", "measured"] = "size"
     """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the head over bytes of the
     draft; measured: as on this machine; a number: of the dearest stop, the others in proportion. Measured times have measured stops."""

@@ -45,7 +45,7 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     Raises:
         ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a prefix head may read.
     """
-    for name in ("timings", "scalars", "embeddings", "depths", "reject_weights"):
+    for name in ("timings", "scalars", "embeddings", "normalised", "depths", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
             raise ValueError(f"heads.{name} is empty, so the sweep has no head; name at least one value")
@@ -55,8 +55,8 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
     papers: list[tuple[Timing, Inputs]] = [("fed", Inputs())] if config.specdec else []
-    product_of = product(config.timings, config.scalars, config.embeddings)
-    combined = [(timing, Inputs.of(scalars, embedding, timing)) for timing, scalars, embedding in product_of]
+    product_of = product(config.timings, config.scalars, config.embeddings, config.normalised)
+    combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of]
     ours = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in ours}:
         raise ValueError(

@@ -5,13 +5,14 @@ Hierarchies of three models cannot be replayed from it: with `decode.hierarchies
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from configs.schema import Config
+from configs.schema import Config, SamplingConfig
+from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import write_atomic
 from decode.batches.curves import kept_curves
 from decode.console import announce, wide_console
@@ -20,22 +21,25 @@ from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.clocked import check_clock, clock_dataset
 from decode.evaluation.decoded import DecodedHierarchies, decode_hierarchies
-from decode.evaluation.grids import grids_of
+from decode.evaluation.grids import Grid, grids_of
 from decode.evaluation.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
 from decode.evaluation.results import parallel_result, results_of, yardstick_of
 from decode.evaluation.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
-from decode.evaluation.travel import Judged, travel, travel_frame, travel_table
+from decode.evaluation.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_table
 from decode.experiment import Experiment
 from decode.figure import Plot
 from decode.hierarchies.runs import resumable_loop
 from decode.hierarchies.trio import Trio
 from decode.policies.entropy import check_at_least_zero
-from decode.traces.recording import Traces, trace_folder
+from decode.traces.recording import TraceFolder, Traces, trace_folder
+from heads.model.head import AcceptanceHead
 
 
-def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3, exchange_s: float = 0.0) -> None:
+def evaluate(
+    config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3, exchange_s: float = 0.0, home: str | None = None
+) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
@@ -44,36 +48,62 @@ def evaluate(config: Config, *, batch: Sizes | None = None, clock: int = 0, repe
         clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
         exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from one to the other.
+        home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every dataset of this one.
     """
     check_clock(clock, repeats)
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    heads, folder, trio = experiment.heads, trace_folder(experiment), Trio(lambda: experiment.pair)
-    grids = grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
+    grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
+    homes = homes_at(home, config, grids, costs) if home else {}
     folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
-    every: dict[str, Replays] = {}
-    frames, homes = list[pd.DataFrame](), dict[str, Judged]()
     page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
-    for dataset in experiment.datasets:
-        traces = folder.load(dataset)
-        replays = replay_dataset(traces, grids, heads=heads, cost=cost, perfect_head=experiment.decode.perfect_head, name=dataset)
-        every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
-        terms = Terms(dataset, experiment.is_home(dataset), exchange_s)
-        compared = [compare(replays, decoded, terms, cost=each, homes=homes) for each in costs]
-        frames.extend(frame for frame, _ in compared)
-        plots = [*(bars for _, bars in compared), *all_plots(replays, cost, names=NAMES)]
-        page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
-        page.datasets[dataset] = [*report_arms(replays, cost), *(report_hierarchies(decoded) if decoded else [])]
-        write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
-    results = pd.concat(frames)
+    every, results = compare_all(experiment, folder, costs, homes=homes, page=page, exchange_s=exchange_s)
     written = write(experiment.directory, results, page=page)
     written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
     written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
     figures = {"results": records(results), "batches": page.batches, "clock": [report.as_dict() for report in page.clocks]}
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
+
+
+def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
+    """What competes, these heads among it."""
+    return grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
+
+
+def compare_all(
+    experiment: Experiment, folder: TraceFolder, costs: Sequence[CostModel], *, homes: dict[str, Judged], page: Page, exchange_s: float
+) -> tuple[dict[str, Replays], pd.DataFrame]:
+    """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
+
+    Args:
+        experiment: what is compared.
+        folder: its trace, complete.
+        costs: the first decides what is plotted.
+        homes: as `compare` takes them; where there are some already, all datasets are away from home.
+        page: of the report.
+        exchange_s: of PEARL.
+    """
+    heads, trio, is_away = experiment.heads, Trio(lambda: experiment.pair), bool(homes)
+    if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
+        heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
+    grids, perfect = grids_with(experiment, heads), experiment.decode.perfect_head
+    every: dict[str, Replays] = {}
+    frames: list[pd.DataFrame] = []
+    for dataset in experiment.datasets:
+        traces = folder.load(dataset)
+        replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=perfect, name=dataset)
+        every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
+        terms = Terms(dataset, experiment.is_home(dataset) and not is_away, exchange_s)
+        compared = [compare(replays, decoded, terms, cost=each, homes=homes) for each in costs]
+        frames.extend(frame for frame, _ in compared)
+        plots = [*(bars for _, bars in compared), *all_plots(replays, costs[0], names=NAMES)]
+        page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
+        page.datasets[dataset] = [*report_arms(replays, costs[0]), *(report_hierarchies(decoded) if decoded else [])]
+        write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
+    return every, pd.concat(frames)
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -113,27 +143,49 @@ def compare(
         cost: of both.
         homes: title of the cost -> the set on which what travels is chosen: the first one.
     """
-    dataset, home = terms.dataset, None if terms.is_home else homes.get(cost.title)
-    arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
-    yardstick = yardstick_of(arms, cost, num_home=home.num_dev if home else 0)
-    others = [
-        parallel_result(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
-        *(decoded.results(cost, yardstick) if decoded else []),
-    ]
-    results = ordered([*results_of(arms, cost, yardstick), *others])
+    home = None if terms.is_home else homes.get(cost.title)
+    judged = judge(replays, decoded, terms, cost=cost, num_home=home.num_dev if home else 0)
+    results, dataset = judged.results, terms.dataset
     frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
     wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
-    wide_console().print(lead_line(yardstick))
+    wide_console().print(lead_line(judged.yardstick))
     if decoded:
         wide_console().print(decoded.table(cost))
         frame = decoded.annotated(frame, cost)
-    judged = Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
     homes.setdefault(cost.title, judged)
     if home is not None:
         travelled = travel(home, judged, test=replays.traces.test, cost=cost)
         wide_console().print(travel_table(travelled, home, judged, cost))
         frame = pd.concat([frame, travel_frame(travelled, home, judged, cost)])
     return frame, speed_up_bars(results, cost, names=NAMES)
+
+
+def judge(replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, num_home: int = 0) -> Judged:
+    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
+    arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
+    yardstick = yardstick_of(arms, cost, num_home=num_home)
+    others = [
+        parallel_result(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
+        *(decoded.results(cost, yardstick) if decoded else []),
+    ]
+    results = ordered([*results_of(arms, cost, yardstick), *others])
+    return Judged(dataset=terms.dataset, arms=arms, yardstick=yardstick, results=results)
+
+
+def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
+    """Title of each cost -> what its best settings are on the first dataset of the evaluation in `directory`, under its own sampling.
+
+    Raises:
+        FileNotFoundError: no whole trace of this config's prompts there.
+    """
+    sampling = read_manifest(Path(directory) / "trace", command="decode trace", keys=["sampling"])["sampling"]
+    pair = replace(config.pair, sampling=SamplingConfig(**sampling))
+    experiment = Experiment(replace(config, pair=pair, decode=replace(config.decode, dir=directory, allow_foreign_heads=True)))
+    name = next(iter(experiment.datasets))
+    heads, traces = experiment.heads, trace_folder(experiment).load(name)
+    replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}")
+    terms = Terms(f"{name} (temperature {experiment.sampling.temperature:g})", is_home=True, exchange_s=0.0)
+    return {cost.title: judge(replays, None, terms, cost=cost) for cost in costs}
 
 
 def about(experiment: Experiment, cost: CostModel) -> str:

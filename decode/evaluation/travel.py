@@ -7,11 +7,13 @@
 Gains are over the best fixed length that was tuned there, leads over the best training-free policy that was tuned there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
+import torch
 from rich.table import Table
 
 from decode.console import right
@@ -23,6 +25,9 @@ from decode.evaluation.tables import NAMES, frame_of, ordered
 from decode.intervals import Gain, gain_of
 from decode.traces.replay import replay_settings
 from decode.traces.trace import Trace
+from heads.measures.calibration import recalibrated
+from heads.model.head import AcceptanceHead
+from lm import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,27 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
         travelled.append(Travelled(replace(result, family=family), kept))
     places = {result.family: place for place, result in enumerate(ordered([each.result for each in travelled]))}
     return sorted(travelled, key=lambda each: places[each.result.family])
+
+
+def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
+    """Whether it is known to have been trained under another one."""
+    return bool(head.provenance.sampling) and Sampling(**head.provenance.sampling) != sampling
+
+
+def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
+    """Those that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new names."""
+    here, first = np.arange(dev.num_positions), dev.offsets[:-1]
+    calibrated = {}
+    for name, head in heads.items():
+        if not is_of_other_sampling(head, dev.sampling):
+            continue
+        if head.timing == "fed":  # it has scored a token once the next one is drawn
+            tokens = np.delete(here, first)
+            labels = dev.signals["acceptance_prob"][dev.before[tokens]]
+        else:
+            tokens, labels = here, dev.acceptance_rate if head.timing == "prefix" else dev.signals["acceptance_prob"][here]
+        calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, (dev.logit(head)[tokens], labels)))
+    return calibrated
 
 
 _TRAVELLED = "travelled"

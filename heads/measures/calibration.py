@@ -5,11 +5,14 @@ dev. In s = 1 / T the cross-entropy is convex, so Newton's method from s = 1 fin
 a z + b of a one-dimensional logistic regression, likewise by Newton: the fairest it can be made.
 """
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.measures.histogram import Histogram
+from heads.measures.histogram import Histogram, observe
+from heads.model.head import AcceptanceHead
 
 _STEPS = 50
 _RIDGE = 1e-9
@@ -49,3 +52,18 @@ def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float
         beta = beta - torch.linalg.solve(curvature, gradient).clamp(-2, 2)
     slope = beta[:, 0] / scale
     return slope, beta[:, 1] - slope * mean
+
+
+def recalibrated(head: AcceptanceHead, logit: Float[Tensor, " tokens"], acceptance_prob: Float[Tensor, " tokens"]) -> AcceptanceHead:
+    """The head with slope and offset of its calibrated logit refitted to these tokens, such as those of another `Sampling`.
+
+    What it says then is raw and calibrated at once.
+    """
+    slope, offset = map(float, fit_logistic(observe(head.calibrated_logit(logit)[None], acceptance_prob[None])))
+    plain = replace(head.provenance, accept_weight=1.0, reject_weight=1.0, calibration_temperature=1.0)
+    fitted = AcceptanceHead(head.hidden_size, head.depth, head.timing, *head.inputs, provenance=plain)
+    scale = slope / head.temperature
+    weights = {name: scale * t if name.startswith(("out.", "skip.")) else t for name, t in head.state_dict().items()}
+    weights["out.bias"] = weights["out.bias"] + scale * head.calibration_shift + offset
+    fitted.load_state_dict(weights)
+    return fitted.eval()

@@ -18,7 +18,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("hidden_size", "num_layers"), (int,)),
     "timing": (str,),
     "scalars": (bool, list),
-    "embedding": (bool,),
+    **dict.fromkeys(("embedding", "is_normalised"), (bool,)),
     **dict.fromkeys(("accept_weight", "reject_weight", "calibration_temperature"), (int, float)),
     "mixing_ratio": (int, float, type(None)),
     **dict.fromkeys(("draft", "target", "sampling", "training", "metrics", "recommended"), (dict,)),

@@ -4,6 +4,8 @@
     h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
     f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
 
+Hidden state and embedding may come normalised (`Inputs.is_normalised`), and training may drop numbers of the stream (`Dropout`).
+
 Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis of heads:
 
     mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b    skip.weight = v
@@ -13,6 +15,7 @@ The formula stands here for every batch of tokens. Two places write it out again
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,16 +23,34 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 
+class Dropout(NamedTuple):
+    """In training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up for it."""
+
+    rate: float
+    generator: torch.Generator
+
+    def mask(self, like: Float[Tensor, "heads tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """0 or 1 / (1 - rate), one for all heads: what each multiplies by."""
+        kept = 1.0 - self.rate
+        return torch.empty_like(like[0]).bernoulli_(kept, generator=self.generator).div_(kept)
+
+
 def stack_forward(
-    weights: Mapping[str, Tensor], hidden: Float[Tensor, "heads tokens hidden"], inputs: Float[Tensor, "heads tokens input"] | None
+    weights: Mapping[str, Tensor],
+    hidden: Float[Tensor, "heads tokens hidden"],
+    inputs: Float[Tensor, "heads tokens input"] | None,
+    dropout: Dropout | None = None,
 ) -> Float[Tensor, "heads tokens"]:
-    """The logit f of every head for every token."""
+    """The logit f of every head for every token; a head without blocks has no dropout."""
     stream = hidden
     if "mix.weight" in weights:
         stream = torch.baddbmm(stream + weights["mix.bias"][:, None], inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]
+    if dropout and depth_of(weights):
+        stream = stream * dropout.mask(stream)
     for block in range(depth_of(weights)):
         weight, bias = weights[f"blocks.{block}.weight"], weights[f"blocks.{block}.bias"]
-        stream = stream + F.silu(torch.baddbmm(bias[:, None], stream, weight.mT))
+        added = F.silu(torch.baddbmm(bias[:, None], stream, weight.mT))
+        stream = stream + (added * dropout.mask(added) if dropout else added)
     logit = torch.baddbmm(weights["out.bias"][:, None], stream, weights["out.weight"].mT)
     if "skip.weight" in weights:
         logit = torch.baddbmm(logit, inputs, weights["skip.weight"].mT)  # type: ignore[arg-type]

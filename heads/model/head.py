@@ -51,6 +51,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         timing: Timing = "fed",
         scalars: bool | Sequence[str] = False,
         embedding: bool = False,
+        is_normalised: bool = False,
         *,
         provenance: Provenance | None = None,
     ) -> None:
@@ -60,18 +61,18 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             timing: fed, drawn or prefix.
             scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`), in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
+            is_normalised: bring hidden state and embedding to mean 0 and variance 1 first (not in the paper).
 
         Raises:
             ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist, a prefix head that reads the token.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing)
-        self.hidden_size, self.depth, self.timing, self.inputs = hidden_size, depth, timing, Inputs.of(scalars, embedding, timing)
+        self.hidden_size, self.depth, self.timing = hidden_size, depth, timing
+        self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         if timing == "prefix" and self.inputs.reads_token:
-            raise ValueError(
-                f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token before it is drawn; it "
-                f"reads no embedding, and of the scalars {', '.join(OF_DISTRIBUTION)} alone"
-            )
+            asked = f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token before it is drawn"
+            raise ValueError(f"{asked}; it reads no embedding, and of the scalars {', '.join(OF_DISTRIBUTION)} alone")
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
@@ -104,7 +105,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         weights = {name: parameter[None] for name, parameter in self.named_parameters()}
         dtype = self.out.weight.dtype
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
-        return stack_forward(weights, hidden.to(dtype).reshape(1, -1, self.hidden_size), x).view(hidden.shape[:-1])
+        stream = self.inputs.taken(hidden.to(dtype))
+        return stack_forward(weights, stream.reshape(1, -1, self.hidden_size), x).view(hidden.shape[:-1])
 
     @property
     def calibration_shift(self) -> float:
@@ -148,7 +150,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
         inputs = self.inputs.config
-        digest = hashlib.sha256(f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}".encode())
+        normalised = " normalised" * self.inputs.is_normalised
+        digest = hashlib.sha256(f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}{normalised}".encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().float().cpu().numpy().tobytes())
@@ -202,6 +205,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             config.get("timing", "fed"),
             config.get("scalars", False),
             config.get("embedding", False),
+            config.get("is_normalised", False),
             provenance=Provenance.from_dict(config),
         )
 

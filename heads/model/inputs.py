@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from data_gen.labels.scalars import Scalars
 
@@ -18,14 +19,20 @@ OF_DISTRIBUTION = ("entropy",)
 """Scalars that are known before the token is drawn: what `scalars: true` stands for with a prefix head."""
 
 
+EPSILON = 1e-5
+"""Added to the variance that `normalised` divides by."""
+
+
 class Inputs(NamedTuple):
     """The inputs of one head, in the order in which its weights read them."""
 
     scalars: tuple[str, ...] = ()
     embedding: bool = False
+    is_normalised: bool = False
+    """Hidden state and embedding each go through `normalised` first."""
 
     @classmethod
-    def of(cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn") -> "Inputs":
+    def of(cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False) -> "Inputs":
         """As a config or config.json names them.
 
         Raises:
@@ -33,11 +40,11 @@ class Inputs(NamedTuple):
         """
         if isinstance(scalars, bool):
             standard = OF_DISTRIBUTION if timing == "prefix" else STANDARD
-            return cls(standard if scalars else (), bool(embedding))
+            return cls(standard if scalars else (), bool(embedding), bool(is_normalised))
         for name in scalars:
             if name not in Scalars._fields or list(scalars).count(name) > 1:
                 raise ValueError(f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once")
-        return cls(tuple(scalars), bool(embedding))
+        return cls(tuple(scalars), bool(embedding), bool(is_normalised))
 
     @property
     def reads_token(self) -> bool:
@@ -46,15 +53,19 @@ class Inputs(NamedTuple):
 
     @property
     def label(self) -> str:
-        """+s for the standard scalars, others by name, +e for the embedding."""
+        """+s for the standard scalars, others by name, +e for the embedding, +n where they are normalised."""
         names = ("s", *self.scalars[len(STANDARD) :]) if self.scalars[: len(STANDARD)] == STANDARD else self.scalars
-        return "".join(f"+{name}" for name in (*names, *("e" * self.embedding)))
+        return "".join(f"+{name}" for name in (*names, *("e" * self.embedding), *("n" * self.is_normalised)))
 
     @property
     def config(self) -> dict[str, bool | list[str]]:
-        """The two keys of config.json."""
+        """The keys of config.json."""
         named: dict[tuple[str, ...], bool] = {(): False, STANDARD: True}
-        return {"scalars": named.get(self.scalars, list(self.scalars)), "embedding": self.embedding}
+        return {"scalars": named.get(self.scalars, list(self.scalars)), "embedding": self.embedding, "is_normalised": self.is_normalised}
+
+    def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
+        """Hidden states or embeddings as the head's weights read them."""
+        return normalised(states) if self.is_normalised else states
 
     def width(self, hidden_size: int) -> int:
         """Numbers per token; an embedding is as wide as a hidden state."""
@@ -71,5 +82,10 @@ class Inputs(NamedTuple):
         for name, given, is_taken in (("scalars", scalars, bool(self.scalars)), ("embedding", embedding, self.embedding)):
             if (given is not None) != is_taken:
                 raise ValueError(f"the head {'needs' if is_taken else 'takes no'} {name} and got {'none' if given is None else 'some'}")
-        parts = [part for part in (scalars, embedding) if part is not None]
+        parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
+
+
+def normalised(states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
+    """Each state at mean 0 and variance 1: a LayerNorm without weights, which the next linear layer has anyway."""
+    return functional.layer_norm(states, states.shape[-1:], eps=EPSILON)

@@ -4,6 +4,7 @@ A draft step of a small model takes half a millisecond, and a head in torch's ca
 added up by numpy in memory that is reserved once; the blocks are the calls that the draft has just made itself, and so are at hand.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from heads.model.inputs import EPSILON
 from heads.model.stepwise import OfEmbedding, StepwiseHead
 
 
@@ -47,6 +49,8 @@ class HostHead:
         """
         values = self._values
         row, logit = self._of_token(token_id) if self._has_embedding else (self._mix_bias, 0.0)
+        if self._head.inputs.is_normalised:
+            hidden = self._normalised(hidden)
         if row is None:
             values[:] = hidden
         else:
@@ -61,6 +65,12 @@ class HostHead:
         for weight, bias in self._blocks:
             stream = silu(torch.addmv(bias, weight, stream), True).add_(stream)
         return logit + torch.addmv(self._out_bias, self._out, stream).item()
+
+    def _normalised(self, hidden: np.ndarray) -> np.ndarray:
+        """`heads.model.inputs.normalised` of one state."""
+        centred = hidden.astype(self._values.dtype) - hidden.mean(dtype=self._values.dtype)
+        centred *= 1.0 / math.sqrt(centred.dot(centred) / len(centred) + EPSILON)
+        return centred
 
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
         """What its embedding adds to the stream and to the logit."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.model.head import AcceptanceHead
+from heads.model.inputs import normalised
 
 _LARGEST_TABLE = 2**24
 """Numbers in a table (64 MiB). A larger one is not made: beside a draft of that size two products are nothing."""
@@ -66,6 +67,8 @@ class StepwiseHead:
             token: the token that is scored, read if the head takes its embedding.
         """
         stream, logit = hidden.to(self.dtype), self.out_bias
+        if self.inputs.is_normalised:
+            stream = normalised(stream)
         if self.inputs.embedding:
             assert token is not None
             added = self.of_embedding(token)
@@ -99,6 +102,7 @@ class StepwiseHead:
         assert self._vocabulary is not None
         assert self._skip_embedding is not None
         embeddings = self._vocabulary.embedding(tokens).detach().to(self.dtype)
+        embeddings = normalised(embeddings) if self.inputs.is_normalised else embeddings
         mix, bias = self._mix_embedding, self.mix_bias
         stream = None if mix is None or bias is None else embeddings @ mix.T + bias
         return OfEmbedding(stream, embeddings @ self._skip_embedding[0])

@@ -8,6 +8,7 @@ only the sums of the parameters' gradients outlive it. Memory does not grow with
     forward   z_d = h_{d-1} W_d^T + b_d,  h_d = h_{d-1} + SiLU(z_d),  f = w . h_D + b [+ v . x]
     loss      as `heads.training.loss`; df = [(w_acc P + w_rej (1 - P)) sigmoid(f) - w_acc P] / mass
     backward  g = df w;  for d = D … 1: g_z = g SiLU'(z_d), g_W += g_z^T h_{d-1}, g_b += sum g_z, g += g_z W_d
+    dropout   h_0 and every SiLU(z_d) times a mask, and so their gradients
 
 The forward is that of `heads.model.formula`, written again because the backward reads every z_d and h_d out of its buffer.
 `tests/heads/training/test_sweep.py` holds loss and gradients to autograd's of that formula.
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-from heads.model.formula import depth_of
+from heads.model.formula import Dropout, depth_of
 from heads.training.loss import Targets
 
 CHUNK_BYTES = 512 * 1024
@@ -40,22 +41,25 @@ def stack_loss(
     *,
     inputs: Float[Tensor, "tokens input"] | None,
     targets: Targets,
+    dropout: Dropout | None = None,
 ) -> Float[Tensor, " heads"]:
     """The loss of each head of a stack, differentiable in its weights alone.
 
     Args:
         weights: by name, as `heads.model.formula` takes them.
         inputs: scalars (standardised) and embedding side by side, or None.
+        dropout: its masks are drawn chunk by chunk.
     """
-    return _StackLoss.apply(hidden, inputs, targets, tuple(weights), *weights.values())
+    return _StackLoss.apply(hidden, inputs, targets, dropout, tuple(weights), *weights.values())
 
 
 class _StackLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, inputs: Tensor | None, targets: Targets, names: tuple[str, ...], *values: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, inputs: Tensor | None, targets: Targets, *others: Any) -> Tensor:
+        dropout, names, *values = others
         weights = dict(zip(names, values, strict=True))  # torch differentiates in arguments that are tensors, not in a dict of them
         grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        chunk_pass = _ChunkPass(weights, grads)
+        chunk_pass = _ChunkPass(weights, grads, dropout)
         count = len(weights["out.bias"])
         loss = hidden.new_zeros(count)
         size = _chunk_size(count, hidden)
@@ -68,26 +72,32 @@ class _StackLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *(g * grad.view(-1, *[1] * (g.dim() - 1)) for g in ctx.saved_tensors))
+        return (None, None, None, None, None, *(g * grad.view(-1, *[1] * (g.dim() - 1)) for g in ctx.saved_tensors))
 
 
 class _ChunkPass:
     """Forward, loss and backward of one chunk; gradients are added to `grads`, buffers are kept from chunk to chunk."""
 
-    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        self.weights, self.grads = weights, grads
+    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], dropout: Dropout | None) -> None:
+        self.weights, self.grads, self.dropout = weights, grads, dropout
         self.count, self.depth, self.has_mix = len(weights["out.bias"]), depth_of(weights), "mix.weight" in weights
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, hidden: Tensor, inputs: Tensor | None, targets: Targets) -> Tensor:
         weights, grads = self.weights, self.grads
         x = None if inputs is None else inputs.expand(self.count, *inputs.shape)
-        streams, zs = [self._entry(hidden, x)], []
+        entry = self._entry(hidden, x)
+        masks = [self.dropout.mask(entry)] if self.dropout and self.depth else []
+        streams, zs = [entry * masks[0] if masks else entry], []
         for d in range(self.depth):
             z = torch.bmm(streams[-1], weights[f"blocks.{d}.weight"].mT, out=self._buffer(f"z{d}", hidden))
             z.add_(weights[f"blocks.{d}.bias"][:, None])
             zs.append(z)
-            streams.append(torch.ops.aten.silu.out(z, out=self._buffer(f"h{d}", hidden)).add_(streams[-1]))
+            added = torch.ops.aten.silu.out(z, out=self._buffer(f"h{d}", hidden))
+            if self.dropout:
+                masks.append(self.dropout.mask(added))
+                added.mul_(masks[-1])
+            streams.append(added.add_(streams[-1]))
         logit = torch.bmm(weights["out.weight"], streams[-1].mT).squeeze(1) + weights["out.bias"]
         if x is not None:
             logit += torch.bmm(weights["skip.weight"], x.mT).squeeze(1)
@@ -97,7 +107,8 @@ class _ChunkPass:
         grad = torch.mul(slope[..., None], weights["out.weight"], out=self._buffer("grad", hidden))
         for d in reversed(range(self.depth)):
             # z_d has served: its buffer takes its gradient
-            grad_z = torch.ops.aten.silu_backward.grad_input(grad, zs[d], grad_input=zs[d])
+            grad_added = grad * masks[d + 1] if masks else grad
+            grad_z = torch.ops.aten.silu_backward.grad_input(grad_added, zs[d], grad_input=zs[d])
             grads[f"blocks.{d}.weight"].baddbmm_(grad_z.mT, streams[d])
             grads[f"blocks.{d}.bias"].add_(grad_z.sum(1))
             if d or self.has_mix:  # nobody asks for the gradient of the hidden state itself
@@ -105,6 +116,8 @@ class _ChunkPass:
         if x is not None:
             grads["skip.weight"].baddbmm_(slope[:, None], x)
             if self.has_mix:
+                if masks:
+                    grad.mul_(masks[0])
                 grads["mix.weight"].baddbmm_(grad.mT, x)
                 grads["mix.bias"].add_(grad.sum(1))
         return loss

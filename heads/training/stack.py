@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.grid import HeadSpec, Shape
-from heads.model.formula import stack_forward
+from heads.model.formula import Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
@@ -53,6 +53,7 @@ class HeadStack(nn.Module):
         hidden: Float[Tensor, "tokens hidden"],
         scalars: Float[Tensor, "tokens scalar"] | None = None,
         embedding: Float[Tensor, "tokens hidden"] | None = None,
+        dropout: Dropout | None = None,
     ) -> Float[Tensor, "heads tokens"]:
         """The logit of every head for every token.
 
@@ -60,11 +61,11 @@ class HeadStack(nn.Module):
             hidden: at the shape's timing, float32.
             scalars: those that the shape takes, in nats.
             embedding: of the token, if the shape takes it.
+            dropout: in training; all heads share its masks.
         """
-        inputs, count = self._inputs(scalars, embedding), len(self.specs)
-        return stack_forward(
-            self.weights, hidden.expand(count, *hidden.shape), None if inputs is None else inputs.expand(count, *inputs.shape)
-        )
+        inputs, count, taken = self._inputs(scalars, embedding), len(self.specs), self.shape.inputs.taken(hidden)
+        x = None if inputs is None else inputs.expand(count, *inputs.shape)
+        return stack_forward(self.weights, taken.expand(count, *taken.shape), x, dropout)
 
     def loss(
         self,
@@ -73,11 +74,18 @@ class HeadStack(nn.Module):
         embedding: Float[Tensor, "tokens hidden"] | None = None,
         *,
         targets: Targets,
+        dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
         """The loss of every head over a batch: `weighted_bce` of `forward`, faster (`heads.training.fused_loss`) unless under autocast."""
         if torch.is_autocast_enabled(hidden.device.type):
-            return weighted_bce(self(hidden, scalars, embedding), targets)
-        return stack_loss(self.weights, hidden, inputs=self._inputs(scalars, embedding), targets=targets)
+            return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
+        taken = self.shape.inputs.taken(hidden)
+        return stack_loss(self.weights, taken, inputs=self._inputs(scalars, embedding), targets=targets, dropout=dropout)
+
+    def dropout(self, rate: float, *step: int) -> Dropout | None:
+        """Of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops the same."""
+        seed = zlib.crc32(f"{self.shape}/{step}".encode())
+        return Dropout(rate, torch.Generator(self.scalar_mean.device).manual_seed(seed)) if rate else None
 
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:

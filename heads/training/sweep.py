@@ -88,10 +88,10 @@ class Sweep(pl.LightningModule):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
             targets = targets._replace(mass=self._mean_over_processes(targets.mass))
-            losses.append(stack.loss(*self._inputs(stack, batch), targets=targets))
+            dropout = stack.dropout(self.config.dropout, self.config.seed, self.current_epoch, batch_idx, self.global_rank)
+            losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
-        if not torch.isfinite(loss.detach()).all():
-            names = [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss), strict=True) if not ok]
+        if names := [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss.detach()).tolist(), strict=True) if not ok]:
             raise ValueError(f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate")
         self.log("train/loss", loss.detach().mean(), prog_bar=True)
         return loss.sum()

@@ -17,6 +17,7 @@ from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.traces.recording import trace_folder
 from heads import AcceptanceHead
+from heads.model.provenance import Provenance
 
 SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "6")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
@@ -147,3 +148,17 @@ def test_a_histogram_shows_every_draft_length():
 
 def test_a_table_in_a_pipe_is_wide(capsys):
     assert wide_console().width >= 190
+
+
+def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
+    path = tmp_path / "warm"
+    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
+    there = ["--decode.heads", f"[{path}]", "--pair.sampling.temperature", "0.5", "--decode.allow_foreign_heads", "true"]
+    home = flags[flags.index("--decode.dir") + 1]
+    _, document = printed(capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home)
+    rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
+    assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
+    assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", str(tmp_path / "nowhere")])
+    assert "nowhere/trace/manifest.json" in capsys.readouterr().err

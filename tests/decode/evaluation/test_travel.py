@@ -1,9 +1,11 @@
 """What is chosen at home and judged elsewhere: the choice is home's, the figures are the foreign set's."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import small_pair
 import torch
+from scipy.optimize import minimize
 from small_pair import EOS, LENGTH, VOCAB, model, trace
 
 from decode import Recorder
@@ -11,10 +13,11 @@ from decode.costs.model import CostModel
 from decode.evaluation.arms import Replays, replay_dataset
 from decode.evaluation.grids import default_values, head_grid, make_grid
 from decode.evaluation.results import results_of, yardstick_of
-from decode.evaluation.travel import Judged, travel, travel_frame
+from decode.evaluation.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame
 from decode.policies.registry import LOGISTIC
 from decode.traces.recording import Traces
 from heads import AcceptanceHead
+from heads.model.provenance import Provenance
 from lm import Sampling
 
 COST = CostModel.constant(0.2, 1.0)
@@ -85,3 +88,31 @@ def test_at_home_nothing_is_lost_on_the_way(sets):
     for result, kept in travel(home, home, test=sets[0].traces.test, cost=COST):
         assert kept.value == pytest.approx(0, abs=1e-12)
         assert result.gain == pytest.approx(home.gain(result.family))
+
+
+@pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])
+def test_a_head_of_another_sampling_is_calibrated_on_the_path_of_dev(sets, timing):
+    torch.manual_seed(1)
+    trained = Provenance(sampling=Sampling(temperature=0.9).as_dict(), reject_weight=3.0, calibration_temperature=1.4)
+    head, dev = AcceptanceHead(16, 1, timing, True, provenance=trained).eval(), sets[1].traces.dev
+    assert is_of_other_sampling(head, dev.sampling)
+    assert not is_of_other_sampling(head, Sampling(temperature=0.9))
+    assert not is_of_other_sampling(AcceptanceHead(16, 1), dev.sampling)
+    (name, fitted), *others = calibrated_on(dev, {"it": head}).items()
+    assert (name, others) == ("it calibrated here", [])
+    path = np.array([at for at in range(dev.num_positions) if timing != "fed" or at not in dev.offsets])
+    of = path - 1 if timing == "fed" else path
+    logit, label = (
+        head.calibrated_logit(dev.logit(head)[path]),
+        (dev.acceptance_rate if timing == "prefix" else dev.signals["acceptance_prob"])[of],
+    )
+
+    def loss(weights):
+        f = weights[0] * logit + weights[1]
+        return (np.logaddexp(0, f) - label * f).mean()
+
+    best = minimize(loss, [1.0, 0.0])
+    now = fitted.calibrated_logit(dev.logit(fitted)[path])
+    assert np.allclose(now, dev.logit(fitted)[path])
+    assert (np.logaddexp(0, now) - label * now).mean() == pytest.approx(best.fun, abs=1e-5)
+    assert np.allclose(now, best.x[0] * logit + best.x[1], atol=2e-2)

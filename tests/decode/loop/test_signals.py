@@ -35,7 +35,7 @@ class Watch(Policy):
 
 
 def head_with_every_input(timing: str) -> AcceptanceHead:
-    head = AcceptanceHead(4, 2, timing, True, timing != "prefix").double()
+    head = AcceptanceHead(4, 2, timing, True, timing != "prefix", timing != "fed").double()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in head.parameters():

@@ -68,7 +68,7 @@ def test_a_prefix_head_comes_back_from_disk_as_it_went(tmp_path: Path):
     head.save_pretrained(tmp_path)
     back = AcceptanceHead.from_pretrained(tmp_path)
     assert back.config == head.config
-    assert (back.timing, back.inputs) == ("prefix", (("entropy",), False))
+    assert (back.timing, back.inputs) == ("prefix", Inputs(("entropy",)))
     assert "before a token is drawn and whichever it will be" in (tmp_path / "README.md").read_text()
 
 

@@ -52,6 +52,33 @@ def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_fused_loss_drops_what_autograd_drops(depth: int, has_inputs: bool):
+    """Within one chunk the masks are drawn in the same order; the same step drops the same, another step something else."""
+    made = HeadStack(Shape("drawn", Inputs.of(has_inputs, has_inputs, is_normalised=True), depth), WEIGHTS, hidden_size=8, seed=0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    (hidden, given, prob), other = tokens(75), torch.randn(75, 8)
+    inputs = (given, other) if has_inputs else (None, None)
+    targets = Targets.of(prob, torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS))
+    expected = weighted_bce(made(hidden, *inputs, made.dropout(0.4, 1, 2)), targets)
+    slow = torch.autograd.grad(expected.sum(), list(made.parameters()))
+    found = made.loss(hidden, *inputs, targets=targets, dropout=made.dropout(0.4, 1, 2))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), list(made.parameters())), slow, atol=1e-6, rtol=1e-4)
+    without, another = made(hidden, *inputs), weighted_bce(made(hidden, *inputs, made.dropout(0.4, 1, 3)), targets)
+    assert made.dropout(0.0, 1, 2) is None
+    if depth:
+        assert not torch.allclose(another, expected)
+        masks = [made.dropout(0.4, 7, step).mask(hidden[None].expand(1, 75, 8)) for step in range(60)]
+        assert torch.stack(masks).mean() == pytest.approx(1.0, abs=0.02)
+        assert torch.stack(masks).unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+    else:
+        torch.testing.assert_close(weighted_bce(without, targets), expected)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("scalars", [False, True])
 def test_stacked_logits_are_those_of_the_heads_alone(depth: int, scalars: bool):
     made, (hidden, given, _) = stack(depth, scalars), tokens()
