@@ -7,6 +7,8 @@ Three Llama-architecture models with one tokenizer, trained on `data_gen.stories
              takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
+Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`data_gen.tiny.feature_drafts`).
+
 Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn from q is accepted
 although its entropy is high; where something has to be worked out, p is nearly one-hot and q is spread. On a CPU a forward of one token
 costs one fixed part and one part per layer, so depth, not width, sets t_target / t_draft.
@@ -24,10 +26,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data_gen.stories.stories import story_stream
+from configs.schema import ModelSource
+from data_gen.stories.stories import stories, story_stream
+from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_of, new_feature_draft, save_feature_draft, teach
 from data_gen.tiny.figures import NAMES, measure, report
 from data_gen.tiny.tokenizer import MAX_TOKENS, train_tokenizer
 from data_gen.tiny.training import Batch, batches, distil, encode_story, train
+from lm import load_model, load_tokenizer
 
 _FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 """What a model's directory holds; a directory with anything else is never overwritten."""
@@ -59,6 +64,9 @@ class Recipe:
     distil_steps: int = 1200
     target_learning_rate: float = 4e-3
     distil_learning_rate: float = 4e-3
+    feature_draft_batch_size: int = 8
+    feature_draft_steps: int = 150
+    feature_draft_learning_rate: float = 4e-3
     num_threads: int = 1
     """More threads would gain little, since the models are small."""
 
@@ -75,12 +83,7 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
         ValueError: a model is there already and `overwrite` is off.
     """
     recipe, out_dir = recipe or Recipe(), Path(out_dir)
-    present = [name for name in NAMES if (out_dir / name).exists()]
-    if present and not overwrite:
-        raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
-    for path in (out_dir / name for name in present):
-        if foreign := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
-            raise ValueError(f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory")
+    _refuse_present(out_dir, NAMES, overwrite=overwrite)
     torch.set_num_threads(recipe.num_threads)
     with _progress() as progress:
         models, tokenizer = _train_trio(seed, recipe, progress)
@@ -90,14 +93,63 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     return figures
 
 
+def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+    """Train the feature drafts for `out_dir`/target, and write them beside it.
+
+    Returns:
+        acceptance_rate of each on stories of the test split, for drafts of one token.
+
+    Raises:
+        FileNotFoundError: there is no target.
+        ValueError: a draft is there already and `overwrite` is off.
+    """
+    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
+    source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
+    target, tokenizer = load_model(source), load_tokenizer(source)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
+    num_stories = recipe.feature_draft_batch_size * recipe.feature_draft_steps
+    how = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    with _progress() as progress:
+        stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+        rows = [encode_story(story, tokenizer) for story in _track(progress, "write stories", stream, total=num_stories)]
+        steps = teach(
+            list(drafts.values()),
+            target,
+            batches(rows, **how),
+            num_steps=recipe.feature_draft_steps,
+            learning_rate=recipe.feature_draft_learning_rate,
+        )
+        for _ in _track(progress, "teach eagle and glide", steps, total=recipe.feature_draft_steps):
+            pass
+    for kind, draft in drafts.items():
+        save_feature_draft(draft, out_dir / kind)
+    held_out = list(islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8))
+    figures = {f"{kind}_acceptance_mean": acceptance_of(draft, target, held_out) for kind, draft in drafts.items()}
+    print(report(figures))
+    return figures
+
+
+def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Raise ValueError for models that are there, unless they may be overwritten and hold nothing else."""
+    present = [name for name in names if (out_dir / name).exists()]
+    if present and not overwrite:
+        raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
+    for path in (out_dir / name for name in present):
+        if foreign := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
+            raise ValueError(f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory")
+
+
 def _train_trio(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
     """The three models, in bfloat16, and their tokenizer."""
     torch.manual_seed(seed)
     num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
     stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    stories = list(_track(progress, "write stories", stream, total=num_stories))
-    tokenizer = train_tokenizer(stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", stories, total=num_stories)]
+    told = list(_track(progress, "write stories", stream, total=num_stories))
+    tokenizer = train_tokenizer(told[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", told, total=num_stories)]
     models = {name: _new_model(shape, tokenizer) for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)}
     source = batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
     _learn(models, source, recipe, progress)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -76,7 +76,7 @@ def log_probs(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "learned v
 
 def train(model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, learning_rate: float) -> Iterator[list[float]]:
     """Train on the stories themselves; yields the loss of each step, -log p(X_i), in nats per token."""
-    optimiser = _Optimiser(model, learning_rate, num_steps)
+    optimiser = Optimiser(model, learning_rate, num_steps)
     for batch in islice(source, num_steps):
         loss = functional.nll_loss(log_probs(model, batch), batch.ids[:, 1:][batch.is_learned])
         optimiser.step(loss)
@@ -91,7 +91,7 @@ def distil(
 
     The loss is the forward divergence and not total variation, because it makes q spread out where it does not know: policies read that.
     """
-    optimisers = [_Optimiser(model, learning_rate, num_steps) for model in models]
+    optimisers = [Optimiser(model, learning_rate, num_steps) for model in models]
     for batch in islice(source, num_steps):
         with torch.no_grad():
             log_p = log_probs(target, batch)
@@ -105,22 +105,24 @@ def distil(
         model.eval()
 
 
-class _Optimiser:
+class Optimiser:
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
 
-    def __init__(self, model: LlamaForCausalLM, learning_rate: float, num_steps: int) -> None:
+    def __init__(self, model: nn.Module, learning_rate: float, num_steps: int, *, has_muon: bool = True) -> None:
         """Args:
-        model: put into training mode.
+        model: put into training mode; its layers are under `layers`.
         learning_rate: of AdamW, at its peak; Muon's is 5 times that (its updates have unit singular values).
         num_steps: length of the schedule.
+        has_muon: False: AdamW for all; Muon's iterations are in bfloat16, which takes a CPU without it longer than a small forward.
         """
-        self._parameters = list(model.train().parameters())
-        matrices = [parameter for layer in model.model.layers for parameter in layer.parameters() if parameter.ndim == 2]
+        named = [(name, parameter) for name, parameter in model.train().named_parameters() if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        matrices = [parameter for name, parameter in named if "layers." in name and parameter.ndim == 2]
         rest = [parameter for parameter in self._parameters if all(parameter is not matrix for matrix in matrices)]
-        self._optimisers = [
-            torch.optim.Muon(matrices, lr=5 * learning_rate, weight_decay=0.1),
-            torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        rest = rest if has_muon else self._parameters
+        self._optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+        if has_muon:
+            self._optimisers.insert(0, torch.optim.Muon(matrices, lr=5 * learning_rate, weight_decay=0.1))
         warmup = min(_WARMUP_STEPS, num_steps)
 
         def share(step: int) -> float:

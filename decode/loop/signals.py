@@ -97,7 +97,8 @@ class HostSignals(Reader):
         log_total = row.item(best) - math.log(max_prob)
         entropy = 0.0
         if self._has_entropy:
-            mean = float(weights.dot(row))
+            with np.errstate(invalid="ignore"):
+                mean = float(weights.dot(row))
             # an impossible token has logit -inf, and adds nothing
             entropy = log_total - (mean if mean == mean else float(weights.dot(np.maximum(row, np.finfo(row.dtype).min))))
         return OfToken(entropy, max_prob, row.item(token_id) - log_total)

@@ -67,3 +67,11 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(model, tmp_path, monkey
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert describe_model(source)["weights"]
+
+
+def test_a_feature_draft_is_described_though_transformers_knows_not_its_layout(tmp_path):
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 24}}')
+    save_file({"fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    described = describe_model(ModelSource(path=str(tmp_path)))
+    assert described["hidden_size"] == 24
+    assert described["weights"]
