@@ -2,10 +2,10 @@
 
 The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and a verification
 five times as long; both are measured. One engine speculates, in which every request brings its policy, another does not; arms take turns,
-each serving the same prompts, EOS ignored, at temperature 1, as many at a time as `--concurrency` says. HEAD: a drawn-time head that
+each serving the same prompts, EOS ignored, as many at a time as `--concurrency` says. HEAD: a drawn-time head that
 `decode tune` has been at. The engine computes with one thread, and seconds are those of its process, which other work on the machine
-does not lengthen; what the clock on the wall says stands beside. Each turn prints one line; the last line is one JSON document: of every
-arm and concurrency tokens per second, and its ratio to the best fixed length's with a 90 % interval (by resampling turns).
+does not lengthen; what the clock on the wall says stands beside. After each turn one JSON document of all turns so far: of every arm and
+concurrency tokens per second, and its ratio to the best fixed length's with a 90 % interval (by resampling turns).
 """
 
 import argparse
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from tests.serve.real.loop import ROOT, TRIO, pair_of_the_trio, requests_of
 from tests.serve.real.session import MARK
 
 LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
-_FEWEST = 6
+_FEWEST = 4
 """Requests of a turn, at the least: one at a time differs by its prompts."""
 ARMS = {
     **{f"fixed length {k}": f"fixed_length:k={k}" for k in (2, 4, 6, 10)},
@@ -76,6 +77,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("head")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--layers", type=int, nargs=2, default=(14, 60), help="more of the draft and of the target")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: every arm writes the same text, and only work differs")
     parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 4, 16))
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
@@ -86,11 +88,11 @@ def main(arguments: list[str]) -> None:
         stopping = Session(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
         alone = Session(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
-            report = timed(stopping, alone, turns=given.turns, sizes=given.concurrency)
+            for report in timed(stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature):
+                print(json.dumps({"layers": given.layers, "temperature": given.temperature, **report}), flush=True)
         finally:
             stopping.close()
             alone.close()
-    print(json.dumps({"layers": given.layers, "turns": given.turns, "tokens_per_request": NUM_TOKENS, **report}))
 
 
 def slow(role: str, num_layers: int, folder: Path) -> str:
@@ -111,24 +113,23 @@ class Turn(NamedTuple):
     mean_draft_length: float
 
 
-def timed(stopping: Session, alone: Session, *, turns: int, sizes: list[int]) -> dict[str, Any]:
-    """All turns, and what they come to; a first one warms both engines up."""
+def timed(stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float) -> Iterator[dict[str, Any]]:
+    """What all turns so far come to, after each of them; one before the first warms both engines up."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
     seen = defaultdict[tuple[int, str], list[Turn]](list)
     for turn in range(turns + 1):
         for size in sizes if turn else sizes[-1:]:
             for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
                 asked = [one | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS} for one in chosen(prompts, size, turn)]
-                batch = {"name": f"{turn}/{size}/{arm}", "requests": asked, "temperature": 1.0, "concurrency": size, "ignore_eos": True}
-                result = (alone if arm == ALONE else stopping).served(batch)
+                batch = {"name": f"{turn}/{size}/{arm}", "requests": asked, "temperature": temperature, "concurrency": size}
+                result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
                 lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
                 one = Turn(NUM_TOKENS * len(asked), result["seconds"], result["cpu_seconds"], sum(lengths) / max(len(lengths), 1))
                 if turn:
                     seen[size, arm].append(one)
                 times[size] = result.get("times") or times.get(size)
-            latest = {arm: round(many[-1].tokens / many[-1].cpu_seconds, 1) for (number, arm), many in seen.items() if number == size}
-            print(f"turn {turn}, {size} at a time, tokens per second of the engine: {latest or 'warm'}", flush=True)
-    return {"cells": [cell(size, seen) for size in sizes], "times_s": times}
+        if turn:
+            yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
 
 
 def chosen(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dict[str, Any]]:

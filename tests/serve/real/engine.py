@@ -4,7 +4,7 @@ JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null
            "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
                         "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
                         "abort_at": a step at which every third request is aborted,
-                        "is_illegal": drop the token at which a policy stops}]}]
+                        "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
 RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by engine
 
 answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request; counters are vLLM's own, and
@@ -23,6 +23,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from decode.policies.base import AfterDraw
 from serve import KEY
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -33,6 +34,7 @@ COUNTERS = (
     "num_preemptions",
     "prefix_cache_hits",
 )
+_ALMOST = 0.999
 _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 
@@ -164,14 +166,15 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _illegal() -> Any:
-    """A policy that looks at a drawn token and drops it."""
+    """What no policy can say: it looks at a drawn token, stops, and drops it."""
     from serve.lanes import Lane
 
     take = Lane.take
 
-    def dropped(lane: Lane, *step: Any) -> None:
-        take(lane, *step)
-        if not lane.is_going and lane.tokens:
+    def dropped(lane: Lane, token: int, drawn: AfterDraw) -> None:
+        take(lane, token, drawn)
+        if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
+            lane.is_going = False
             lane.tokens.pop()
             lane._drawn.pop()
 

@@ -1,7 +1,8 @@
 """Whether what was written has the target's law.
 
-transform   F(x - 1) + U p(x) of every token x under the target: uniform iff the law is right (Kolmogorov-Smirnov)
-z           of the sum of log p(x) against what it comes to on average under p: what a policy does that drops unlikely tokens shows there
+transform   F(x - 1) + U p(x) of every token x under the target, tokens in the order of p, the likeliest first: uniform iff the law is right
+            (Kolmogorov-Smirnov), and small where unlikely tokens were dropped
+z           of the sum of log p(x) against what it comes to on average under p
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ def law_of(pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, A
 
 def _tokens(pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, generator: torch.Generator) -> _Tokens:
     logits = pair.target(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1, : pair.vocab_size]
-    probs, chosen = sampling.probs(logits, torch.float64), torch.tensor(token_ids).unsqueeze(-1)
+    probs, order = sampling.probs(logits, torch.float64).sort(descending=True, stable=True)
+    chosen = (order == torch.tensor(token_ids).unsqueeze(-1)).long().argmax(-1, keepdim=True)
     own = probs.gather(-1, chosen)
     uniform = torch.rand(chosen.shape, generator=generator, dtype=torch.float64)
     logs = probs.clamp_min(1e-300).log()
