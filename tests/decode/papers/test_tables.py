@@ -142,6 +142,16 @@ def test_hsddw_tables_have_the_papers_rows(flags, capsys):
     assert mathematics == []
 
 
+def test_svips_tables_of_trees_have_a_row_for_every_draft_with_and_without_a_stop(flags, capsys):
+    chains, trees = printed(capsys, "tables", "--paper", "svip-trees", *flags)
+    stop = "entropy:max_sqrt_entropy=0.5"
+    assert [row["Methods"] for row in chains["rows"]] == ["chain", f"chain + {stop}", "CaPE", f"CaPE + {stop}"]
+    assert [row["Methods"] for row in trees["rows"]] == ["EAGLE-2", f"EAGLE-2 + {stop}"]
+    for row in [*chains["rows"], *trees["rows"]]:
+        assert bool(row["gain of the stop"]) == (stop in row["Methods"])
+        assert float(row["Avg."]) > 0
+
+
 def test_hsddw_needs_a_micro_model(flags, capsys):
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["tables", "--paper", "hsddw", *flags, "--pair.micro", "null"])

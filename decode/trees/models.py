@@ -1,0 +1,27 @@
+"""The two models of a loop with trees, as `decode.loop.models` has those of chains."""
+
+from typing import NamedTuple
+
+from lm import FeatureDraft, Pair
+from lm.features.trees import TappedTreeModel, TreeDraft, feature_tree_model
+from lm.trees.cached import TreeModel
+
+
+class TreeModels(NamedTuple):
+    """What a `TreeDecoder` and its `TreeDrafter` are given; chains can be drafted with them too. A feature draft reads this very target."""
+
+    target: TreeModel
+    draft: TreeDraft
+
+
+def tree_models_of(pair: Pair) -> TreeModels:
+    """Both, with empty caches.
+
+    Raises:
+        ValueError: a model that cannot hold a tree.
+    """
+    drafting, width = pair.drafting, pair.vocab_size
+    if isinstance(drafting, FeatureDraft):
+        target = TappedTreeModel(pair.target, drafting, vocab_size=width)
+        return TreeModels(target, feature_tree_model(drafting, target, vocab_size=width))
+    return TreeModels(TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=True))
