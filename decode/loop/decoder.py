@@ -178,4 +178,8 @@ class SpeculativeDecoder:
 
     def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:
         """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
+        if len(proposal.laws) != len(proposal.tokens):
+            raise ValueError(
+                f"a {type(self.drafter).__name__} chooses its tokens, they have no laws; a tree of drafts is for a TreeDecoder"
+            )
         return verify(proposal.tokens, proposal.laws, p, draws)

@@ -17,7 +17,7 @@ from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter
 from decode.loop.rounds import Round
-from decode.trees.drafter import TreeProposal
+from decode.trees.drafter import TreeDrafter, TreeProposal
 from lm import Draws, Sampling
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
@@ -60,11 +60,15 @@ class TreeDecoder(SpeculativeDecoder):
         """Args are those of `SpeculativeDecoder`; max_draft_length is the most levels.
 
         Args:
-            drafter: proposes `TreeProposal`s.
+            drafter: a `TreeDrafter`.
 
         Raises:
-            ValueError: a target that cannot hold a tree.
+            ValueError: a drafter of chains, a target that cannot hold a tree.
         """
+        if not isinstance(drafter, TreeDrafter):
+            raise ValueError(
+                f"a {type(drafter).__name__} drafts chains, and a TreeDecoder verifies trees; use a SpeculativeDecoder, or a TreeDrafter"
+            )
         model = TreeModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
         super().__init__(model, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
         self._tree_target = model
@@ -73,7 +77,7 @@ class TreeDecoder(SpeculativeDecoder):
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
-        assert isinstance(proposal, TreeProposal), f"a {type(self.drafter).__name__} drafts chains; a SpeculativeDecoder verifies them"
+        assert isinstance(proposal, TreeProposal)
         drafted_s = perf_counter()
         tree, target = proposal.tree, self._tree_target
         p = self._laws(target.forward_tree(committed, tree), committed, tree)

@@ -8,7 +8,7 @@ from toy_loop import POLICIES, PROMPT, SAMPLINGS
 from toy_trees import tree_decoder_of
 
 import lm.trees.verification
-from decode import ModelDrafter
+from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
 from decode.trees.decoder import TreeDecoder
 from decode.trees.drafter import TreeDrafter
@@ -94,8 +94,9 @@ def test_counts_are_what_the_models_saw():
     assert max(len(played.path) for played in generation.rounds) == 2
 
 
-def test_a_decoder_of_trees_refuses_a_drafter_of_chains():
+def test_a_decoder_of_one_kind_refuses_a_drafter_of_the_other():
     trees = tree_decoder_of(FixedLength(2), Dynamic(2, 4))
-    decoder = TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
-    with pytest.raises(AssertionError, match="drafts chains"):
-        decoder.generate(PROMPT, 4)
+    with pytest.raises(ValueError, match="a ModelDrafter drafts chains, and a TreeDecoder verifies trees"):
+        TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
+    with pytest.raises(ValueError, match="a TreeDrafter chooses its tokens"):
+        SpeculativeDecoder(trees.target, trees.drafter, eos_ids=frozenset()).generate(PROMPT, 4)
