@@ -93,8 +93,8 @@ class PearlDecoder(SpeculativeDecoder):
         super().__init__(target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size)
         if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
-                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set pair.draft.device to another "
-                "one, or read the predicted times"
+                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set pair.draft.device_map to "
+                "another one, or read the predicted times"
             )
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
