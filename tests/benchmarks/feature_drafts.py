@@ -75,4 +75,4 @@ def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    auto_cli(feature_drafts)
+    auto_cli(feature_drafts, as_positional=False)
