@@ -7,12 +7,13 @@ trace (`decode.traces.recording.trace_folder`), the costs (`decode.costs.machine
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
-from configs.schema import Config, PairConfig, PromptSource
+from configs.schema import Config, ModelSource, PairConfig, PromptSource
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
@@ -23,6 +24,7 @@ from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, load_pair, num_weights, refuse_feature_draft
+from lm.features.loading import load_feature_draft
 from lm.features.released import layout_of
 
 Level = Literal["target", "draft", "micro"]
@@ -62,6 +64,24 @@ class Experiment:
     def has_feature_draft(self) -> bool:
         """Whether the draft reads the target's states."""
         return layout_of(self.models.draft) is not None
+
+    def with_feature_draft(self, path: str) -> "Experiment":
+        """The same with another draft, one that reads the target, which is not loaded a second time.
+
+        Raises:
+            ValueError: no feature draft, or one that does not fit the target.
+        """
+        source = ModelSource(path=path)
+        if layout_of(source) is None:
+            raise ValueError(f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their own")
+        other, target = copy(self), self.pair.target
+        for name in ("has_feature_draft", "num_draft_weights", "heads"):
+            other.__dict__.pop(name, None)
+        other.models, other._described = replace(self.models, draft=source), {}
+        num_layers = target.config.get_text_config().num_hidden_layers - self.models.target.extra_layers
+        drafting = load_feature_draft(source, target, num_layers=num_layers, dtype=target.dtype)
+        other.pair = replace(self.pair, drafting=drafting)
+        return other
 
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""

@@ -16,17 +16,14 @@ tests/benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save
 
 from configs.schema import Config
 from data_gen.store.shards import write_atomic
 from decode.console import announce, wide_console
 from decode.experiment import BETWEEN, Experiment
-from decode.hierarchies.contenders import Contender, LevelPolicies, contenders_of
+from decode.hierarchies.contenders import Contender, LevelPolicies, contenders_of, version_of
 from decode.hierarchies.gain import gain_frame, gain_plot
 from decode.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
 from decode.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
@@ -97,7 +94,5 @@ def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: 
 def level_policies(heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float) -> LevelPolicies:
     """One head policy for each level."""
     first, second = (f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
-    # Stored generations are filed under this too: the path may hold other weights tomorrow.
-    weights = sha256(b"".join(save(dict(head.state_dict())) for head in heads)).hexdigest()[:8]
     micro, draft = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
-    return LevelPolicies(micro=micro, draft=draft, labels=(first, second), version=weights)
+    return LevelPolicies(micro=micro, draft=draft, labels=(first, second), version=version_of(heads))

@@ -3,10 +3,13 @@
 A contender whose paper leaves a length open has several settings; `decode hierarchy` chooses among them on dev.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 from typing import Any
+
+from safetensors.torch import save
 
 from decode.hierarchies.hsddw import hsddw
 from decode.hierarchies.interleaved import InterleavedDrafter
@@ -16,6 +19,7 @@ from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.length import FixedLength
+from heads.model.head import AcceptanceHead
 from lm import CachedModel
 
 WINDOW = 10
@@ -34,6 +38,8 @@ class Setting:
     build: Callable[[], Drafter]
     version: str = ""
     """Identifies what the label does not say, such as a head's weights."""
+    target: Callable[[], CachedModel] | None = None
+    """What verifies; None: the trio's target."""
 
     @property
     def key(self) -> str:
@@ -60,6 +66,12 @@ class LevelPolicies:
     draft: Policy
     labels: tuple[str, str]
     version: str
+
+
+def version_of(heads: Iterable[AcceptanceHead]) -> str:
+    """Of a setting with these heads, whose paths may hold other weights tomorrow; empty for none."""
+    weights = b"".join(save(dict(head.state_dict())) for head in heads)
+    return sha256(weights).hexdigest()[:8] if weights else ""
 
 
 def contenders_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Contender]:

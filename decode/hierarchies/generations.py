@@ -1,18 +1,19 @@
 """Generations that a run of the hierarchies keeps on disk, so that it resumes and that `decode evaluate` and `decode hierarchy` share them.
 
     DIR/manifest.json        what decides the tokens
-    DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds
+    DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds, repeats
 
 Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import reduce
 from hashlib import sha256
 from operator import add
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from data_gen.store.json_files import parse_json
@@ -43,23 +44,26 @@ class Decoded:
     """Of the same rounds, drafting."""
     later_target_s: float
     """Verifying."""
+    repeats: int = 1
+    """Times that it was decoded, of which the seconds are medians."""
 
     @classmethod
-    def of(cls, generation: Generation) -> "Decoded":
-        """The costs of a generation."""
-        rounds = generation.rounds
+    def of(cls, repeated: Sequence[Generation]) -> "Decoded":
+        """The costs of a generation that was decoded several times, from one seed."""
+        rounds = repeated[0].rounds
         return cls(
-            counts=generation.counts,
+            counts=repeated[0].counts,
             lengths=tuple(len(one.drafted) for one in rounds),
-            seconds=sum(one.draft_s + one.target_s for one in rounds),
+            seconds=median(sum(one.draft_s + one.target_s for one in each.rounds) for each in repeated),
             later=reduce(add, (one.counts for one in rounds[1:]), Counts()),
-            later_draft_s=sum(one.draft_s for one in rounds[1:]),
-            later_target_s=sum(one.target_s for one in rounds[1:]),
+            later_draft_s=median(sum(one.draft_s for one in each.rounds[1:]) for each in repeated),
+            later_target_s=median(sum(one.target_s for one in each.rounds[1:]) for each in repeated),
+            repeats=len(repeated),
         )
 
 
-_FIELDS = (*Key._fields, *(field.name for field in fields(Decoded)))
-"""Of a line."""
+_FIELDS = (*Key._fields, *(field.name for field in fields(Decoded) if field.default is MISSING))
+"""That a line must have: the first lines knew no repeats."""
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The contenders of `decode hierarchy` over the same prompts, in the real loop, in turns, so that a machine that slows down slows all."""
+"""Contenders (of `decode hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if it slows down, all do."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,9 @@ from decode.hierarchies.times import Times, fit_times, swapped
 from decode.hierarchies.trio import Trio
 from decode.intervals import Spent
 from decode.loop.counts import Counts
-from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.decoder import Generation, SpeculativeDecoder
+from decode.trees.decoder import TreeDecoder
+from decode.trees.drafter import TreeDrafter
 from lm import Sampling
 from lm.uniforms import seed_of
 
@@ -85,62 +87,72 @@ class ResumableLoop:
     max_new_tokens: int
     seed: int
 
-    def play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]]) -> list[Run]:
+    def play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[Run]:
         """Every setting of every contender over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
 
         A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
+
+        Args:
+            contenders: that take turns, another one first each time.
+            prompts: token ids of each.
+            repeats: times that each decodes a prompt; medians of its seconds are kept.
         """
         with only_writer(self.directory, setting="decode.dir"):
-            return self._play(contenders, prompts)
+            return self._play(contenders, prompts, repeats)
 
-    def _play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]]) -> list[Run]:
+    def _play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
         pairs = [(contender, setting) for contender in contenders for setting in contender.settings]
         keys = [[Key(prompt_key(ids), contender.name, setting.key) for contender, setting in pairs] for ids in prompts]
         stored = read_decoded(self.directory)
-        missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if any(key not in stored for key in row)]
+        is_there = {key for key, one in stored.items() if one.repeats >= repeats}
+        missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not is_there.issuperset(row)]
         if missing:
             decoders = {(contender.name, setting.key): self._decoder(setting) for contender, setting in pairs}
             for decoder in decoders.values():
                 decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
-            for ids, row in tqdm(missing, desc=f"hierarchies: {len(pairs)} drafters", unit="prompt"):
-                decoded = self._decode(decoders, ids, row)
+            for turn, (ids, row) in enumerate(tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")):
+                decoded = self._decode(decoders, ids, row, turns=range(turn, turn + repeats))
                 append_decoded(self.directory, decoded)
                 stored |= decoded
         columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
         return [Run(contender, setting, tuple(column)) for (contender, setting), column in zip(pairs, columns, strict=True)]
 
     def _decode(
-        self, decoders: Mapping[tuple[str, str], SpeculativeDecoder], prompt_ids: Sequence[int], row: Sequence[Key]
+        self, decoders: Mapping[tuple[str, str], SpeculativeDecoder], prompt_ids: Sequence[int], row: Sequence[Key], *, turns: range
     ) -> dict[Key, Decoded]:
-        """One prompt by every decoder, all from the same seed."""
+        """One prompt by every decoder, all from the same seed; each turn begins with another of them."""
         seed = seed_of(self.seed, "hierarchy", row[0].prompt)
-        decoded = {}
-        for key in row:
-            generator = torch.Generator().manual_seed(seed)
-            generation = decoders[key.arm, key.setting].generate(prompt_ids, self.max_new_tokens, generator=generator)
-            decoded[key] = Decoded.of(generation)
-        return decoded
+        repeated: dict[Key, list[Generation]] = {key: [] for key in row}
+        for turn in turns:
+            first = turn % len(row)
+            for key in (*row[first:], *row[:first]):
+                generator = torch.Generator().manual_seed(seed)
+                repeated[key].append(decoders[key.arm, key.setting].generate(prompt_ids, self.max_new_tokens, generator=generator))
+        return {key: Decoded.of(generations) for key, generations in repeated.items()}
 
     def _decoder(self, setting: Setting) -> SpeculativeDecoder:
-        return SpeculativeDecoder(
-            self.trio.target,
-            setting.build(),
+        drafter = setting.build()
+        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
+        target = self.trio.target if setting.target is None else setting.target()
+        return kind(
+            target,  # type: ignore[arg-type]
+            drafter,
             sampling=self.sampling,
             max_draft_length=self.max_draft_length,
             eos_ids=self.trio.pair.eos_ids,
         )
 
 
-def resumable_loop(experiment: Experiment, dataset: str, trio: Trio) -> ResumableLoop:
-    """The loop of one dataset.
+def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: str = "hierarchy") -> ResumableLoop:
+    """The loop of one dataset, with a folder below this one of decode.dir.
 
     Raises:
         ValueError: the generations of other settings lie in its folder.
     """
     settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
-    directory = experiment.directory / "hierarchy" / dataset
+    directory = experiment.directory / folder / dataset
     directory.mkdir(parents=True, exist_ok=True)
-    models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS}
+    models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None}
     settle(directory, {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings}, setting="decode.dir")
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 

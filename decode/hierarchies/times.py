@@ -103,8 +103,8 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
         )
     forwards = np.array([_forwards(one.later, micro) for one, micro in pairs], dtype=np.float64)
     seconds = np.array([(one.later_draft_s, one.later_target_s) for one, _ in pairs])
-    t_micro_s, t_draft_s = _least_absolute(forwards[:, :2], seconds[:, 0])
-    (t_target_s,) = _least_absolute(forwards[:, 2:], seconds[:, 1])
+    t_micro_s, t_draft_s = least_absolute(forwards[:, :2], seconds[:, 0])
+    (t_target_s,) = least_absolute(forwards[:, 2:], seconds[:, 1])
     if not t_draft_s or not t_target_s:
         raise ValueError(
             f"{len(pairs)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
@@ -116,7 +116,7 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     return Times(t_micro_s=float(t_micro_s), t_draft_s=float(t_draft_s), t_target_s=float(t_target_s), r2=r2)
 
 
-def _least_absolute(
+def least_absolute(
     forwards: Float[np.ndarray, "generation model"], seconds: Float[np.ndarray, " generation"]
 ) -> Float[np.ndarray, " model"]:
     """argmin over times >= 0 of the sum of |seconds - forwards @ times|, by reweighted least squares."""

@@ -22,28 +22,32 @@ from decode.papers.sheet import Sheet
 from decode.papers.specdec import specdec_tables
 from decode.papers.svip import svip_tables
 
-_TABLES: dict[str, Callable[[Experiment], list[Sheet]]] = {
-    "specdec++": specdec_tables,
-    "svip": svip_tables,
-    "hsddw": hsddw_tables,
-}
+_REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 
 
 def tables(
     config: Config,
     *,
     paper: Literal["specdec++", "svip", "svip-trees", "hsddw"],
-    stops: tuple[str, ...] = ("entropy:max_sqrt_entropy=0.5",),
+    stops: tuple[str, ...] = ("entropy",),
+    eagle: str | None = None,
+    repeats: int = 3,
 ) -> None:
     """A paper's tables for this pair.
 
     Args:
         config: the experiment.
         paper: specdec++, svip, svip-trees, or hsddw (which decodes with three models).
-        stops: of svip-trees: policies, each with its threshold: entropy:max_sqrt_entropy=0.5, head:PATH,max_rejection_prob=0.7.
+        stops: of svip-trees, and of hsddw's EAGLE: policies, as entropy or head:PATH. What a spec leaves open is chosen on dev; one with
+            its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
+        eagle: of hsddw: directory of an EAGLE draft for the pair's target, which then stands in Table 1.
+        repeats: of svip-trees and hsddw: times that each test prompt is decoded by each; medians count.
     """
-    makers = _TABLES | {"svip-trees": partial(tree_tables, policies=stops)}
-    made = makers[paper](Experiment(config, needs_micro=paper == "hsddw", takes_feature_drafts=paper == "svip-trees"))
+    if repeats < 1:
+        raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
+    clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats)}
+    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats)
+    made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw", takes_feature_drafts=paper == "svip-trees"))
     for each in made:
         wide_console().print(each.table())
     print(json.dumps({"paper": paper, "tables": [each._asdict() for each in made]}))

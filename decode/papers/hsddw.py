@@ -1,9 +1,12 @@
 """HSDDW, Tables 1 to 4, clocked: decoded on the test prompts in turns, with the paper's window of 10 at every level and no choice on dev.
 
-    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, and PEARL's; the other methods there are other papers' figures
+    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, EAGLE's and PEARL's; the paper quotes other methods
     Table 2   pre-verify and self-verify, alone and together, by dataset
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
+
+EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-2's tree and as a chain, each also at the
+fixed length that is fastest on dev, and under stops (`decode.papers.drafts`). The paper quotes EAGLE-1, whose tree has one shape.
 
 PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
 and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
@@ -21,12 +24,16 @@ from decode.hierarchies.contenders import WINDOW, Contender, contenders_of
 from decode.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
 from decode.hierarchies.times import Times, redundancy, target_utilisation
 from decode.hierarchies.trio import Trio
+from decode.papers.choice import Finalists, finalists_of, merged
+from decode.papers.drafts import ALONE, Kind, Models, contest_of, lengths_of, stops_of
+from decode.papers.gains import by_key, lines_of, shown_speed_up, verdict
 from decode.papers.sheet import Sheet
 from decode.parallel.pearl import PearlDecoder
+from decode.trees.shapes import Dynamic
+from lm.features.eagle import Eagle
 
 Runs = dict[str, Run]
 """contender -> what it did on the prompts of one dataset."""
-_ALONE = "target alone"
 _ABLATION = {
     "sd": ("", "", ""),
     "sd + pre-verify": ("x", "", ""),
@@ -43,16 +50,19 @@ _MODELS = {
 _CLOCKED = "clocked, against the target alone (AT)"
 
 
-def hsddw_tables(experiment: Experiment) -> list[Sheet]:
+def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int) -> list[Sheet]:
     """Tables 1 to 4.
 
     Raises:
-        ValueError: no test prompts.
+        ValueError: no test prompts; of EAGLE: no dev prompts, no EAGLE draft of this target.
     """
     trio = Trio(lambda: experiment.pair)
-    names = [_ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
+    names = [ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
+    finalists = eagle_finalists(experiment, trio, eagle, specs) if eagle else []
+    arms = [*contenders, *(one for each in finalists for one in each.contenders)]
     runs: dict[str, Runs] = {}
+    played: list[list[Run]] = []
     pearl: dict[str, str] = {}
     categories: dict[str, list[str]] = {}
     for dataset in experiment.datasets:
@@ -60,21 +70,53 @@ def hsddw_tables(experiment: Experiment) -> list[Sheet]:
         if not encoded:
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         categories[dataset] = [prompt.category for prompt, _ in encoded]
-        played = resumable_loop(experiment, dataset, trio).play(contenders, [ids for _, ids in encoded])
-        runs[dataset] = {run.contender.name: run for run in played}
-        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], times_of(played)):.2f}x"
-    temperature = f"T = {experiment.sampling.temperature:g}"
-    first = [{"": name, **{dataset: speed_up(each, arm) for dataset, each in runs.items()}} for name, arm in _METHODS.items()]
-    first.append({"": "PEARL, two devices, predicted", **pearl})
+        played.append(resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats))
+        own = played[-1][: len(contenders)]
+        runs[dataset] = {run.contender.name: run for run in own}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], times_of(own)):.2f}x"
+    rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
     return [
-        Sheet(f"HSDDW Table 1: speed-up at {temperature}, {_CLOCKED}", first),
+        Sheet(f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}", [*rows, {"": _PEARL, **pearl}], note),
         Sheet(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
         *(Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows) for name, rows in mathematics(runs, categories).items()),
         *(Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(each)) for name, each in runs.items()),
     ]
 
 
-_METHODS = {"AT": _ALONE, "HSDDW": "HSDDW"}
+_METHODS = {"AT": ALONE, "HSDDW": "HSDDW"}
+_PEARL = "PEARL, two devices, predicted"
+_EAGLE = (Kind("EAGLE-2", Dynamic(), published=6, read_every=(2, 1)), Kind("EAGLE, chain"))
+
+
+def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str]) -> list[Finalists]:
+    """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
+    beside = experiment.with_feature_draft(path)
+    if not isinstance(beside.pair.drafting, Eagle):
+        raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
+    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, _EAGLE), Models(beside)
+    version = str(beside.described("draft")["weights"])[:8]
+    contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in _EAGLE]
+    arms = [one for contest in contests for one in contest.contenders]
+    prompts = {dataset: experiment.prompt_ids(dataset, "dev") for dataset in experiment.datasets}
+    dev = merged([resumable_loop(experiment, dataset, trio).play(arms, ids) for dataset, ids in prompts.items() if ids])
+    return [finalists_of(contest, dev) for contest in contests]
+
+
+def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Finalists]) -> tuple[list[dict[str, str]], str]:
+    """Table 1 with intervals over prompts, and whether a stop pays."""
+    columns = {dataset: by_key(runs) for dataset, runs in played.items()}
+    lines = [line for each in finalists for line in lines_of(each, by_key(merged(list(played.values()))))]
+    keys = {line.method: (line.run.contender.name, line.run.setting.key) for line in lines}
+    labels = {line.method: line.run.label for line in lines}
+    for method, name in _METHODS.items():
+        keys[method] = next(key for runs in columns.values() for key in runs if key[0] == name)
+
+    def row(method: str) -> dict[str, str]:
+        spent = {dataset: (runs[keys["AT"]].measured, runs[keys[method]].measured) for dataset, runs in columns.items()}
+        gains = next((line.gains for line in lines if line.method == method), {})
+        return {"": method, **{name: shown_speed_up(*each) for name, each in spent.items()}, "setting": labels.get(method, ""), **gains}
+
+    return [row(method) for method in ("AT", *labels, "HSDDW")], verdict(lines)
 
 
 def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
@@ -95,7 +137,7 @@ def at_window(contender: Contender) -> Contender:
 
 def speed_up(runs: Runs, name: str) -> str:
     """Over the target alone, by the clock."""
-    return f"{runs[name].measured.tokens_per_s / runs[_ALONE].measured.tokens_per_s:.2f}x"
+    return f"{runs[name].measured.tokens_per_s / runs[ALONE].measured.tokens_per_s:.2f}x"
 
 
 def ablation_rows(runs: Mapping[str, Runs]) -> list[dict[str, str]]:
@@ -115,7 +157,7 @@ def mathematics(runs: Mapping[str, Runs], categories: Mapping[str, Sequence[str]
         if 0 < sum(is_math) < len(is_math):
             columns = {"All": [True] * len(is_math), "only Math": is_math, "rm Math": [not one for one in is_math]}
             parts = {column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()}
-            arms = {"AT": _ALONE, "SD": "sd", "HSDDW": "HSDDW"}
+            arms = {"AT": ALONE, "SD": "sd", "HSDDW": "HSDDW"}
             tables[dataset] = [{"": row, **{column: speed_up(part, arm) for column, part in parts.items()}} for row, arm in arms.items()]
     return tables
 

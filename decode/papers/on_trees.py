@@ -1,129 +1,99 @@
 """SVIP (arXiv 2411.18462), Tables 3 and 4, clocked: stopping on drafts that are not plain chains, GliDe with CaPE and EAGLE-2.
 
-    Table 3   a chain of the paper's length, the same with CaPE's siblings; each alone and with every stop
-    Table 4   EAGLE-2's tree of six levels; alone and with every stop, which is heeded after every second level
+    Table 3   a chain, and the same with CaPE's siblings; published with 4 tokens
+    Table 4   EAGLE-2's tree; published with six levels, and with stops that are heeded after every second one
 
-Speed-ups over the target alone, by category of the prompts, all arms in turns on every prompt. The last column has what a stop gains over
-the same draft without it, with its 95 % interval (prompts resampled in pairs). The tables are of the pair's own draft: a GliDe draft makes
-Table 3, an EAGLE draft Table 4, and a draft that is a model of its own makes both, which are then not of the paper's systems. The paper
-gives the threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0 (Table 3) and 1 (Table 4), here the config's decides.
+Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on dev
+(`decode.papers.choice`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is one dataset: all arms in
+turns on every test prompt, medians of several repeats. Generations are kept, so that a killed run goes on.
+
+The tables are of the pair's own draft: a GliDe draft makes Table 3, an EAGLE draft Table 4, and a draft that is a model of its own makes
+both, which are then not of the paper's systems. The paper gives the threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0
+(Table 3) and 1 (Table 4), here the config's decides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from time import perf_counter
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
+from data_gen.prompts.splits import Split
 from decode.experiment import Experiment
-from decode.intervals import Spent, gain_over
-from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
+from decode.hierarchies.contenders import Contender
+from decode.hierarchies.runs import Run, resumable_loop
+from decode.hierarchies.trio import Trio
+from decode.papers.choice import finalists_of, merged
+from decode.papers.drafts import ALONE, Kind, Models, Stop, contest_of, lengths_of, stops_of
+from decode.papers.gains import by_key, lines_of, rows_of, verdict
 from decode.papers.sheet import Sheet
-from decode.policies import FixedLength, Policy
-from decode.trees.decoder import TreeDecoder
-from decode.trees.drafter import TreeDrafter
-from decode.trees.models import TreeModels, tree_models_of
 from decode.trees.shapes import Cape, Dynamic
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 
-CHAIN, LEVELS = 4, 6
-"""Published lengths: GliDe's chain, EAGLE-2's tree."""
-_ALONE = "target alone"
-_WARM_UP_TOKENS = 4
+CHAIN = Kind("chain", published=4)
+CAPE = Kind("CaPE", Cape(), published=4)
+EAGLE_2 = Kind("EAGLE-2", Dynamic(), published=6, read_every=(2, 1))
+Prompts = Mapping[str, Sequence[tuple[str, list[int]]]]
+"""dataset -> (column of the table, token ids) of each prompt."""
 
 
-class Arm(NamedTuple):
-    """One row."""
-
-    name: str
-    base: str
-    """The row that it is compared with: the same draft without a stop."""
-    decoder: SpeculativeDecoder
-
-
-def tree_tables(experiment: Experiment, policies: Sequence[str]) -> list[Sheet]:
+def tree_tables(experiment: Experiment, specs: Sequence[str], *, repeats: int) -> list[Sheet]:
     """Those of Tables 3 and 4 that this draft makes.
 
     Raises:
-        ValueError: no test prompts; a draft or a target that cannot hold a tree.
+        ValueError: no test prompts, no dev prompts; a draft or a target that cannot hold a tree.
     """
-    stops = {spec: experiment.policy(spec) for spec in policies}
-    encoded = {dataset: experiment.encoded(dataset, "test") for dataset in experiment.datasets}
-    prompts = [(prompt.category or dataset, ids) for dataset, members in encoded.items() for prompt, ids in members]
-    if not prompts:
+    stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
+    kinds = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
+    kinds |= {"4": [EAGLE_2]} if not isinstance(drafting, Glide) else {}
+    lengths = lengths_of(experiment, [kind for each in kinds.values() for kind in each])
+    prompts: dict[Split, Prompts] = {"dev": prompts_of(experiment, "dev"), "test": prompts_of(experiment, "test")}
+    if not any(prompts["test"].values()):
         raise ValueError("there are no test prompts to decode; raise decode.num_test")
-    models, drafting = tree_models_of(experiment.pair), experiment.pair.drafting
-    making = Making(experiment, models)
-    tables = {}
-    if not isinstance(drafting, Eagle):
-        tables["3: chains, and CaPE"] = [*making.chains(stops), *making.trees("CaPE", Cape(), stops, num_levels=CHAIN, read_every=1)]
-    if not isinstance(drafting, Glide):
-        tables["4: EAGLE-2's tree"] = list(making.trees("EAGLE-2", Dynamic(), stops, num_levels=LEVELS, read_every=2))
-    alone = Arm(_ALONE, _ALONE, making.decoder(ModelDrafter(models.draft, FixedLength(0))))
-    figures = f"speed-up at T = {experiment.sampling.temperature:g}, clocked over {len(prompts)} test prompts"
-    return [Sheet(f"SVIP Table {name}: {figures}", rows_of([alone, *arms], experiment, prompts)) for name, arms in tables.items()]
+    table = TreeTable(experiment, prompts, stops, lengths, repeats)
+    return [table.sheet(number, each) for number, each in kinds.items()]
 
 
-class Making:
-    """Rows of one experiment."""
-
-    def __init__(self, experiment: Experiment, models: TreeModels) -> None:
-        self._models, self._longest = models, experiment.decode.max_draft_length
-        self._how: dict[str, Any] = {"sampling": experiment.sampling, "eos_ids": experiment.pair.eos_ids}
-
-    def decoder(self, drafter: ModelDrafter | TreeDrafter) -> SpeculativeDecoder:
-        """The loop for this drafter."""
-        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
-        return kind(self._models.target, drafter, max_draft_length=self._longest, **self._how)
-
-    def chains(self, stops: Mapping[str, Policy]) -> Iterator[Arm]:
-        """Without siblings."""
-        for name, policy in {"chain": FixedLength(CHAIN), **_after("chain", stops)}.items():
-            yield Arm(name, "chain", self.decoder(ModelDrafter(self._models.draft, policy)))
-
-    def trees(self, base: str, shape: Cape | Dynamic, stops: Mapping[str, Policy], *, num_levels: int, read_every: int) -> Iterator[Arm]:
-        """Of one shape."""
-        for name, policy in {base: FixedLength(num_levels), **_after(base, stops)}.items():
-            yield Arm(name, base, self.decoder(TreeDrafter(self._models.draft, policy, shape, read_every=read_every)))
+def prompts_of(experiment: Experiment, split: Split) -> Prompts:
+    """Of every dataset."""
+    is_one = len(experiment.datasets) == 1
+    return {
+        dataset: [((prompt.category if is_one else "") or dataset, ids) for prompt, ids in experiment.encoded(dataset, split)]
+        for dataset in experiment.datasets
+    }
 
 
-def _after(base: str, stops: Mapping[str, Policy]) -> dict[str, Policy]:
-    return {f"{base} + {spec}": policy for spec, policy in stops.items()}
+class TreeTable:
+    """Tables of one experiment."""
 
+    def __init__(
+        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[Stop], lengths: Sequence[int], repeats: int
+    ) -> None:
+        self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
+        self._stops, self._lengths, self._models = stops, lengths, Models(experiment)
 
-def rows_of(arms: Sequence[Arm], experiment: Experiment, prompts: Sequence[tuple[str, list[int]]]) -> list[dict[str, str]]:
-    """Play every arm, and one row for each; the target alone comes first, and has none."""
-    spent = play(arms, experiment, [ids for _, ids in prompts])
-    categories = np.array([category for category, _ in prompts])
-    alone, rows = spent[_ALONE], []
-    for arm in arms[1:]:
-        own, base = spent[arm.name], spent[arm.base]
-        parts = {name: categories == name for name in sorted(set(categories.tolist()))} | {"Avg.": np.full(len(prompts), True)}
-        cells = {name: f"{_part(own, part).tokens_per_s / _part(alone, part).tokens_per_s:.2f}" for name, part in parts.items()}
-        gain = gain_over(base, own)
-        interval = "" if arm.name == arm.base else f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})"
-        rows.append({"Methods": arm.name, **cells, "gain of the stop": interval})
-    return rows
+    def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
+        """One table: choose on dev, clock on test."""
+        contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
+        dev = self._play(number, [one for contest in contests for one in contest.contenders], "dev")
+        finalists = [finalists_of(contest, dev) for contest in contests]
+        arms = [self._models.alone, *(one for each in finalists for one in each.contenders)]
+        runs = by_key(self._play(number, arms, "test", repeats=self._repeats))
+        lines = [line for each in finalists for line in lines_of(each, runs)]
+        columns = [column for members in self._prompts["test"].values() for column, _ in members]
+        num_dev = sum(map(len, self._prompts["dev"].values()))
+        title = (
+            f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on {num_dev} dev prompts, "
+        )
+        title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
+        return Sheet(title, rows_of(lines, runs[ALONE, ""], columns), verdict(lines))
 
-
-def play(arms: Sequence[Arm], experiment: Experiment, prompts: Sequence[list[int]]) -> dict[str, Spent]:
-    """Tokens and seconds of every prompt, of every arm."""
-    seconds, tokens = np.zeros((len(arms), len(prompts))), np.zeros((len(arms), len(prompts)), dtype=np.int64)
-    for arm in arms:
-        arm.decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
-    for row, ids in enumerate(tqdm(prompts, desc=f"clock: {len(arms)} arms", unit="prompt")):
-        for turn in range(len(arms)):
-            place = (turn + row) % len(arms)
-            generator = torch.Generator().manual_seed(experiment.decode.seed + row)
-            started_s = perf_counter()
-            generation = arms[place].decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator)
-            seconds[place, row], tokens[place, row] = perf_counter() - started_s, len(generation.token_ids)
-    return {arm.name: Spent(tokens[place], seconds[place]) for place, arm in enumerate(arms)}
-
-
-def _part(spent: Spent, chosen: np.ndarray) -> Spent:
-    return Spent(spent.tokens[chosen], spent.seconds[chosen])
+    def _play(self, number: str, arms: Sequence[Contender], split: Split, *, repeats: int = 1) -> list[Run]:
+        """All prompts of a split."""
+        experiment = self._experiment
+        folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
+        return merged(
+            [
+                resumable_loop(experiment, dataset, trio, folder=folder).play(arms, [ids for _, ids in members], repeats=repeats)
+                for dataset, members in self._prompts[split].items()
+                if members
+            ]
+        )

@@ -13,10 +13,12 @@ class Sheet(NamedTuple):
     """Which table of which paper, and whether its figures are replayed or clocked."""
     rows: Sequence[Mapping[str, Any]]
     """Column -> cell; a cell may be in rich's markup, for bold."""
+    note: str = ""
+    """Below the table: what it says, in words."""
 
     def table(self) -> Table:
         """To print; the first column is a name, the others are numbers."""
-        table = Table(title=self.title)
+        table = Table(title=self.title, caption=self.note or None, caption_justify="left")
         for index, column in enumerate(self._columns()):
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
         for row in self.rows:

@@ -107,6 +107,16 @@ def parse_policy(spec: str, **how: Any) -> Policy:
         spec: as in this module's first lines.
         how: passed on to `make_policy`.
     """
+    name, parameters = read_spec(spec)
+    return make_policy(name, **parameters, **how)
+
+
+def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """(name, the parameters that are given).
+
+    Raises:
+        ValueError: something that is no parameter=value.
+    """
     name, _, rest = spec.partition(":")
     parameters: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
@@ -116,7 +126,7 @@ def parse_policy(spec: str, **how: Any) -> Policy:
         elif not equals:
             raise ValueError(f"policy {spec!r}: {part!r} is no parameter=value")
         parameters[key.strip()] = _value(value.strip())
-    return make_policy(name.strip(), **parameters, **how)
+    return name.strip(), parameters
 
 
 def _value(text: str) -> float | int | bool | str:

@@ -14,8 +14,8 @@ class TreeModels(NamedTuple):
     draft: TreeDraft
 
 
-def tree_models_of(pair: Pair) -> TreeModels:
-    """Both, with empty caches.
+def tree_models_of(pair: Pair, *, with_hidden: bool = False) -> TreeModels:
+    """Both, with empty caches; a draft that is a model of its own keeps hidden states `with_hidden`, for heads.
 
     Raises:
         ValueError: a model that cannot hold a tree.
@@ -24,4 +24,4 @@ def tree_models_of(pair: Pair) -> TreeModels:
     if isinstance(drafting, FeatureDraft):
         target = TappedTreeModel(pair.target, drafting, vocab_size=width)
         return TreeModels(target, feature_tree_model(drafting, target, vocab_size=width))
-    return TreeModels(TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=True))
+    return TreeModels(TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=with_hidden))

@@ -17,7 +17,7 @@ def decoded(micro: int, draft: int, target: int) -> Decoded:
     """Two rounds; the first reads the prompt and takes an hour, which no fit may see."""
     first = Round((), 0, (1,), "limit", counts(9, 9, 1), 3600.0, 0.0)
     second = Round((), 0, (2,), "limit", counts(micro, draft, target), 0.001 * micro + 0.004 * draft, 0.02 * target)
-    return Decoded.of(Generation((1, 2), (first, second), Counts()))
+    return Decoded.of([Generation((1, 2), (first, second), Counts())])
 
 
 def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
@@ -76,6 +76,18 @@ def test_kept_generations_are_read_back_and_a_torn_line_is_cut_off(tmp_path):
     append_decoded(tmp_path, {other: decoded(1, 1, 1)})
     assert read_decoded(tmp_path) == {one: decoded(5, 2, 1), other: decoded(1, 1, 1)}
     assert read_decoded(tmp_path / "nowhere") == {}
+
+
+def test_a_repeated_generation_keeps_its_median_and_a_line_without_repeats_was_decoded_once(tmp_path):
+    def taking(seconds: float) -> Generation:
+        return Generation((1, 2), tuple(Round((), 0, (token,), "limit", counts(1, 1, 1), seconds, 1.0) for token in (1, 2)), Counts())
+
+    one = Decoded.of([taking(seconds) for seconds in (2.0, 90.0, 3.0)])
+    assert (one.seconds, one.later_draft_s, one.later_target_s, one.repeats) == (8.0, 3.0, 1.0, 3)
+    append_decoded(tmp_path, {Key("ab", "HSDDW", "K<=10"): one})
+    path = tmp_path / "decoded.jsonl"
+    path.write_text(path.read_text().replace(', "repeats": 3', ""))
+    assert read_decoded(tmp_path) == {Key("ab", "HSDDW", "K<=10"): replace(one, repeats=1)}
 
 
 @pytest.mark.parametrize("broken", ['{"prompt": "ha', '{"prompt": "half"}', "[]"])
