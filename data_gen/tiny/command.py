@@ -12,7 +12,7 @@ def tiny(
     models: Literal["all", "trio", "feature_drafts"] = "all",
     overwrite: bool = False,
 ) -> None:
-    """Train the embedded models anew: about 22 minutes on one core.
+    """Train the embedded models anew: about 24 minutes on one core.
 
     Args:
         dir: the folder that gets target, draft and micro, eagle and glide.

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
-from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_of, new_feature_draft, save_feature_draft, teach
+from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
 from data_gen.tiny.figures import NAMES, measure, report
 from data_gen.tiny.tokenizer import MAX_TOKENS, train_tokenizer
 from data_gen.tiny.training import Batch, batches, distil, encode_story, train
@@ -65,7 +65,7 @@ class Recipe:
     target_learning_rate: float = 4e-3
     distil_learning_rate: float = 4e-3
     feature_draft_batch_size: int = 8
-    feature_draft_steps: int = 150
+    feature_draft_steps: int = 400
     feature_draft_learning_rate: float = 4e-3
     num_threads: int = 1
     """More threads would gain little, since the models are small."""
@@ -97,7 +97,7 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
     """Train the feature drafts for `out_dir`/target, and write them beside it.
 
     Returns:
-        acceptance_rate of each on stories of the test split, for drafts of one token.
+        acceptance_rate of each on stories of the test split, at each depth of a draft.
 
     Raises:
         FileNotFoundError: there is no target.
@@ -127,7 +127,8 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
     held_out = list(islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8))
-    figures = {f"{kind}_acceptance_mean": acceptance_of(draft, target, held_out) for kind, draft in drafts.items()}
+    rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
+    figures = {f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)}
     print(report(figures))
     return figures
 

@@ -1,6 +1,6 @@
 """Feature drafts for any small target, by the trio's recipe: an EAGLE and a GliDe draft, taught on a file of instructions, and measured.
 
-    python -m tests.benchmarks.feature_drafts --target DIR --text FILE.jsonl --out DIR [--steps 2000]
+    python -m tests.benchmarks.feature_drafts --target DIR --text FILE.jsonl --out DIR [--steps 1300]
 
 FILE has one JSON object per line with instruction, input and output; the last 64 are held out. Both drafts are saved in their released
 layouts under DIR/eagle and DIR/glide. Tokens per round are those of the real loop at fixed draft lengths and temperature 1, no EOS heeded.
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import Story
-from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_of, new_feature_draft, save_feature_draft, teach
+from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
 from data_gen.tiny.training import Encoded, batches, encode_story
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
@@ -32,7 +32,7 @@ _LONGEST = 256
 """Tokens of a row; longer ones are left out."""
 
 
-def feature_drafts(target: str, text: str, out: str, *, steps: int = 2000, batch_size: int = 16, learning_rate: float = 2e-3) -> None:
+def feature_drafts(target: str, text: str, out: str, *, steps: int = 1300, batch_size: int = 16, learning_rate: float = 4e-3) -> None:
     """Train, save, measure."""
     torch.manual_seed(0)
     source = ModelSource(path=target, dtype="float32", device_map="cpu")
@@ -51,7 +51,7 @@ def feature_drafts(target: str, text: str, out: str, *, steps: int = 2000, batch
     for kind, draft in drafts.items():
         save_feature_draft(draft, Path(out) / kind)
         held_out = list(islice(batches(fitting[-_HELD_OUT:], **how), _HELD_OUT // batch_size))
-        figures[kind] = {"acceptance_rate": acceptance_of(draft, model, held_out)} | _rounds(target, Path(out) / kind, fitting[-8:])
+        figures[kind] = {"acceptance_rates": acceptance_rates(draft, model, held_out)} | _rounds(target, Path(out) / kind, fitting[-8:])
     print(json.dumps(figures))
 
 
