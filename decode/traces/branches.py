@@ -1,28 +1,19 @@
-"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a response at once.
-
-A branch at position i has the context prompt + X_<i, which is in the draft's KV cache already: it is stored once, and each branch attends
-to the part before its position and to its own earlier tokens, by a four-dimensional attention mask and explicit positions (a tree of
-drafts). So a step costs one forward of one token per branch, and nothing is copied. A branch ends at EOS, or at its limit.
-
-Departure: a model with sliding-window layers sees its whole context here; traces of responses longer than its window are not exact.
+"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a response at once
+(`lm.branches.branched`). A branch ends at EOS, or at its limit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from lm import Sampling, entropy
+from lm.branches.branched import Branched
 from lm.finite import refuse_non_finite
-from lm.forwards import chunk_rows, chunks, device_of, logits_of
+from lm.forwards import chunk_rows, chunks, logits_of
 from lm.uniforms import draw
-
-_TRUNK = -1
-"""Stands for the response where branches are numbered from 0."""
 
 
 class DrawnTokens(NamedTuple):
@@ -63,57 +54,6 @@ def read_signals(
     )
 
 
-@dataclass
-class Tree:
-    """A model with a response in its cache, and branches that grow from it.
-
-    Attributes:
-        roots: how many tokens of the response's cache each branch sees.
-    """
-
-    model: PreTrainedModel
-    vocab_size: int
-    cache: DynamicCache
-    roots: Int[Tensor, " branch"]
-
-    def __post_init__(self) -> None:
-        self._trunk = self.cache.get_seq_length()
-        # of each token in the cache, the branch that it belongs to (none: the response) and its place there
-        self._owners = torch.full((self._trunk,), _TRUNK, device=self.roots.device)
-        self._depths = torch.arange(self._trunk, device=self.roots.device)
-
-    @torch.inference_mode()
-    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        """Final hidden states after each token.
-
-        Args:
-            tokens: in any order in which no token comes before an earlier one of its branch.
-            owners: the branch of each.
-            depths: its place in its branch, 0 first.
-        """
-        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
-        hidden_from = ~self._seen(owners, depths)
-        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=tokens.device)
-        mask.masked_fill_(hidden_from, torch.finfo(mask.dtype).min)
-        output = self.model.base_model(
-            input_ids=tokens[None],
-            attention_mask=mask[None, None],
-            position_ids=(self.roots[owners] + depths)[None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return output.last_hidden_state[0]
-
-    def cut(self) -> None:
-        """Forget all branches."""
-        self.cache.crop(self._trunk - self.cache.get_seq_length())  # a negative number: so many tokens less
-        self._owners, self._depths = self._owners[: self._trunk], self._depths[: self._trunk]
-
-    def _seen(self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Bool[Tensor, "fed cached"]:
-        in_trunk = (self._owners == _TRUNK) & (self._depths < self.roots[owners][:, None])
-        return in_trunk | ((self._owners == owners[:, None]) & (self._depths <= depths[:, None]))
-
-
 class Branches(NamedTuple):
     """Drafts after the first token of each branch: branch by branch, each in order."""
 
@@ -124,7 +64,7 @@ class Branches(NamedTuple):
 
 @torch.inference_mode()
 def grow(
-    tree: Tree,
+    tree: Branched,
     first: Int[Tensor, " branch"],
     limits: Int[Tensor, " branch"],
     chance: Float[Tensor, "branch step"],
@@ -165,7 +105,7 @@ def grow(
     return Branches(DrawnTokens.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
 
 
-def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> DrawnTokens:
+def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
     """No draws."""
     empty = torch.zeros(0, device=first.device)
     hidden = torch.zeros(0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype)
@@ -174,7 +114,7 @@ def _nothing(tree: Tree, first: Int[Tensor, " branch"]) -> DrawnTokens:
 
 @torch.inference_mode()
 def target_log_probs(
-    tree: Tree, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
+    tree: Branched, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
 ) -> Tensor:
     """log p of every token of some branches except each one's first, [draws - branches], in one forward of the target.
 
@@ -198,11 +138,3 @@ def target_log_probs(
         p = sampling.probs(logits_of(tree.model, hidden[chunk], tree.vocab_size))
         parts.append(p.gather(-1, next_tokens[chunk, None]).squeeze(-1).log())
     return torch.cat(parts)
-
-
-def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
-    """A cache that holds `ids`, and the final hidden states after each."""
-    cache = DynamicCache()  # every layer keeps everything: what a branch sees is for the mask to say
-    with torch.inference_mode():
-        output = model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True)
-    return cache, output.last_hidden_state[0]

@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.traces.branches import DrawnTokens, Tree, grow, read_signals, target_log_probs, trunk
+from decode.traces.branches import DrawnTokens, grow, read_signals, target_log_probs
 from decode.traces.inputs import TokenInputs
-from decode.traces.probe import check_branches, check_length
 from decode.traces.trace import Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
+from lm.branches.branched import Branched, trunk
+from lm.branches.probe import check_branches, check_length
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.uniforms import draw
@@ -46,10 +47,12 @@ class RowRecording:
     acceptance_rate: Float[Tensor, " position"]
     branch_lengths: Int[Tensor, " rejected"]
     """0 where no round can draft (the last position before the length limit)."""
+    num_passing: Int[Tensor, " position"] | None = None
+    """Of a feature draft, as `Trace` has it."""
 
 
 @dataclass(frozen=True)
-class _Path:
+class Path:
     """Outcomes and signals along a response, from one forward of each model."""
 
     drawn: DrawnTokens
@@ -71,7 +74,7 @@ class Recorder:
         chunk_mb: bound of one float32 [positions, vocabulary] chunk.
     """
 
-    draft: PreTrainedModel
+    draft: PreTrainedModel | FeatureDraft
     target: PreTrainedModel
     sampling: Sampling
     vocab_size: int
@@ -110,7 +113,7 @@ class Recorder:
         parts, probs = [path.drawn], [path.acceptance_prob]
         for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
             roots = positions[group] + len(prompt_ids)
-            tree = Tree(self.draft, self.vocab_size, draft_cache, roots)
+            tree = Branched(self.draft, self.vocab_size, draft_cache, roots)
             drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
             parts.append(drawn)
             probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
@@ -127,7 +130,7 @@ class Recorder:
             branch_lengths=lengths,
         )
 
-    def _path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> _Path:
+    def _path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
         """Outcomes and signals along the response, chunk by chunk of its positions."""
         tokens = torch.tensor(response_ids, device=draft_hidden.device)
         parts = [
@@ -140,9 +143,9 @@ class Recorder:
         }
         drawn = DrawnTokens.joined([part.drawn for part in parts])
         rejected = DrawnTokens.joined([part.rejected for part in parts])
-        return _Path(drawn=drawn, rejected=rejected, **plain)
+        return Path(drawn=drawn, rejected=rejected, **plain)
 
-    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> _Path:
+    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> Path:
         q_logits = logits_of(self.draft, draft_hidden, self.vocab_size)
         p_logits = logits_of(self.target, target_hidden.to(device_of(self.target)), self.vocab_size).to(q_logits.device)
         for logits, whose in ((q_logits, "the draft"), (p_logits, "the target")):
@@ -153,7 +156,7 @@ class Recorder:
         is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
         draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), chance[is_rejected, 1])
         rejected = read_signals(q_logits[is_rejected], draws, q[is_rejected], draft_hidden[is_rejected])
-        return _Path(
+        return Path(
             drawn=read_signals(q_logits, tokens, q, draft_hidden),
             acceptance_prob=acceptance_prob(tokens, q, p),
             acceptance_rate=acceptance_rate(q, p),
@@ -162,7 +165,7 @@ class Recorder:
             rejected_acceptance_prob=acceptance_prob(draws, q[is_rejected], p[is_rejected]),
         )
 
-    def _branches(self, tree: Tree, first: DrawnTokens, limits: Tensor, chance: Tensor) -> tuple[DrawnTokens, Tensor]:
+    def _branches(self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor) -> tuple[DrawnTokens, Tensor]:
         """Every branch with its first token, and their lengths."""
         rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
         tree.cut()
@@ -177,7 +180,7 @@ class Recorder:
         result[starts] = first
         if self.has_target_branches:
             device = device_of(self.target)
-            tree = Tree(self.target, self.vocab_size, cache, roots.to(device))  # type: ignore[arg-type]
+            tree = Branched(self.target, self.vocab_size, cache, roots.to(device))  # type: ignore[arg-type]
             log_p = target_log_probs(tree, drawn.token.to(device), lengths.to(device), self.sampling, self.chunk_mb)
             tree.cut()
             is_rest = torch.ones_like(result, dtype=torch.bool)

@@ -107,19 +107,21 @@ class Glide(FeatureDraft):
         positions: Int[Tensor, "batch node"],
         *,
         cache: Cache | None = None,
+        mask: Bool[Tensor, "1 1 node own"] | None = None,
         cross_mask: Bool[Tensor, "1 1 node seen"] | None = None,
     ) -> Outputs:
         """Append tokens to the cache.
 
         Args:
-            tokens: of a chain.
+            tokens: of each node.
             seen: what the target has cached in `cached_layer_ids`.
             positions: of each token.
             cache: of `new_cache`; None: of nothing before.
+            mask: which of the draft's own tokens each sees; None: a chain.
             cross_mask: what of the target each token sees; None: everything.
         """
         states = self.embed(tokens)
-        mask = causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
+        mask = mask if mask is not None else causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
         rotations = self.rotary_emb(states, positions), self.cross_rotary_emb(states, positions)
         for layer, of_target in zip(self.layers, seen, strict=True):
             states = layer(states, of_target, rotations=rotations, masks=(mask, cross_mask), cache=cache)

@@ -5,7 +5,7 @@ a few percent of its size, since an outer level may roll a draft back to a token
 further than asked (`lm.caches.snapshots`) leaves the features where they are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +23,11 @@ from lm.models.cached import CachedModel
 
 _CAPACITY = 256
 """Rows that there is room for at first."""
+_REMEDY = "a draft that reads the target's states needs them; use a draft that is a model of its own"
 
 
 class TappedModel(CachedModel):
     """A `CachedModel` of the target of one feature draft."""
-
-    remedy = "a draft that reads the target's states needs them; use a draft that is a model of its own"
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
@@ -39,12 +38,8 @@ class TappedModel(CachedModel):
         Raises:
             ValueError: what the draft reads cannot be had of this model.
         """
-        self._layer_ids = draft.target_layer_ids
-        self._layers = layers_of(model) or nn.ModuleList()
-        if max(self._layer_ids or (), default=0) > len(self._layers):
-            raise ValueError(
-                f"the draft reads the target behind layers {self._layer_ids}, and {len(self._layers)} are found in it; {self.remedy}"
-            )
+        self._read = read_modules(model, draft)
+        self._reads_states = draft.target_layer_ids is None
         self._cached_layer_ids = draft.cached_layer_ids if isinstance(draft, Glide) else ()
         self._features: Tensor | None = None
         self.num_features = 0
@@ -53,7 +48,7 @@ class TappedModel(CachedModel):
         for place in self._cached_layer_ids:
             if not isinstance(self._cache.layers[place], BufferLayer):
                 kind = type(self._cache.layers[place]).__name__
-                raise ValueError(f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {self.remedy}")
+                raise ValueError(f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {_REMEDY}")
 
     def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
         """Of the tokens from `start` to before `end`."""
@@ -84,28 +79,14 @@ class TappedModel(CachedModel):
 
     def _logits_at(self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
         start = len(self)
-        with self._watched() as seen:
+        has_states = self._reads_states and self._halves is not None  # the body runs in two halves, and leaves them
+        with watched([] if has_states else self._read) as seen:
             logits = super()._logits_at(placed, ids, num_rows)
-        if self._layer_ids is None and self._halves is not None:
+        if has_states:
             assert self.states is not None
             seen = {0: self.states}
         self._keep(start, ids.shape[1], [seen[place] for place in sorted(seen)])
         return logits
-
-    @contextmanager
-    def _watched(self) -> Iterator[dict[int, Tensor]]:
-        """Outputs of the layers that are read (of the whole body, where it is what follows the final norm), while a forward runs."""
-        watched: list[nn.Module] = [self._layers[place - 1] for place in self._layer_ids or ()]
-        if self._layer_ids is None and self._halves is None:
-            watched = [self.model.base_model]
-        seen: dict[int, Tensor] = {}
-        # only while it is needed: a hook that stayed would keep this object, and its cache, as long as the model lives
-        hooks = [module.register_forward_hook(partial(_note, seen, place)) for place, module in enumerate(watched)]
-        try:
-            yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _keep(self, start: int, num_fed: int, parts: list[Tensor]) -> None:
         """Write the features of the tokens just fed."""
@@ -125,6 +106,34 @@ class TappedModel(CachedModel):
         self._features = like.new_empty(capacity, like.shape[1])
         if old is not None and self.num_features:
             self._features[: self.num_features] = old[: self.num_features]
+
+
+def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]:
+    """The parts of a target whose outputs are what its draft reads: some layers, or the body, whose output follows the final norm.
+
+    Raises:
+        ValueError: the target has no such layers.
+    """
+    layer_ids = draft.target_layer_ids
+    if layer_ids is None:
+        return [model.base_model]
+    layers = layers_of(model) or nn.ModuleList()
+    if max(layer_ids, default=0) > len(layers):
+        raise ValueError(f"the draft reads the target behind layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}")
+    return [layers[place - 1] for place in layer_ids]
+
+
+@contextmanager
+def watched(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
+    """Outputs of these parts of a model, by their place in the list, while one sequence runs through it."""
+    seen: dict[int, Tensor] = {}
+    # only while it is needed: a hook that stayed would keep what it notes as long as the model lives
+    hooks = [module.register_forward_hook(partial(_note, seen, place)) for place, module in enumerate(modules)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _note(seen: dict[int, Tensor], place: int, module: nn.Module, inputs: Any, output: Any) -> None:

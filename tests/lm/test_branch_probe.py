@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode.traces.probe import check_branches, check_length
+from lm.branches.probe import check_branches, check_length
 from tests.conformance.families import FAMILIES, build
 
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -1,6 +1,6 @@
 """Whether the branches of a trace can be recorded with a model: tried once per model, with a few tokens.
 
-All branches of a response are fed side by side, behind one cache and a mask that keeps them apart (`decode.traces.branches`). A model whose
+All branches of a response are fed side by side, behind one cache and a mask that keeps them apart (`lm.branches.branched`). A model whose
 attention takes its positions from anything but `position_ids` (ALiBi), or that keeps a state instead of positions, would see other tokens
 than its own branch, and the trace would be wrong without a word. So a small tree is held against plain forwards of each of its branches.
 Windows do not show on a few tokens, hence a second check, of the length.
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from decode.traces.branches import Tree, trunk
+from lm.branches.branched import Branched, trunk
 from lm.forwards import device_of
 
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
@@ -55,7 +55,7 @@ def _largest_error(model: PreTrainedModel) -> float:
     device, num_ids = device_of(model), model.config.get_text_config().vocab_size
     prefix = [token % num_ids for token in _TRUNK]
     cache, _ = trunk(model, prefix)
-    tree = Tree(model, num_ids, cache, torch.tensor([num_seen for num_seen, _ in _BRANCHES], device=device))
+    tree = Branched(model, num_ids, cache, torch.tensor([num_seen for num_seen, _ in _BRANCHES], device=device))
     fed = [(token % num_ids, owner, depth) for owner, (_, own) in enumerate(_BRANCHES) for depth, token in enumerate(own)]
     tokens, owners, depths = torch.tensor(fed, device=device).T
     ours = tree.feed(tokens, owners, depths).split([len(own) for _, own in _BRANCHES])

@@ -1,0 +1,132 @@
+"""What a feature draft drafts from many places of one text, side by side: at each place the chain of a round that begins there.
+
+A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first distribution is
+therefore that of the text, fed with the target's states; every further one reads the draft's own outputs. So what a feature draft says
+after a token depends on where its round began, and each place of a text has a chain of its own:
+
+    chains = Chains(draft, told_of(target, draft, ids), ids)
+    hidden = chains.begin(lengths)              one chain per length n; what gives each its first distribution
+    hidden = chains.feed(tokens, owners)        one more token of some chains; what gives each its next
+
+`lm.features.stepwise` drafts one chain the same way, and caches what it keeps.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lm.branches.branched import trunk
+from lm.features.draft import FeatureDraft, Outputs, roll_back
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide, KeysValues
+from lm.features.taps import read_modules, watched
+
+_TRUNK = -1
+"""Stands for the text where chains are numbered from 0."""
+
+
+class Told(NamedTuple):
+    """What the target says of one text."""
+
+    cache: DynamicCache
+    """That holds the text, at least."""
+    hidden: Float[Tensor, "token hidden"]
+    """After the final norm."""
+    features: Float[Tensor, "1 token feature"]
+    """What its draft reads of each token; of width 0 where that is the cache alone."""
+
+
+@torch.inference_mode()
+def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> Told:
+    """One forward of the target."""
+    with watched(read_modules(target, draft)) as seen:
+        cache, hidden = trunk(target, list(ids))
+    parts = [part.to(draft.device) for _, part in sorted(seen.items())]
+    return Told(cache, hidden, torch.cat(parts or [hidden.new_zeros(len(ids), 0, device=draft.device)], -1)[None])
+
+
+class Chains:
+    """One text in a feature draft's cache, and chains that grow from it."""
+
+    def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
+        """Args:
+            draft: bound to the target.
+            told: what the target says of the text.
+            ids: the text, of two tokens at least.
+
+        Raises:
+            ValueError: a GliDe draft of several layers, whose upper ones keep what earlier rounds happened to see.
+        """
+        if draft.config.num_hidden_layers > 1:
+            raise ValueError(
+                f"this draft has {draft.config.num_hidden_layers} layers, and what they keep depends on where earlier rounds ended: no "
+                "trace or data can be made with it; `python -m decode bench` compares policies without"
+            )
+        self.draft, self._told, self._length = draft, told, len(ids)
+        self._tokens = torch.tensor(list(ids), device=draft.device)
+        self._cache = draft.new_cache(2 * len(ids))
+        self._trunk = self._fed_text()
+
+    @torch.inference_mode()
+    def begin(self, lengths: Int[Tensor, " chain"]) -> Float[Tensor, "chain hidden"]:
+        """Leave the chains that were there, and begin others.
+
+        Args:
+            lengths: how many tokens of the text are committed when each begins; more than the draft's `lag`.
+        """
+        roll_back(self._cache, self._length - self.draft.lag)
+        num_kept = self._length - self.draft.lag
+        self._lengths = lengths.to(self.draft.device)
+        self._owners = torch.full((num_kept,), _TRUNK, device=self.draft.device)
+        self._places = torch.arange(num_kept, device=self.draft.device)
+        roots = self._lengths - 1 - self.draft.lag
+        self._states = self._trunk.states[0, roots]
+        return self._trunk.hidden[0, roots]
+
+    @torch.inference_mode()
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+        """One more token of some chains, no chain twice.
+
+        Args:
+            tokens: drawn from what the chain said last.
+            owners: the chain of each.
+        """
+        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        depth = (self._owners[:, None] == owners).sum(0)
+        places = self._lengths[owners] - self.draft.lag + depth
+        self._owners, self._places = torch.cat([self._owners, owners]), torch.cat([self._places, places])
+        in_text = (self._owners == _TRUNK) & (self._places < (self._lengths[owners] - self.draft.lag)[:, None])
+        mask = (in_text | (self._owners == owners[:, None]))[None, None]
+        known = self._lengths[owners] - 1
+        if isinstance(self.draft, Eagle):
+            outputs = self.draft(tokens[None], self._states[owners][None], places[None], cache=self._cache, mask=mask)
+        else:
+            outputs = self._crossed(tokens, places, known, mask=mask)
+        self._states[owners] = outputs.states[0]
+        return outputs.hidden[0]
+
+    def _fed_text(self) -> Outputs:
+        """The draft's reading of the text, each token with what the target had said when it was the newest."""
+        lag, tokens = self.draft.lag, self._tokens
+        places = torch.arange(self._length - lag, device=self.draft.device)
+        with torch.inference_mode():
+            if isinstance(self.draft, Eagle):
+                states = self.draft.entering(self._told.features[:, : self._length - lag])
+                return self.draft(tokens[None, lag:], states, places[None], cache=self._cache)
+            # the first token has no key of the target's to read; it sees its own, and no chain begins there
+            return self._crossed(tokens, places, places.clamp(min=1))
+
+    def _crossed(self, tokens: Tensor, places: Tensor, known: Tensor, mask: Bool[Tensor, "1 1 fed own"] | None = None) -> Outputs:
+        """A GliDe draft's forward, in which each token sees the first `known` of the target's keys."""
+        assert isinstance(self.draft, Glide)
+        seen = torch.arange(self._length, device=known.device) < known[:, None]
+        return self.draft(tokens[None], self._keys_values(), places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None])
+
+    def _keys_values(self) -> list[KeysValues]:
+        assert isinstance(self.draft, Glide)
+        layers = [self._told.cache.layers[place] for place in self.draft.cached_layer_ids]
+        return [(layer.keys[:, :, : self._length], layer.values[:, :, : self._length]) for layer in layers]  # type: ignore[index]

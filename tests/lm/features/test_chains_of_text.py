@@ -1,0 +1,58 @@
+"""Chains from every place of a text, side by side, say what a draft says that is fed token by token beside its target."""
+
+import pytest
+import torch
+
+from lm import TappedModel, feature_model
+from lm.branches.chains import Chains, told_of
+from lm.features.glide import Glide
+from tests.lm.features.random_drafts import KINDS, TARGETS, config, draft, target
+
+TEXT = [1, 5, 2, 6, 0, 3, 3, 4, 1]
+LENGTHS = [2, 3, 5, 8, 9]
+DRAWN = [[3, 4, 0, 6], [1, 1, 2, 5], [6, 0, 0, 3], [2, 4, 5, 1], [0, 2, 3, 4]]
+"""Tokens of each chain."""
+
+
+def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.Tensor:
+    """The states of one round that begins after `text`: the target has read all but its last token."""
+    tapped = TappedModel(target(family), draft(kind, family))
+    model = feature_model(draft(kind, family), tapped)
+    tapped.forward(text[:-1])
+    states = []
+    for count in range(len(tokens) + 1):
+        model.forward([*text, *tokens[:count]])
+        states.append(model.hidden[0])
+    return torch.stack(states)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_chain_is_a_round_of_its_own(kind, family):
+    chains = Chains(draft(kind, family), told_of(target(family), draft(kind, family), TEXT), TEXT)
+    for _ in range(2):  # the second time the first chains are in the way
+        states = [chains.begin(torch.tensor(LENGTHS))]
+        for step in range(4):
+            owners = torch.tensor([4, 1, 0, 3, 2])
+            fed = chains.feed(torch.tensor([DRAWN[owner][step] for owner in owners.tolist()]), owners)
+            states.append(fed[owners.argsort()])
+        for owner, length in enumerate(LENGTHS):
+            expected = alone(kind, family, TEXT[:length], DRAWN[owner])
+            assert torch.allclose(torch.stack([step[owner] for step in states]), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "glide"])
+def test_a_chain_that_has_ended_leaves_the_others_as_they_are(kind):
+    chains = Chains(draft(kind), told_of(target(), draft(kind), TEXT), TEXT)
+    chains.begin(torch.tensor(LENGTHS))
+    chains.feed(torch.tensor([tokens[0] for tokens in DRAWN]), torch.arange(5))
+    chains.feed(torch.tensor([DRAWN[1][1], DRAWN[3][1]]), torch.tensor([1, 3]))
+    last = chains.feed(torch.tensor([DRAWN[3][2]]), torch.tensor([3]))
+    assert torch.allclose(last[0], alone(kind, "llama", TEXT[:8], DRAWN[3][:3])[-1], atol=1e-12)
+
+
+def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
+    made = Glide(config(num_hidden_layers=2, large_hidden_size=16, large_num_attention_heads=4), 3).double().eval().bind(target())
+    with pytest.raises(ValueError, match="has 2 layers") as refusal:
+        Chains(made, told_of(target(), made, TEXT), TEXT)
+    assert "\n" not in str(refusal.value)
