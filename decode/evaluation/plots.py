@@ -91,11 +91,11 @@ def draft_lengths(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, s
 def reliability(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
     figure, axes = figure_of(3.6)
-    drawn = np.where(trace.is_rejected, trace.branch, np.arange(trace.num_positions))
+    drawn = trace.first_drawn
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for name, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
-        at, accepted = (drawn, ~trace.is_rejected) if head.timing != "fed" else _scored_later(trace, drawn)
+        at, accepted = (drawn, trace.is_first_accepted) if head.timing != "fed" else _scored_later(trace, drawn)
         prob = expit(head.calibrated_logit(logit[at]))
         index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
         count = np.bincount(index, minlength=_BINS)
@@ -110,9 +110,9 @@ def reliability(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
 def entropies(trace: Trace) -> Plot:
     """H(q) where the draft's token was accepted, and where it was rejected."""
     figure, axes = figure_of(3.6)
-    entropy = trace.signals["entropy"][: trace.num_positions]
+    entropy, is_accepted = trace.signals["entropy"][trace.first_drawn], trace.is_first_accepted
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
-    for label, mask in (("accepted", ~trace.is_rejected), ("rejected", trace.is_rejected)):
+    for label, mask in (("accepted", is_accepted), ("rejected", ~is_accepted)):
         axes.hist(entropy[mask], bins=bins, histtype="step", density=True, label=f"{label} (mean {entropy[mask].mean():.2f})")
     axes.set(xlabel="H(q) in nats", ylabel="density")
     axes.legend(fontsize=8)
@@ -130,7 +130,7 @@ def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
     fits = following < len(trace.token)
     following = np.where(fits, following, 0)
     fits &= trace.before[following] == drawn  # else the next token in flat order begins another branch or row
-    return following[fits], ~trace.is_rejected[fits]
+    return following[fits], trace.is_first_accepted[fits]
 
 
 def _rates(arm: Arm) -> Array:

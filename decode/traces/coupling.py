@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from decode.traces.branches import DrawnTokens, grow, read_signals, target_log_probs
 from decode.traces.inputs import TokenInputs
 from decode.traces.trace import Trace, TraceRow
-from lm import Sampling, acceptance_prob, acceptance_rate, residual_probs
+from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.branches.branched import Branched, trunk
 from lm.branches.probe import check_branches, check_length
 from lm.finite import refuse_non_finite
@@ -98,6 +98,7 @@ class Recorder:
             limit: the length limit that the generation had, at least len(response_ids).
             chance: float64 uniforms, on the CPU.
         """
+        assert isinstance(self.draft, PreTrainedModel), "a feature draft's trace is made by decode.traces.chains"
         ids = prompt_ids + response_ids[:-1]
         for model in (self.draft, self.target):
             check_branches(model)
@@ -105,7 +106,7 @@ class Recorder:
         draft_cache, draft_hidden = trunk(self.draft, ids)
         target_cache, target_hidden = trunk(self.target, ids)
         start = len(prompt_ids) - 1
-        path = self._path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
+        path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
         positions = path.is_rejected.nonzero().squeeze(-1)
         # each verification adds a token of the target's, so that the last position before the limit cannot be drafted
         limits = (limit - 1 - positions).clamp(0, self.max_draft_length)
@@ -116,7 +117,8 @@ class Recorder:
             tree = Branched(self.draft, self.vocab_size, draft_cache, roots)
             drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
             parts.append(drawn)
-            probs.append(self._branch_acceptance(target_cache, roots, drawn, lengths[group], path.rejected_acceptance_prob[group]))
+            first = path.rejected_acceptance_prob[group]
+            probs.append(self.branch_acceptance(target_cache, roots, drawn, lengths[group], first))
         draws = DrawnTokens.joined(parts)
         return RowRecording(
             token=draws.token.int(),
@@ -130,7 +132,7 @@ class Recorder:
             branch_lengths=lengths,
         )
 
-    def _path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
+    def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
         """Outcomes and signals along the response, chunk by chunk of its positions."""
         tokens = torch.tensor(response_ids, device=draft_hidden.device)
         parts = [
@@ -146,11 +148,8 @@ class Recorder:
         return Path(drawn=drawn, rejected=rejected, **plain)
 
     def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> Path:
-        q_logits = logits_of(self.draft, draft_hidden, self.vocab_size)
-        p_logits = logits_of(self.target, target_hidden.to(device_of(self.target)), self.vocab_size).to(q_logits.device)
-        for logits, whose in ((q_logits, "the draft"), (p_logits, "the target")):
-            refuse_non_finite(logits, whose, "along a response of a trace")
-        q, p = self.sampling.probs(q_logits), self.sampling.probs(p_logits)
+        q_logits, p = self.draft_logits(draft_hidden), self.target_probs(target_hidden).to(draft_hidden.device)
+        q = self.sampling.probs(q_logits)
         chance = chance.to(q.device)
         # the coupling runs backwards: the response's token was drawn from p, so q and p change places
         is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
@@ -165,6 +164,19 @@ class Recorder:
             rejected_acceptance_prob=acceptance_prob(draws, q[is_rejected], p[is_rejected]),
         )
 
+    def draft_logits(self, hidden: Tensor, where: str = "along a response of a trace") -> Tensor:
+        """The draft's logits of the tokenizer's ids."""
+        is_own = isinstance(self.draft, PreTrainedModel)
+        logits = logits_of(self.draft, hidden, self.vocab_size) if is_own else self.draft.logits(hidden)[..., : self.vocab_size]
+        refuse_non_finite(logits, "the draft", where)
+        return logits
+
+    def target_probs(self, hidden: Tensor) -> Tensor:
+        """p, on the target's device."""
+        logits = logits_of(self.target, hidden.to(device_of(self.target)), self.vocab_size)
+        refuse_non_finite(logits, "the target", "along a response of a trace")
+        return self.sampling.probs(logits)
+
     def _branches(self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor) -> tuple[DrawnTokens, Tensor]:
         """Every branch with its first token, and their lengths."""
         rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
@@ -173,14 +185,14 @@ class Recorder:
         order = torch.cat([owners, owners.repeat_interleave(rest.lengths)]).argsort(stable=True)
         return DrawnTokens.joined([first, rest.drawn]).at(order), rest.lengths + 1
 
-    def _branch_acceptance(self, cache: object, roots: Tensor, drawn: DrawnTokens, lengths: Tensor, first: Tensor) -> Tensor:
+    def branch_acceptance(self, cache: DynamicCache, roots: Tensor, drawn: DrawnTokens, lengths: Tensor, first: Tensor) -> Tensor:
         """acceptance_prob of every token of some branches."""
         starts = lengths.cumsum(0) - lengths
         result = torch.full_like(drawn.log_q, float("nan"))
         result[starts] = first
         if self.has_target_branches:
             device = device_of(self.target)
-            tree = Branched(self.target, self.vocab_size, cache, roots.to(device))  # type: ignore[arg-type]
+            tree = Branched(self.target, self.vocab_size, cache, roots.to(device))
             log_p = target_log_probs(tree, drawn.token.to(device), lengths.to(device), self.sampling, self.chunk_mb)
             tree.cut()
             is_rest = torch.ones_like(result, dtype=torch.bool)
@@ -191,7 +203,7 @@ class Recorder:
 
 def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace:
     """The recording of one response, in memory as replay reads it."""
-    arrays = {name: value.detach().cpu() for name, value in vars(recorded).items()}
+    arrays = {name: value.detach().cpu() for name, value in vars(recorded).items() if value is not None}
     hidden = arrays.pop("hidden")
     token = arrays["token"].numpy()
     names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
@@ -206,12 +218,13 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
         arrays["acceptance_rate"].float().numpy(),
         arrays["branch_lengths"].numpy(),
         _inputs_of(recorder.draft, hidden, arrays["token"]),
+        num_passing=None if recorded.num_passing is None else arrays["num_passing"].numpy(),
     )
 
 
 @torch.inference_mode()
-def _inputs_of(draft: PreTrainedModel, hidden: torch.Tensor, token: torch.Tensor) -> TokenInputs:
+def _inputs_of(draft: PreTrainedModel | FeatureDraft, hidden: torch.Tensor, token: torch.Tensor) -> TokenInputs:
     """Hidden states, and the embeddings of the tokens that occur: far fewer than the vocabulary has."""
     ids = token.unique()
-    layer = draft.get_input_embeddings()
-    return TokenInputs.of(hidden, ids, layer(ids.to(next(layer.parameters()).device)).cpu())
+    layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
+    return TokenInputs.of(hidden, ids, layer(ids.to(next(layer.parameters()).device)).to("cpu", hidden.dtype))

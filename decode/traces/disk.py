@@ -102,6 +102,8 @@ def _tensors(trace: Trace) -> dict[str, Tensor]:
         **trace.signals,
         **{f"score.{name}": logit for name, logit in trace.scores.items()},
     }
+    if trace.num_passing is not None:
+        arrays["num_passing"] = trace.num_passing.astype(np.int32)
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
     if trace.inputs is not None:
         tensors |= {name: tensor.contiguous() for name, tensor in trace.inputs.tensors._asdict().items()}
@@ -128,6 +130,7 @@ def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) ->
         arrays["branch_lengths"].astype(np.int64),
         TokenInputs(lambda: _inputs(path)) if "hidden" in names else None,
         {name.removeprefix("score."): values for name, values in arrays.items() if name.startswith("score.")},
+        arrays["num_passing"].astype(np.int64) if "num_passing" in names else None,
     )
 
 

@@ -3,13 +3,18 @@
 A policy that reads signals only never does, so that replaying it loads a hundredth of the trace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from heads.model.head import AcceptanceHead
+
+_ROWS_AT_ONCE = 65536
 
 
 class InputTensors(NamedTuple):
@@ -65,3 +70,42 @@ def _joined(parts: Sequence[InputTensors], ends: Sequence[int]) -> InputTensors:
     embedding = rows.new_empty(len(ids), rows.shape[-1])
     embedding[place] = rows
     return InputTensors(torch.cat([*paths, *branches]), ids, embedding)
+
+
+@torch.inference_mode()
+def scores_of(
+    head: AcceptanceHead,
+    inputs: TokenInputs | None,
+    *,
+    token: Int[np.ndarray, " drafts"],
+    before: Int[np.ndarray, " drafts"],
+    signals: Mapping[str, Float[np.ndarray, " drafts"]],
+) -> Float[np.ndarray, " drafts"]:
+    """Logits of a head for the tokens of a trace, or for those before them (fed-time); the arguments are the trace's own.
+
+    Raises:
+        ValueError: inputs that were not recorded, a head of another width, or of scalars that the trace has none of.
+    """
+    if inputs is None:
+        raise ValueError(
+            "this head has no scores in the trace and the trace holds no hidden states to compute them from; record it again with "
+            "decode.trace_hidden=true, or with the head in decode.heads"
+        )
+    hidden, known_ids, embedding = inputs.tensors
+    if head.hidden_size != hidden.shape[-1]:
+        raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide")
+    if not set(head.inputs.scalars) <= signals.keys():
+        raise ValueError(f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(signals)}; record it again")
+    of = torch.from_numpy(before) if head.timing == "fed" else torch.arange(len(token))
+    columns = [signals[name] for name in head.inputs.scalars]
+    scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
+    tokens = torch.searchsorted(known_ids, torch.from_numpy(token).to(known_ids.dtype))
+    parts = [
+        head(
+            hidden[rows],
+            None if scalars is None else scalars[of[rows]],
+            embedding[tokens[of[rows]]] if head.inputs.embedding else None,
+        )
+        for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
+    ]
+    return torch.cat(parts).float().numpy()

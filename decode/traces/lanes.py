@@ -15,7 +15,9 @@ class Tokens(NamedTuple):
     """What the trace says of every token, with one entry after the last, which only lanes that have ended read."""
 
     rejected: Int[Array, " positions+1"]
+    fork: Int[Array, " positions+1"]
     branch: Int[Array, " positions+1"]
+    longest: Int[Array, " positions+1"]
     is_eos: Bool[Array, " drafts+1"]
     signals: dict[str, Float[Array, " drafts+1"]]
     max_draft_length: int
@@ -32,10 +34,11 @@ class Tokens(NamedTuple):
         for name in policy.signals & frozenset(AfterDraw._fields):
             values = trace.logit(heads[name]) if name in heads else trace.signal(name)
             signals[name] = np.append(values, values[-1:])
-        rejected, branch = np.append(trace.rejected, trace.num_positions), np.append(trace.branch, 0)
+        rejected, fork = (np.append(places, trace.num_positions) for places in (trace.rejected, trace.fork))
+        branch, longest = np.append(trace.branch, 0), np.append(trace.longest, 0)
         oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
         revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.nothing_learned else None
-        return cls(rejected, branch, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle, revealed)
+        return cls(rejected, fork, branch, longest, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle, revealed)
 
 
 @dataclass
@@ -58,6 +61,8 @@ class Lanes:
     """Tokens drafted so far in this round."""
     stop: Int[Array, " lane"]
     """The first rejected place from the start on."""
+    fork: Int[Array, " lane"]
+    """Where the round leaves the path: at the rejection, or with a feature draft at once."""
     shift: Int[Array, " lane"]
     """From there to its branch."""
 
@@ -66,7 +71,7 @@ class Lanes:
         """At the start of these rows; no round has begun."""
         start, none = trace.offsets[rows], np.zeros_like(rows)
         limit = start + np.array([row.limit for row in trace.rows])[rows]
-        return cls(index, start, trace.offsets[rows + 1], limit, room=none, allowed=none, position=none, stop=none, shift=none)
+        return cls(index, start, trace.offsets[rows + 1], limit, room=none, allowed=none, position=none, stop=none, fork=none, shift=none)
 
     def at(self, chosen: Bool[Array, " lane"]) -> "Lanes":
         """Some of them."""

@@ -24,7 +24,8 @@ class PlayedDraws(Draws):
     def __init__(self, trace: Trace, row: int = 0) -> None:
         one = trace.select([row])
         self._random = RandomDraws(torch.Generator().manual_seed(row))
-        self._path, self._rejected = one.token[: one.num_positions].tolist(), one.rejected.tolist()
+        self._path = one.token[: one.num_positions].tolist()
+        self._rejected, self._forks = one.rejected.tolist(), one.fork.tolist()
         at = one.is_rejected.nonzero()[0]
         branches = zip(at.tolist(), one.branch[at], one.branch_lengths, strict=True)
         self._branches: dict[int, list[int]] = {place: one.token[start : start + length].tolist() for place, start, length in branches}
@@ -53,9 +54,9 @@ class PlayedDraws(Draws):
 
     def _begin(self, start: int) -> None:
         """A round that starts there."""
-        stop = self._rejected[start] if start < len(self._path) else start
+        stop, fork = (places[start] if start < len(self._path) else start for places in (self._rejected, self._forks))
         self._start, self._num_passing = start, stop - start
-        self._drafted = iter([*self._path[start:stop], *self._branches.get(stop, ())])
+        self._drafted = iter([*self._path[start:fork], *self._branches.get(fork, ())])
         self._next = None
 
     def _recorded(self) -> int | None:

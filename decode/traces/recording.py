@@ -25,10 +25,11 @@ from data_gen.store.manifest import read_manifest, settle
 from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
 from decode.experiment import Experiment
 from decode.traces import disk
+from decode.traces.chains import ChainRecorder
 from decode.traces.coupling import Recorder, trace_of
 from decode.traces.trace import Trace, TraceRow, join
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling
+from lm import FeatureDraft, Pair, Sampling
 from lm.uniforms import seed_of, uniforms
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
@@ -132,8 +133,9 @@ class TraceFolder:
 
     def _recorder(self, pair: Pair) -> Recorder:
         decode = self.decode
-        models = (pair.draft, pair.target, self.sampling, pair.vocab_size, pair.eos_ids)
-        return Recorder(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb)
+        models = (pair.drafting, pair.target, self.sampling, pair.vocab_size, pair.eos_ids)
+        kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
+        return kind(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb)
 
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts that have no row, with the reason."""

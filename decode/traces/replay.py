@@ -145,15 +145,15 @@ class Lockstep:
         self.state = merged(begins, self.policy.begin(state), self.state)
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
         limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
-        allowed = np.minimum(limit, lanes.room).astype(np.int64)
-        first_rejected = tokens.rejected.take(lanes.start)
+        allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
+        first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
         if begins.all():  # with a fixed length always, and cheaper than the masks
-            lanes.position, lanes.allowed, lanes.stop = np.zeros_like(lanes.start), allowed, first_rejected
+            lanes.position, lanes.allowed, lanes.stop, lanes.fork = np.zeros_like(lanes.start), allowed, first_rejected, fork
         else:
             lanes.position = np.where(begins, 0, lanes.position)
             lanes.allowed = np.where(begins, allowed, lanes.allowed)
-            lanes.stop = np.where(begins, first_rejected, lanes.stop)
-        lanes.shift = tokens.branch.take(lanes.stop) - lanes.stop
+            lanes.stop, lanes.fork = np.where(begins, first_rejected, lanes.stop), np.where(begins, fork, lanes.fork)
+        lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
         self.lesson = mapped(lambda value: np.where(begins, 0.0, value), self.lesson)
 
     def _step(self, totals: Totals) -> None:
@@ -164,7 +164,7 @@ class Lockstep:
         """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not drawn)."""
         lanes, tokens = self.lanes, self.tokens
         path = lanes.start + lanes.position
-        at = np.where(path < lanes.stop, path, path + lanes.shift)
+        at = np.where(path < lanes.fork, path, path + lanes.shift)
         np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
         drawn = self._drawn(at)
         draws = wants
@@ -206,7 +206,8 @@ class Lockstep:
         """Of each lane's round, if it ends here; where it does not, nobody reads it."""
         lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
-        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(lanes.stop), 0.0)
+        at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
+        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
         return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.lesson)
 
     def _compact(self) -> None:

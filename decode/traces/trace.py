@@ -7,6 +7,10 @@ path order). With start s of a round and j tokens drafted before,
                = branch[rejected[s]] + s + j - rejected[s]                        from there on
 
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
+
+What a feature draft says depends on where its round began (`lm.branches.chains`). Its trace has a branch at every position, the whole draft
+of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how many of its tokens are accepted. A row's first
+round drafts nothing, as in decoding, so its first branch is empty; the path holds each draft's first step, with the response's token.
 """
 
 import re
@@ -19,12 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.bounds import PerfectHead
-from decode.traces.inputs import TokenInputs, join_inputs
+from decode.traces.inputs import TokenInputs, join_inputs, scores_of
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
 Array = np.ndarray
-_ROWS_AT_ONCE = 65536
 _LATER_TURN = re.compile(r"#\d+$")
 
 
@@ -59,6 +62,8 @@ class Trace:
     inputs: TokenInputs | None = None
     scores: dict[str, Float[Array, " drafts"]] = field(default_factory=dict)
     """Logits by fingerprint of the head, filled as heads are asked for."""
+    num_passing: Int[Array, " positions"] | None = None
+    """Of a feature draft: tokens that verification accepts of the whole draft of a round that starts at each position."""
 
     @cached_property
     def offsets(self) -> Int[Array, " row_offsets"]:
@@ -101,13 +106,33 @@ class Trace:
 
     @cached_property
     def rejected(self) -> Int[Array, " positions"]:
-        """The first rejected path position from each position on; num_positions where there is none in the row."""
+        """The first path position at which a round that starts at each position has a rejection; num_positions where the row has none."""
+        return self.fork if self.num_passing is None else np.arange(self.num_positions) + self.num_passing
+
+    @cached_property
+    def longest(self) -> Int[Array, " positions"]:
+        """The most tokens that a round from each position may draft; `max_draft_length`, or what its branch has of a feature draft's."""
+        return np.full(self.num_positions, self.max_draft_length) if self.num_passing is None else self.branch_lengths
+
+    @cached_property
+    def fork(self) -> Int[Array, " positions"]:
+        """Where a round that starts at each position leaves the path for a branch; num_positions where it never does."""
         none = self.num_positions
         marks = np.where(self.is_rejected, np.arange(none), none)
         result = np.empty(none, dtype=np.int64)
         for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True):
             result[start:end] = np.minimum.accumulate(marks[start:end][::-1])[::-1]
         return result
+
+    @cached_property
+    def first_drawn(self) -> Int[Array, " positions"]:
+        """Flat index of the first token that a round drafts which starts at each position."""
+        return np.where(self.is_rejected, self.branch, np.arange(self.num_positions))
+
+    @property
+    def is_first_accepted(self) -> Bool[Array, " positions"]:
+        """Whether verification accepts that token."""
+        return ~self.is_rejected if self.num_passing is None else self.num_passing > 0
 
     @cached_property
     def before(self) -> Int[Array, " drafts"]:
@@ -133,7 +158,7 @@ class Trace:
             return self._perfect_logit(head.timing)
         key = head.fingerprint()
         if key not in self.scores:
-            self.scores[key] = self._score(head)
+            self.scores[key] = scores_of(head, self.inputs, token=self.token, before=self.before, signals=self.signals)
         return self.scores[key]
 
     def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
@@ -163,6 +188,7 @@ class Trace:
             lengths,
             inputs,
             {name: values[positions] for name, values in self.scores.items()},
+            None if self.num_passing is None else self.num_passing[path],
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
@@ -172,34 +198,6 @@ class Trace:
         with np.errstate(divide="ignore"):
             logit = np.log(prob) - np.log1p(-prob)
         return logit[self.before] if timing == "fed" else logit
-
-    @torch.inference_mode()
-    def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
-        if self.inputs is None:
-            raise ValueError(
-                "this head has no scores in the trace and the trace holds no hidden states to compute them from; record it again with "
-                "decode.trace_hidden=true, or with the head in decode.heads"
-            )
-        inputs = self.inputs.tensors
-        if head.hidden_size != inputs.hidden.shape[-1]:
-            raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {inputs.hidden.shape[-1]} wide")
-        if not set(head.inputs.scalars) <= self.signals.keys():
-            raise ValueError(
-                f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(self.signals)}; record it again"
-            )
-        of = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
-        columns = [self.signals[name] for name in head.inputs.scalars]
-        scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
-        tokens = torch.searchsorted(inputs.embedding_ids, torch.from_numpy(self.token).to(inputs.embedding_ids.dtype))
-        parts = [
-            head(
-                inputs.hidden[rows],
-                None if scalars is None else scalars[of[rows]],
-                inputs.embedding[tokens[of[rows]]] if head.inputs.embedding else None,
-            )
-            for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
-        ]
-        return torch.cat(parts).float().numpy()
 
 
 def join(traces: Sequence[Trace]) -> Trace:
@@ -231,4 +229,5 @@ def join(traces: Sequence[Trace]) -> Trace:
         np.concatenate([trace.branch_lengths for trace in traces]),
         join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
         {name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
+        None if first.num_passing is None else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),
     )

@@ -70,15 +70,28 @@ def index_of(trace: Trace, head: Any) -> Index:
 
 def pairs_of(trace: Trace, head: Any) -> Pairs:
     """Every accepted token of the responses with the token that the draft drew after it."""
-    num = trace.num_positions
     score = scores_of(trace, head)
-    drawn = np.where(trace.is_rejected, trace.branch, np.arange(num))
-    last = np.zeros(num, dtype=bool)
-    last[trace.offsets[1:] - 1] = True
-    at = (~trace.is_rejected & ~last).nonzero()[0]
-    pairs = Pairs(score[at], score[drawn[at + 1]], (~trace.is_rejected[at + 1]).astype(np.float64))
+    at, following, is_accepted = _followed(trace) if trace.num_passing is None else _followed_in_drafts(trace, trace.num_passing)
+    pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
     return Pairs(*(values[known] for values in pairs))
+
+
+def _followed(trace: Trace) -> tuple[Array, Array, Array]:
+    """(accepted tokens of the responses, what the draft drew after each, whether that was accepted)"""
+    last = np.zeros(trace.num_positions, dtype=bool)
+    last[trace.offsets[1:] - 1] = True
+    at = (~trace.is_rejected & ~last).nonzero()[0]
+    return at, trace.first_drawn[at + 1], ~trace.is_rejected[at + 1]
+
+
+def _followed_in_drafts(trace: Trace, num_passing: Array) -> tuple[Array, Array, Array]:
+    """The same of a feature draft's trace, along the draft that starts at each position."""
+    lengths, passing = trace.branch_lengths, np.repeat(num_passing, trace.branch_lengths)
+    places = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    chosen = ((places < passing) & (places + 1 < np.repeat(lengths, lengths))).nonzero()[0]
+    at = trace.num_positions + chosen
+    return at, at + 1, places[chosen] + 1 < passing[chosen]
 
 
 def scores_of(trace: Trace, head: Any) -> Float[Array, " drafts"]:
