@@ -36,18 +36,16 @@ BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "targe
 class Experiment:
     """One config, settled."""
 
-    def __init__(self, config: Config, *, needs_micro: bool = False, takes_feature_drafts: bool = False) -> None:
+    def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
         """Args:
             config: of the command.
             needs_micro: hierarchies are asked for.
-            takes_feature_drafts: the command knows what to do with a draft that reads the target.
 
         Raises:
-            ValueError: there is no micro model and it is needed; a feature draft that is not.
+            ValueError: hierarchies of no micro model, or with a draft that reads the target.
         """
-        if not takes_feature_drafts:
-            refuse_feature_draft(config.pair)
         if needs_micro:
+            refuse_feature_draft(config.pair)
             check_micro(config.pair)
         self.models, self.data, self.decode = config.pair, config.data, config.decode
         self.directory = Path(config.decode.dir)

@@ -50,7 +50,7 @@ class Choices:
         cost: of the pair as it is; decides which head of each timing `auto` reads.
         """
         own = Sampling(**vars(config.pair.sampling))
-        self.experiment = Experiment(config if sampling == own else _under(config, name, sampling), takes_feature_drafts=True)
+        self.experiment = Experiment(config if sampling == own else _under(config, name, sampling))
         self._name, self._cost = name, cost
 
     @cached_property

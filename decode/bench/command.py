@@ -110,7 +110,7 @@ class Bare:
 
     def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
         logging.disable_progress_bar()
-        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies, takes_feature_drafts=True)
+        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
 
     @cached_property

@@ -54,9 +54,7 @@ class Race:
         FileNotFoundError: a head that is not there.
         """
         self._config, self._terms = config, terms
-        self.experiment = Experiment(config, takes_feature_drafts=True)
-        if self.experiment.has_feature_draft and not terms.policies:
-            raise ValueError("a feature draft has no trace that settings could be chosen on; name them: --policies '[fixed_length:k=4]'")
+        self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads are checked before anything is measured
         self._checked = [self.experiment.policy(spec) for spec in terms.policies] or self.experiment.heads

@@ -1,15 +1,17 @@
 """Models that start a generation with its prompt in their caches, so that a clock around it reads no prompt.
 
 Law 4.5 holds as ever: after `prime(prompt)` the cache holds prompt[:-1], which is a prefix of committed[:-1] in every generation from this
-prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need another `prime`.
+prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need another `prime`. Beside a feature draft
+nothing is primed: its first round is the target's reading of the prompt, which the clock then has in it, for every policy alike.
 """
 
 from collections.abc import Sequence
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.loop.models import models_of
 from decode.policies.base import Policy
-from lm import CachedModel, Compile, CompiledModel, CompiledTailModel, Pair, Sampling
+from lm import CachedModel, Compile, CompiledModel, CompiledTailModel, DraftModel, FeatureDraft, Pair, Sampling
 
 
 class PrimedModel(CachedModel):
@@ -54,9 +56,13 @@ class PrimedLoop:
     def __init__(self, pair: Pair, sampling: Sampling, *, max_draft_length: int, compile: Compile) -> None:
         self._pair, self._sampling, self._max_draft_length = pair, sampling, max_draft_length
         self._kind = _KINDS[compile]
-        self._target = self._kind(pair.target, vocab_size=pair.vocab_size)
-        self._drafts: dict[bool, PrimedModel] = {}
+        self._drafts: dict[bool, DraftModel] = {}
         """By whether they keep hidden states."""
+        if isinstance(pair.drafting, FeatureDraft):
+            self._target, draft = models_of(pair, compile)
+            self._drafts = {False: draft, True: draft}
+        else:
+            self._target = self._kind(pair.target, vocab_size=pair.vocab_size)
 
     def decoder(self, policy: Policy) -> SpeculativeDecoder:
         """For one policy; models are shared."""
@@ -74,4 +80,5 @@ class PrimedLoop:
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """What every decoder starts from next."""
         for model in (self._target, *self._drafts.values()):
-            model.prime(prompt_ids)
+            if isinstance(model, PrimedModel):
+                model.prime(prompt_ids)

@@ -33,23 +33,25 @@ def costs(config: Config, *, again: bool = False) -> None:
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
     loop = loop_of(experiment)
-    bare = time_forwards(loop.pair, loop.prompts[0], max_draft_length=loop.max_draft_length, repeats=5)
+    bare = None  # a feature draft has no forward without its target
+    if not experiment.has_feature_draft:
+        bare = time_forwards(loop.pair, loop.prompts[0], max_draft_length=loop.max_draft_length, repeats=5)
     console = wide_console()
     console.print(table_of(times, bare))
     console.print(stops_table(times))
-    print(json.dumps(times | {"standalone": {"t_draft_s": bare.t_draft_s, "t_target_s": bare.t_target_s}}))
+    standalone = {} if bare is None else {"standalone": {"t_draft_s": bare.t_draft_s, "t_target_s": bare.t_target_s}}
+    print(json.dumps(times | standalone))
 
 
-def table_of(times: Mapping[str, Any], bare: CostModel) -> Table:
+def table_of(times: Mapping[str, Any], bare: CostModel | None) -> Table:
     """Times in ms, one row per way of measuring."""
     lengths = [k for k in _SHOWN if k < len(times["t_target_s"])]
     table = Table(title="milliseconds per forward; evaluations use those of the loop")
     for name in ("", "t_draft", *(f"t_target({k})" for k in lengths), "R²"):
         table.add_column(name, justify="right" if name else "left")
-    for name, draft_s, target_s in (
-        ("in the loop", times["t_draft_s"], times["t_target_s"]),
-        ("standalone", bare.t_draft_s, bare.t_target_s),
-    ):
+    ways = [("in the loop", times["t_draft_s"], times["t_target_s"])]
+    ways += [] if bare is None else [("standalone", bare.t_draft_s, bare.t_target_s)]
+    for name, draft_s, target_s in ways:
         table.add_row(name, *(f"{1e3 * value:.3f}" for value in (draft_s, *(target_s[k] for k in lengths))), "")
     fit = times["fit"]
     blanks = [""] * (len(lengths) - 1)

@@ -25,7 +25,7 @@ from decode.evaluation.grids import Grid, grids_of
 from decode.evaluation.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from decode.evaluation.page import Page, report_arms, report_hierarchies, write_report
 from decode.evaluation.plots import all_plots, speed_up_bars
-from decode.evaluation.results import parallel_result, results_of, yardstick_of
+from decode.evaluation.results import parallel_results, results_of, yardstick_of
 from decode.evaluation.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
 from decode.evaluation.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_table
 from decode.experiment import Experiment
@@ -165,7 +165,7 @@ def judge(replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *,
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=num_home)
     others = [
-        parallel_result(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
+        *parallel_results(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
         *(decoded.results(cost, yardstick) if decoded else []),
     ]
     results = ordered([*results_of(arms, cost, yardstick), *others])

@@ -44,7 +44,7 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
-    experiment = Experiment(config, takes_feature_drafts=True)
+    experiment = Experiment(config)
     stop = experiment.policy(policy)
     logging.disable_progress_bar()
     pair = experiment.pair

@@ -47,7 +47,7 @@ def tables(
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
     clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats)}
     clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats)
-    made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw", takes_feature_drafts=paper == "svip-trees"))
+    made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
     for each in made:
         wide_console().print(each.table())
     print(json.dumps({"paper": paper, "tables": [each._asdict() for each in made]}))

@@ -1,4 +1,4 @@
-"""Commands on a feature draft: generate and bench take it, every other refuses it in one line, and so do settings that it cannot keep."""
+"""Commands on a feature draft: those of chains take it, hierarchies refuse it in one line, and so do settings that it cannot keep."""
 
 import json
 from pathlib import Path
@@ -48,10 +48,7 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
 
 
 REFUSED = {
-    "trace": ("trace", [], "a feature draft"),
-    "evaluate": ("evaluate", [], "a feature draft"),
     "hierarchy": ("hierarchy", ["--pair.micro.path", "checkpoints/tiny/micro"], "a feature draft"),
-    "a choice of settings": ("bench", [], "no trace"),
     "the loop's parts": ("bench", ["--parts", "[overheads]", "--num_prompts", "1"], "a feature draft"),
     "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "true"], "runs eagerly"),
     "extra layers": ("generate", ["--prompt", TEXT, "--pair.draft.extra_layers", "2"], "extra_layers"),
