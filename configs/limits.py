@@ -46,6 +46,7 @@ LIMITS = {
     "pair.num_threads": _THREADS,
     **{f"data.num_{split}": _COUNT_OR_NONE for split in ("train", "dev", "test")},
     **{f"data.{name}": _COUNT for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")},
+    "data.draft_length": Limit(1, 1000),
     "data.prompts.weight": _POSITIVE,
     "data.split_weights": _AT_LEAST_ZERO,
     "data.seed": _SEED,

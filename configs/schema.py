@@ -1,7 +1,6 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-Plain frozen dataclasses that import nothing of the project, so that every room may read them. The docstring under a field is its help text
-on the command line. The schema only knows types; ranges are in `configs.limits`.
+Frozen dataclasses that every room may read. A field's docstring is its help on the command line. Ranges are in `configs.limits`.
 """
 
 from dataclasses import dataclass, field
@@ -144,6 +143,8 @@ class DataConfig:
     """Sequences per forward."""
     chunk_mb: int = 64
     """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at once."""
+    draft_length: int = 5
+    """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft one."""
     features: tuple[Literal["fed", "drawn"], ...] = ("fed", "drawn")
     """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from (law 4.8b)."""
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -210,8 +211,7 @@ class DecodeConfig:
     prompts_per_shard: int = 16
     """A trace is recorded, and resumed, in shards of so many prompts."""
     draws_per_prompt: int = 1
-    """Responses, each with coins of its own, that a trace holds of every prompt; more than one where prompts are few. Raised, it keeps
-    what was recorded. Intervals resample prompts, each with all its draws."""
+    """Responses of a trace to each prompt, with coins of their own. Raised, it keeps what is there. Intervals resample whole prompts."""
     trace_hidden: bool = True
     """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
     perfect_head: bool = True

@@ -12,6 +12,7 @@ from lm.arrays import array_of
 from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
 from lm.features.draft import FeatureDraft
+from lm.features.loading import feature_draft_of
 from lm.features.stepwise import DraftModel, FeatureModel, feature_model
 from lm.features.taps import TappedModel
 from lm.kv_buffer import keep, make_cache
@@ -62,6 +63,7 @@ __all__ = [
     "emitted_vocab_size",
     "entropy",
     "eos_ids_of",
+    "feature_draft_of",
     "feature_model",
     "free_memory",
     "keep",

@@ -26,7 +26,7 @@ from transformers import (
 from configs.schema import ModelSource, PairConfig
 from lm.expanded import expand
 from lm.features.draft import FeatureDraft
-from lm.features.loading import load_feature_draft
+from lm.features.loading import feature_draft_of
 from lm.features.released import layout_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -91,13 +91,8 @@ def load_pair(config: PairConfig) -> Pair:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
     models = {name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in _sources(config).items()}
-    target, dtype = models["target"], _DTYPES[config.draft.dtype]
-    drafting = models.get("draft") or load_feature_draft(
-        config.draft,
-        target,
-        num_layers=target.config.get_text_config().num_hidden_layers - config.target.extra_layers,
-        dtype=dtype if isinstance(dtype, torch.dtype) else None,
-    )
+    target = models["target"]
+    drafting = models.get("draft") or feature_draft_of(config, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
     for name, model in models.items():
         check_width(model, pair.vocab_size, name)
@@ -131,8 +126,8 @@ def refuse_feature_draft(config: PairConfig) -> None:
 
 def _reads_the_target(what: str) -> str:
     return (
-        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; decode generate and "
-        "decode bench take it, this takes a draft that is a model of its own: set pair.draft.path"
+        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; this takes a draft "
+        "that is a model of its own: set pair.draft.path"
     )
 
 

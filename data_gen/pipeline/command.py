@@ -17,7 +17,8 @@ from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.lock import only_writer
 from data_gen.store.manifest import make_manifest, settle
 from data_gen.store.shards import SHARD_FOLDERS, clean_partial, rows_path
-from lm import Sampling, load_pair_tokenizer, refuse_feature_draft
+from lm import Sampling, load_pair_tokenizer
+from lm.features.released import layout_of
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 
@@ -84,7 +85,11 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
 def check(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
-    refuse_feature_draft(pair)
+    if layout_of(pair.draft) and (data.mode, data.mixes) != ("together", 1):
+        raise ValueError(
+            f"pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is {data.mode}, data.mixes "
+            f"{data.mixes}; set data.mode: together and data.mixes: 1"
+        )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():

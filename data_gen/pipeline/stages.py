@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import DataConfig
+from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import layout_of
@@ -91,6 +92,18 @@ def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tens
         path = features_path(data.dir, timing, spec.split, spec.index)
         write_shard(path, content, rows=len(answers.exchanges) * mixes, tokens=layout.num_tokens * mixes)
     write_rows(spec, answers, columns=columns, data=data)
+
+
+def write_drafts(spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress) -> None:
+    """Label a shard with a feature draft's drafts, and write features and rows."""
+    shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
+    chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
+    drafts = labeller.label(answers.exchanges, chance, timings=data.features, progress=progress)
+    num_tokens = sum(map(sum, drafts.lengths))
+    for timing in data.features:
+        path = features_path(data.dir, timing, spec.split, spec.index)
+        write_shard(path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens)
+    write_rows(spec, answers, columns=drafts.rows, data=data)
 
 
 def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:

@@ -3,6 +3,7 @@
 import gc
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from configs.schema import DataConfig, PairConfig
+from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
@@ -17,7 +19,8 @@ from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Progress
 from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
-from lm import Sampling, check_width, load_model, load_pair_tokenizer, vocab_size_of
+from lm import FeatureDraft, Pair, Sampling, check_width, feature_draft_of, load_model, load_pair_tokenizer, vocab_size_of
+from lm.features.released import layout_of
 from lm.forwards import check_output_layer
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
@@ -49,8 +52,9 @@ class Worker:
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
+        is_own = layout_of(pair.draft) is None
         names = {
-            "together": ("draft", "target"),
+            "together": ("draft", "target") if is_own else ("target",),
             "respond": ("target",) if data.source == "transformers" else (),
             "draft": ("draft",),
             "target": ("target",),
@@ -61,6 +65,7 @@ class Worker:
             check_width(model, vocab_size, name)
             check_output_layer(model, vocab_size)
         self._models, self._vocab_size = models, vocab_size
+        self._feature_draft = None if is_own or job.stage != "together" else self._load_feature_draft(models["target"])
         self._prepare(data)
 
     def _prepare(self, data: DataConfig) -> None:
@@ -68,15 +73,14 @@ class Worker:
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
         has_source = self.stage in ("together", "respond")
         self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size) if has_source else None
-        self.labeller = Labeller(
-            draft=models.get("draft"),
-            target=models.get("target"),
-            sampling=Sampling(**vars(pair.sampling)),
-            vocab_size=vocab_size,
-            batch_size=data.batch_size,
-            chunk_mb=data.chunk_mb,
-            feature_dtype=FEATURE_DTYPES[data.feature_dtype],
-        )
+        how: dict[str, Any] = {"sampling": Sampling(**vars(pair.sampling)), "vocab_size": vocab_size, "chunk_mb": data.chunk_mb}
+        how["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
+        self.labeller = Labeller(draft=models.get("draft"), target=models.get("target"), batch_size=data.batch_size, **how)
+        self.chains = None
+        if self._feature_draft is not None:
+            eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
+            kept: dict[str, Any] = {"target": models["target"], "eos_ids": eos_ids, "draft_length": data.draft_length}
+            self.chains = ChainLabeller(draft=self._feature_draft, **kept, **how)
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
         """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`).
@@ -124,6 +128,9 @@ class Worker:
             stages.save_responses(spec, answers, self.data)
             return
         progress(len(answers.problems))  # they have no labels to wait for
+        if self.chains is not None:
+            stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
+            return
         if self.stage == "target":
             columns = stages.add_target(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress)
         else:
@@ -148,14 +155,22 @@ class Worker:
         """One model, checked against the tokenizer and the lengths that it is to read."""
         source = getattr(self.job.pair, name)
         model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
-        limit = max_positions(model)
+        self._check_positions(name, source.path, max_positions(model))
+        return model
+
+    def _load_feature_draft(self, target: PreTrainedModel) -> FeatureDraft:
+        """The draft that reads the target's states, checked likewise."""
+        draft = feature_draft_of(self.job.pair, target)
+        self._check_positions("draft", self.job.pair.draft.path, draft.config.max_position_embeddings)
+        return draft
+
+    def _check_positions(self, name: str, path: str, limit: int | None) -> None:
         longest = self.job.data.max_prompt_tokens + self.job.data.max_new_tokens
         if limit is not None and longest > limit:
             raise ValueError(
-                f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {source.path} reads at most {limit} positions; "
+                f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {path} reads at most {limit} positions; "
                 "lower one of the two"
             )
-        return model
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

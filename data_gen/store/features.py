@@ -6,15 +6,21 @@
     row_offsets [rows + 1] int64
 
 With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a sequential run.
+
+Of a feature draft (`data_gen.labels.chains`) a row has the tokens of all its drafts, draft after draft, and there is one tensor more:
+
+    draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from data_gen.labels.chains import LabelledDrafts
 from data_gen.labels.layout import Layout
 from data_gen.labels.scalars import Scalars
 
@@ -38,6 +44,20 @@ def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Te
         "token": columns["draft_ids"].to(torch.int32)[order],
         "is_drafted": is_drafted.bool(),
         "row_offsets": torch.tensor(layout.repeated(mixes).offsets, dtype=torch.int64),
+    }
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:
+    """The safetensors file of one shard of a feature draft's drafts."""
+    lengths = [length for row in drafts.lengths for length in row]
+    tensors = {name: drafts.columns[name].float() for name in _FLOATS}
+    tensors |= {
+        "hidden": drafts.hidden[timing],
+        "token": drafts.columns["draft_ids"].to(torch.int32),
+        "is_drafted": torch.ones(sum(lengths), dtype=torch.bool),
+        "row_offsets": torch.tensor([0, *accumulate(map(sum, drafts.lengths))], dtype=torch.int64),
+        "draft_lengths": torch.tensor(lengths, dtype=torch.int64),
     }
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
 

@@ -26,6 +26,7 @@ from data_gen.prompts.splits import Split
 from data_gen.store.identity import ADDED, describe_model, file_sha256
 from data_gen.store.json_files import read_json
 from data_gen.store.shards import write_atomic
+from lm.features.released import layout_of
 
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
@@ -33,7 +34,7 @@ _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batc
 _UNCOMPARED |= {"num_train", "num_dev", "num_test"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """What the responses of a server depend on."""
-_ADDED = {*ADDED, "server", "responses"}
+_ADDED = {*ADDED, "server", "responses", "draft_length"}
 """Entries that manifests of earlier versions lack: not held against them."""
 _DROPPED = {"batch_size", "chunk_mb"}
 """Entries that manifests of earlier versions hold."""
@@ -60,6 +61,7 @@ def make_manifest(
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
+        "draft_length": data.draft_length if layout_of(pair.draft) else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
         "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "split": dict(split),

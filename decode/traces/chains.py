@@ -70,19 +70,8 @@ class ChainRecorder(Recorder):
             parts.append(drawn)
             probs.append(self._with_target(told, drafts, drawn, prob, lengths[group], len(prompt_ids)))
             passing[group] = drafts.passing
-        draws = DrawnTokens.joined(parts)
-        return RowRecording(
-            token=draws.token.int(),
-            entropy=draws.entropy,
-            max_prob=draws.max_prob,
-            log_token_prob=draws.log_token_prob,
-            acceptance_prob=torch.cat(probs),
-            hidden=draws.hidden,
-            is_rejected=torch.ones_like(path.is_rejected),
-            acceptance_rate=path.acceptance_rate,
-            branch_lengths=lengths,
-            num_passing=passing,
-        )
+        of_places = {"is_rejected": torch.ones_like(path.is_rejected), "acceptance_rate": path.acceptance_rate}
+        return RowRecording.of(DrawnTokens.joined(parts), torch.cat(probs), **of_places, branch_lengths=lengths, num_passing=passing)
 
     def _begun(self, path: Path, group: Tensor, limits: Tensor, response_ids: list[int]) -> _Drafts:
         """The first token of each draft: the response's own, or the rejected draw."""

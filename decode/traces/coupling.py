@@ -50,6 +50,12 @@ class RowRecording:
     num_passing: Int[Tensor, " position"] | None = None
     """Of a feature draft, as `Trace` has it."""
 
+    @classmethod
+    def of(cls, draws: DrawnTokens, acceptance_prob: Tensor, **of_places: Tensor) -> "RowRecording":
+        """Of all draws, and of what is known of each position."""
+        signals = {"entropy": draws.entropy, "max_prob": draws.max_prob, "log_token_prob": draws.log_token_prob}
+        return cls(token=draws.token.int(), acceptance_prob=acceptance_prob, hidden=draws.hidden, **signals, **of_places)
+
 
 @dataclass(frozen=True)
 class Path:
@@ -119,18 +125,8 @@ class Recorder:
             parts.append(drawn)
             first = path.rejected_acceptance_prob[group]
             probs.append(self.branch_acceptance(target_cache, roots, drawn, lengths[group], first))
-        draws = DrawnTokens.joined(parts)
-        return RowRecording(
-            token=draws.token.int(),
-            entropy=draws.entropy,
-            max_prob=draws.max_prob,
-            log_token_prob=draws.log_token_prob,
-            acceptance_prob=torch.cat(probs),
-            hidden=draws.hidden,
-            is_rejected=path.is_rejected,
-            acceptance_rate=path.acceptance_rate,
-            branch_lengths=lengths,
-        )
+        of_places = {"is_rejected": path.is_rejected, "acceptance_rate": path.acceptance_rate, "branch_lengths": lengths}
+        return RowRecording.of(DrawnTokens.joined(parts), torch.cat(probs), **of_places)
 
     def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
         """Outcomes and signals along the response, chunk by chunk of its positions."""
@@ -166,8 +162,10 @@ class Recorder:
 
     def draft_logits(self, hidden: Tensor, where: str = "along a response of a trace") -> Tensor:
         """The draft's logits of the tokenizer's ids."""
-        is_own = isinstance(self.draft, PreTrainedModel)
-        logits = logits_of(self.draft, hidden, self.vocab_size) if is_own else self.draft.logits(hidden)[..., : self.vocab_size]
+        if isinstance(self.draft, FeatureDraft):
+            logits = self.draft.logits(hidden)[..., : self.vocab_size]
+        else:
+            logits = logits_of(self.draft, hidden, self.vocab_size)
         refuse_non_finite(logits, "the draft", where)
         return logits
 

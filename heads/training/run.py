@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.schema import Config
+from configs.schema import Config, PairConfig
 from data_gen.store.shards import write_atomic
 from heads.batches.module import FeatureData
 from heads.batches.online import DraftFeatures, RowData
@@ -17,7 +17,8 @@ from heads.measures.tables import by_set, tables, write_metrics
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS
-from lm import check_width, emitted_vocab_size, load_model
+from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
+from lm.features.released import layout_of
 
 _CPU = torch.device("cpu")
 
@@ -36,6 +37,8 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     data: FeatureData
     draft = embedding = None
     if config.heads.features == "online":
+        if layout_of(config.pair.draft):
+            raise ValueError("heads.features is online, and a feature draft's states need the target: set heads.features: cached")
         data = RowData(config.data, config.heads, pair=config.pair)
         vocab_size = emitted_vocab_size(config.pair)
         model = load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code, device=device)
@@ -45,14 +48,21 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         data = FeatureData(config.data, config.heads, pair=config.pair)
     facts = {"run": run, "hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data), "provenance": _provenance(config, data)}
     if any(config.heads.embeddings):
-        draft_model = draft.draft if draft else load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code, device=_CPU)
-        embedding = input_embedding(draft_model, data.hidden_size)
+        embedding = input_embedding(draft.draft if draft else _draft_of(config.pair), data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
 
 
-def input_embedding(draft: PreTrainedModel, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
+def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
+    """The draft; one that reads the target's states comes with it."""
+    if layout_of(pair.draft):
+        return load_pair(pair).drafting
+    return load_model(pair.draft, trust_remote_code=pair.trust_remote_code, device=_CPU)
+
+
+def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
     """The draft's input embedding, for heads that read it."""
-    embedding = draft.get_input_embeddings().get_parameter("weight").detach().float().cpu().clone()
+    layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
+    embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
         raise ValueError(
             f"the draft's embeddings are {embedding.shape[1]} wide and its hidden states {hidden_size}; heads.embeddings needs them equal, "
@@ -86,7 +96,7 @@ def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
     trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision") if config.trainer.get(key) not in (None, -1)}
     return {
-        "mixing_ratio": manifest["mixing_ratio"],
+        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],  # a feature draft's drafts are its own
         "draft": {"path": recorded.get("draft_path"), **manifest["draft"]},
         "target": {"path": recorded.get("target_path"), **manifest["target"]},
         "sampling": manifest["sampling"],

@@ -12,7 +12,7 @@ after a token depends on where its round began, and each place of a text has a c
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -128,5 +128,5 @@ class Chains:
 
     def _keys_values(self) -> list[KeysValues]:
         assert isinstance(self.draft, Glide)
-        layers = [self._told.cache.layers[place] for place in self.draft.cached_layer_ids]
-        return [(layer.keys[:, :, : self._length], layer.values[:, :, : self._length]) for layer in layers]  # type: ignore[index]
+        layers: list[Any] = [self._told.cache.layers[place] for place in self.draft.cached_layer_ids]
+        return [(layer.keys[:, :, : self._length], layer.values[:, :, : self._length]) for layer in layers]

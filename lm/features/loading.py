@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from configs.schema import ModelSource
+from configs.schema import ModelSource, PairConfig
 from lm.features.draft import FeatureDraft
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
@@ -20,6 +20,13 @@ _KEYS = (
 )
 """What the layout of speculators says beside the layer's own config."""
 _ELSEWHERE = "use it with the target that it was trained for"
+
+
+def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
+    """pair.draft, as `load_feature_draft` has it."""
+    num_layers = target.config.get_text_config().num_hidden_layers - pair.target.extra_layers
+    dtype = None if pair.draft.dtype == "auto" else getattr(torch, pair.draft.dtype)
+    return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
 
 
 def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None) -> FeatureDraft:

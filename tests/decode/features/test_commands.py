@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning import Trainer
 
 from configs.command import run
 from configs.schema import ModelSource
+from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
 from decode.__main__ import COMMANDS
+from heads.command import export
 from lm import load_model, load_tokenizer
+from train import train
 
 ROOT = Path(__file__, "../../../..").resolve()
 TEXT = "Tom has 3 apples."
@@ -66,11 +70,50 @@ def test_what_a_feature_draft_cannot_do_is_refused_in_one_line(what, capsys, tmp
     assert "Traceback" not in error
 
 
-def test_data_for_heads_is_refused_before_anything_is_written(capsys, tmp_path):
-    from data_gen.pipeline.command import make
-
+def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_written(capsys, tmp_path):
     flags = ["--config", "configs/tiny.yaml", "--pair.draft.path", "checkpoints/tiny/glide", "--data.dir", str(tmp_path / "data")]
     with pytest.raises(SystemExit):
-        run({"make": make}, default="make", argv=flags)
+        run({"make": make}, default="make", argv=[*flags, "--data.mode", "sequential"])
     assert "a feature draft" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
+
+
+def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
+    small = [*("--data.num_train", "4"), *("--data.num_dev", "2"), *("--data.num_test", "2"), *("--data.max_new_tokens", "24")]
+    places = [*("--data.dir", str(tmp_path / "data")), *("--heads.dir", str(tmp_path / "run")), *("--decode.dir", str(tmp_path / "decode"))]
+    flags = ["--config", "configs/tiny.yaml", "--pair.draft.path", "checkpoints/tiny/eagle", *small, *places]
+    run({"make": make}, default="make", argv=flags)
+    written = {path: path.read_bytes() for path in sorted((tmp_path / "data").rglob("*.safetensors"))}
+    for path in written:
+        path.unlink()
+    run({"make": make}, default="make", argv=flags)
+    assert {path: path.read_bytes() for path in written} == written
+    sweep = [
+        "--heads.depths",
+        "[0]",
+        "--heads.reject_weights",
+        "[1]",
+        "--heads.timings",
+        "[fed, drawn]",
+        "--heads.embeddings",
+        "[true]",
+        "--heads.specdec",
+        "false",
+    ]
+    run(
+        {"train": train},
+        default="train",
+        argv=[*flags, *sweep, "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"],
+        trainer=Trainer,
+    )
+    run({"export": export}, default="export", argv=[*flags, *sweep])
+    exported = sorted((tmp_path / "run" / "exported").iterdir())
+    heads = [json.loads((path / "config.json").read_text()) for path in exported]
+    assert [(head["timing"], head["draft"]["name"], head["mixing_ratio"]) for head in heads] == [
+        ("drawn", "eagle", None),
+        ("fed", "eagle", None),
+    ]
+    capsys.readouterr()
+    policy = f"head:{exported[0]},max_rejection_prob=0.4"
+    run(COMMANDS, argv=["generate", *flags, "--prompt", TEXT, "--max_new_tokens", "16", "--policy", policy, "--json", "true"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["counts"]["num_drafted"] > 0

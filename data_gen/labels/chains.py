@@ -1,0 +1,189 @@
+"""Labels and features of a feature draft: what a head on it learns from are drafts, as decoding makes them.
+
+From every position s of a response the draft drafts a few tokens y, fed with the target's states up to s and with its own outputs from
+there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the later ones read what the draft itself said, which is
+what a head meets in decoding. One forward of the target over all drafts of a response gives p along them.
+
+    acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
+    drawn-time state      that which produced q(s, j)
+    fed-time state        that after y_j was fed
+
+There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_gen.labels.laws import DraftLabels, acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.labels.scalars import Scalars
+from data_gen.responses.exchange import Exchange, Progress
+from lm import FeatureDraft, Sampling
+from lm.branches.branched import Branched
+from lm.branches.chains import Chains, Told, told_of
+from lm.branches.probe import check_branches, check_length
+from lm.finite import refuse_non_finite
+from lm.forwards import chunk_rows, logits_of, output_device_of
+
+_DRAFTS_AT_ONCE = 128
+"""Bounds the attention mask of one forward."""
+
+
+class LabelledDrafts(NamedTuple):
+    """Some responses, labelled."""
+
+    rows: dict[str, Tensor]
+    """Columns of the rows, [token]: the first step at each position."""
+    columns: dict[str, Tensor]
+    """[drafted token], draft by draft."""
+    hidden: dict[str, Float[Tensor, "drafted hidden"]]
+    """By timing."""
+    lengths: list[list[int]]
+    """Of each response, the length of each of its drafts."""
+
+
+class _Step(NamedTuple):
+    """One more token of some drafts."""
+
+    owners: Int[Tensor, " step"]
+    labels: DraftLabels
+    q: Float[Tensor, "step vocab"]
+    logits: Float[Tensor, "step vocab"]
+    drawn: Float[Tensor, "step hidden"]
+    fed: Float[Tensor, "step hidden"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainLabeller:
+    """Labels responses with drafts of a feature draft."""
+
+    draft: FeatureDraft
+    target: PreTrainedModel
+    sampling: Sampling
+    vocab_size: int
+    eos_ids: frozenset[int]
+    draft_length: int
+    """Tokens of each draft, unless EOS or the response's end comes before."""
+    chunk_mb: int
+    """Bound of one float32 [positions, vocabulary] chunk."""
+    feature_dtype: torch.dtype
+
+    def label(
+        self, exchanges: Sequence[Exchange], uniform: Float[Tensor, "token step"], *, timings: Sequence[str], progress: Progress
+    ) -> LabelledDrafts:
+        """Everything of some responses.
+
+        Args:
+            exchanges: the rows of a shard.
+            uniform: float64, that each draft's tokens are drawn with.
+            timings: of the features that are wanted.
+            progress: is told of every row once.
+        """
+        parts, lengths, start = [self._nothing(timings)], [], 0
+        for exchange in exchanges:
+            end = start + len(exchange.response_ids)
+            labelled = self._labelled(exchange, uniform[start:end], timings)
+            parts += labelled
+            lengths.append([length for part in labelled for length in part.lengths[0]])
+            start = end
+            progress(1)
+        rows, columns, hidden = (_one([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden"))
+        return LabelledDrafts(rows, columns, hidden, lengths)
+
+    @torch.inference_mode()
+    def _labelled(self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]) -> list[LabelledDrafts]:
+        """One response, some of its drafts at a time."""
+        prompt, response = exchange.prompt_ids, exchange.response_ids
+        ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
+        check_branches(self.target)
+        check_length(self.target, len(ids) + self.draft_length)
+        told = told_of(self.target, self.draft, ids)
+        chains = Chains(self.draft, told, ids)
+        at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
+        # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token later
+        lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
+        limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
+        groups = torch.arange(len(response)).split(at_once)
+        where = f"along the drafts of {exchange.id}"
+        return [self._group(chains, told, (lengths[some], limits[some], uniform[some]), timings, where) for some in groups]
+
+    def _group(
+        self, chains: Chains, told: Told, drafts: tuple[Tensor, Tensor, Tensor], timings: Sequence[str], where: str
+    ) -> LabelledDrafts:
+        """Some drafts of one response: `drafts` has the committed lengths, the limits and the uniforms of each."""
+        begins, limits, uniform = drafts
+        steps = self._drafted(chains, begins, limits, uniform, is_fed="fed" in timings, where=where)
+        owner = torch.cat([step.owners for step in steps])
+        order = owner.argsort(stable=True)  # steps came one after the other: each draft keeps its order
+        labels = _joined([step.labels for step in steps], order)
+        q, q_logits = (torch.cat([getattr(step, name) for step in steps])[order] for name in ("q", "logits"))
+        lengths = torch.bincount(owner, minlength=len(begins))
+        p_logits = self._p_logits(told, begins, labels.draft_ids, lengths, where).to(q.device)
+        log_p, p = label_target(p_logits, labels.draft_ids, self.sampling)
+        columns = labels.columns() | {"log_p": log_p, "acceptance_prob": acceptance_prob_of(log_p, labels.log_q)}
+        columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
+        columns = {name: values.cpu() for name, values in columns.items()}
+        firsts = (lengths.cumsum(0) - lengths).cpu()
+        hidden = {timing: torch.cat([getattr(step, timing) for step in steps])[order].to("cpu", self.feature_dtype) for timing in timings}
+        return LabelledDrafts({name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()])
+
+    def _drafted(self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool, where: str) -> list[_Step]:
+        """The drafts, step by step; the last token of each is fed as well where fed-time states are wanted."""
+        state = chains.begin(begins)
+        limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
+        eos = torch.tensor(sorted(self.eos_ids), device=state.device)
+        for place in range(self.draft_length):
+            logits = self.draft.logits(state)[..., : self.vocab_size]
+            refuse_non_finite(logits, "the draft", where)
+            labels, q = label_draft(logits, uniform[alive.cpu(), place].to(state.device), self.sampling)
+            goes_on = (limits[alive] > place + 1) & ~torch.isin(labels.draft_ids, eos)
+            fed = torch.zeros_like(state)
+            if (feeding := torch.ones_like(goes_on) if is_fed else goes_on).any():
+                fed[feeding] = chains.feed(labels.draft_ids[feeding], alive[feeding])
+            steps.append(_Step(alive, labels, q, logits, state, fed))
+            alive, state = alive[goes_on], fed[goes_on]
+            if not len(alive):
+                break
+        return steps
+
+    def _p_logits(self, told: Told, begins: Tensor, tokens: Tensor, lengths: Tensor, where: str) -> Float[Tensor, "drafted vocab"]:
+        """The target's logits for each drafted token, in one forward over all but the last of each draft."""
+        device = output_device_of(self.target)
+        begins, tokens, lengths = (values.to(device) for values in (begins, tokens, lengths))
+        firsts = lengths.cumsum(0) - lengths
+        owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        places = torch.arange(len(tokens), device=device) - firsts[owners]
+        hidden = told.hidden.new_empty(len(tokens), told.hidden.shape[-1]).to(device)
+        hidden[firsts] = told.hidden.to(device)[begins - 1]
+        is_fed = places < lengths[owners] - 1
+        if is_fed.any():
+            tree = Branched(self.target, self.vocab_size, told.cache, begins)
+            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], places[is_fed]).to(device)
+            tree.cut()
+        logits = logits_of(self.target, hidden, self.vocab_size)
+        refuse_non_finite(logits, "the target", where)
+        return logits
+
+    def _nothing(self, timings: Sequence[str]) -> LabelledDrafts:
+        """No response, in the types of some."""
+        names = ("log_q", *Scalars._fields, "log_p", "acceptance_prob", "acceptance_rate", "cross_entropy")
+        columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
+        none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)
+        return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
+
+
+def _joined(parts: Sequence[DraftLabels], order: Tensor) -> DraftLabels:
+    """The labels of all steps, in this order."""
+    scalars = Scalars(*(torch.cat(column)[order] for column in zip(*(part.scalars for part in parts), strict=True)))
+    draft_ids, log_q = (torch.cat(column)[order] for column in ([part.draft_ids for part in parts], [part.log_q for part in parts]))
+    return DraftLabels(draft_ids, log_q, scalars)
+
+
+def _one(tables: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Column by column, one after the other."""
+    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}

@@ -1,0 +1,97 @@
+"""Data of a feature draft: each draft is one that decoding makes, with the labels of its own tokens."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from data_gen.labels.chains import ChainLabeller, LabelledDrafts
+from data_gen.responses.exchange import Exchange
+from data_gen.store.features import drafts_to_safetensors
+from data_gen.store.shards import write_shard
+from heads.batches.features import FeatureShard
+from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
+from lm.uniforms import draw, uniforms
+from tests.lm.features.random_drafts import KINDS, VOCAB, draft, target
+
+LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
+EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("b", "", [6, 1], [3, 3, 4], "stop")]
+CHANCE = uniforms(3, 8, LENGTH)
+
+
+def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES) -> LabelledDrafts:
+    how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "chunk_mb": 64, "feature_dtype": torch.float64}
+    labeller = ChainLabeller(draft=draft(kind), target=target(), sampling=WARM, **how)
+    return labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
+
+
+def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
+    """One draft, token by token beside the target."""
+    tapped = TappedModel(target(), draft(kind))
+    model = feature_model(draft(kind), tapped)
+    committed = [*exchange.prompt_ids, *exchange.response_ids[:start]]
+    tapped.forward(committed[:-1])
+    steps, tokens = [], []
+    logits = model.forward(committed)
+    for place in range(min(LENGTH, len(exchange.response_ids) - start)):
+        q, drawn = WARM.probs(logits), model.hidden[0]
+        p = WARM.probs(target()(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
+        token = draw(q, uniform[place : place + 1])
+        tokens.append(int(token))
+        numbers = {
+            "draft_ids": int(token),
+            "acceptance_prob": min(1.0, float(p[0, token] / q[0, token])),
+            "log_q": float(q[0, token].log()),
+            "entropy": float(entropy(logits)),
+            "acceptance_rate": float(acceptance_rate(q, p)),
+        }
+        logits = model.forward([*committed, *tokens])
+        steps.append({"numbers": numbers, "drawn": drawn, "fed": model.hidden[0]})
+        if tokens[-1] == EOS:
+            break
+    return steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
+    drafts, at, first = labelled(kind), 0, 0
+    for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
+        for start, length in enumerate(lengths):
+            steps = expected(kind, exchange, start, CHANCE[first + start])
+            assert length == len(steps)
+            assert drafts.rows["acceptance_prob"][first + start] == drafts.columns["acceptance_prob"][at]
+            for place, step in enumerate(steps):
+                for name, value in step["numbers"].items():
+                    assert float(drafts.columns[name][at + place]) == pytest.approx(value, abs=1e-6), (name, start, place)
+                for timing in ("drawn", "fed"):
+                    assert torch.allclose(drafts.hidden[timing][at + place], step[timing], atol=1e-10)
+            at += length
+        first += len(lengths)
+    assert at == len(drafts.columns["draft_ids"])
+    assert max(map(max, drafts.lengths)) == LENGTH
+
+
+def test_drafts_that_are_made_one_by_one_are_the_same(monkeypatch):
+    together = labelled("eagle")
+    monkeypatch.setattr("data_gen.labels.chains._DRAFTS_AT_ONCE", 1)
+    apart = labelled("eagle")
+    assert apart.lengths == together.lengths
+    assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())
+
+
+def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp_path):
+    drafts, path = labelled("eagle"), tmp_path / "train-00000.safetensors"
+    write_shard(path, drafts_to_safetensors(drafts, "drawn"), rows=len(EXCHANGES), tokens=len(drafts.columns["draft_ids"]))
+    for first, last in ((0, 2), (1, 2)):
+        rows = FeatureShard(path, ("entropy",)).read(first, last)
+        assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
+        assert [len(row.token) for row in rows] == [sum(row) for row in drafts.lengths[first:last]]
+        assert (
+            torch.cat([row.token for row in rows]).tolist() == drafts.columns["draft_ids"].tolist()[-sum(len(row.token) for row in rows) :]
+        )
+
+
+def test_no_row_at_all_is_a_shard_of_none():
+    drafts = labelled("glide", exchanges=[])
+    assert drafts.lengths == []
+    assert safetensors.torch.load(drafts_to_safetensors(drafts, "fed"))["hidden"].shape == (0, 16)
