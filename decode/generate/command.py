@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -19,6 +19,10 @@ from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.loop.models import models_of
 from decode.policies.base import Policy
+from decode.trees.decoder import TreeDecoder
+from decode.trees.drafter import TreeDrafter
+from decode.trees.models import tree_models_of
+from decode.trees.shapes import SHAPES
 from lm import Pair
 
 
@@ -27,6 +31,7 @@ def generate(
     *,
     prompt: str,
     policy: str = "fixed_length",
+    tree: Literal["eagle2", "cape"] | None = None,
     max_new_tokens: int | None = None,
     json: bool = False,
     rejected: bool = True,
@@ -39,6 +44,7 @@ def generate(
         prompt: what the user says.
         policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
             entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
+        tree: draft trees, EAGLE-2's or CaPE's; lengths of policies are then numbers of levels. null: chains.
         max_new_tokens: null: decode.max_new_tokens.
         json: one JSON document with every round in place of the coloured text.
         rejected: show rejected drafts too.
@@ -49,12 +55,9 @@ def generate(
     logging.disable_progress_bar()
     pair = experiment.pair
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
-    decoder = decoder_for(experiment, stop)
-    rounds = decoder.stream(
-        prompt_ids,
-        experiment.decode.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        generator=torch.Generator().manual_seed(experiment.decode.seed),
-    )
+    decoder = decoder_for(experiment, stop, tree)
+    num_tokens = experiment.decode.max_new_tokens if max_new_tokens is None else max_new_tokens
+    rounds = decoder.stream(prompt_ids, num_tokens, generator=torch.Generator().manual_seed(experiment.decode.seed))
     if json:
         print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
         return
@@ -76,16 +79,22 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
     return closing
 
 
-def decoder_for(experiment: Experiment, policy: Policy) -> SpeculativeDecoder:
-    """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not."""
-    models = models_of(experiment.pair, experiment.decode.compile, with_hidden=bool(policy.heads))
-    return SpeculativeDecoder(
-        models.target,
-        ModelDrafter(models.draft, policy),
-        sampling=experiment.sampling,
-        max_draft_length=experiment.decode.max_draft_length,
-        eos_ids=experiment.pair.eos_ids,
-    )
+def decoder_for(experiment: Experiment, policy: Policy, tree: str | None = None) -> SpeculativeDecoder:
+    """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not.
+
+    Raises:
+        ValueError: trees are asked for, and a model cannot hold them, or they are to be compiled.
+    """
+    pair, with_hidden = experiment.pair, bool(policy.heads)
+    how: dict[str, Any] = {"sampling": experiment.sampling, "eos_ids": pair.eos_ids}
+    how["max_draft_length"] = experiment.decode.max_draft_length
+    if tree is None:
+        models = models_of(pair, experiment.decode.compile, with_hidden=with_hidden)
+        return SpeculativeDecoder(models.target, ModelDrafter(models.draft, policy), **how)
+    if experiment.decode.compile is not False:
+        raise ValueError(f"decode.compile is {experiment.decode.compile}, and trees are drafted eagerly; set decode.compile: false")
+    target, draft = tree_models_of(pair, with_hidden=with_hidden)
+    return TreeDecoder(target, TreeDrafter(draft, policy, SHAPES[tree]), **how)
 
 
 def _document(generation: Generation, pair: Pair, **settings: Any) -> str:

@@ -1,7 +1,7 @@
 """A generation in colour: each token as what it is to the round that emitted it.
 
 accepted   drafted, and accepted by the target          green
-rejected   drafted, and discarded                       struck through, dim
+rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest path that was refused
 residual   the target's token in place of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
@@ -50,8 +50,8 @@ class Transcript:
         text = Text()
         for token in one.emitted[: one.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
-        if self._has_rejected and one.num_accepted < len(one.drafted):
-            text.append(self._detokenizer.peek(one.drafted[one.num_accepted :]).rstrip("\n"), STYLES["rejected"])
+        if self._has_rejected and one.refused:
+            text.append(self._detokenizer.peek(one.refused).rstrip("\n"), STYLES["rejected"])
         if one.next_kind is not None:
             text.append(self._detokenizer.add(one.emitted[-1]), STYLES[one.next_kind])
         return text

@@ -30,6 +30,11 @@ class Round:
             return None
         return "bonus" if self.num_accepted == len(self.drafted) else "residual"
 
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """What was drafted after the accepted tokens."""
+        return self.drafted[self.num_accepted :]
+
     def cut(self, num_emitted: int) -> "Round":
         """The same round, had only its first `num_emitted` tokens been emitted; the rest counts as discarded."""
         num_accepted = min(self.num_accepted, num_emitted)

@@ -32,6 +32,7 @@ def tables(
     stops: tuple[str, ...] = ("entropy",),
     eagle: str | None = None,
     repeats: int = 3,
+    tree: tuple[int, int] = (10, 59),
 ) -> None:
     """A paper's tables for this pair.
 
@@ -42,11 +43,12 @@ def tables(
             its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
         eagle: of hsddw: directory of an EAGLE draft for the pair's target, which then stands in Table 1.
         repeats: of svip-trees and hsddw: times that each test prompt is decoded by each; medians count.
+        tree: of EAGLE-2: candidates after a node, and nodes that are verified. The published tree is for GPUs; a CPU pays for every node.
     """
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
-    clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats)}
-    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats)
+    clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
+    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
     made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
     for each in made:
         wide_console().print(each.table())

@@ -21,9 +21,9 @@ from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, read_spec
 from decode.trees.drafter import TreeDrafter
 from decode.trees.models import TreeModels, tree_models_of
-from decode.trees.shapes import Shape
+from decode.trees.shapes import Dynamic, Shape
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+LENGTHS = (1, 2, 3, 4, 6, 8, 11)
 """Fixed lengths, unless decode.grid has fixed_length.k."""
 NUM_CHOICES = 7
 """Settings of a stop, from the middle of its grid."""
@@ -40,6 +40,12 @@ class Kind(NamedTuple):
     """The length that its paper fixes."""
     read_every: tuple[int, ...] = (1,)
     """Levels after which a stop may be heeded."""
+
+
+def eagle_2(width: int, num_nodes: int) -> Kind:
+    """EAGLE-2's tree; of another size than the published one it says so."""
+    shape = Dynamic(width, num_nodes)
+    return Kind("EAGLE-2" if shape == Dynamic() else f"EAGLE-2 {width}/{num_nodes}", shape, published=6, read_every=(2, 1))
 
 
 class Contest(NamedTuple):
@@ -107,7 +113,7 @@ def contest_of(kind: Kind, stops: Sequence[Stop], models: Models, *, lengths: Se
         lengths: those of `lengths_of`.
         version: of the draft, where stored generations do not tell by themselves.
     """
-    unit = "k={}" if kind.shape is None else "{} levels"
+    unit = "k={}" if kind.shape is None else "levels={}"
     published = [kind.published] if kind.published else []
     fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in sorted({*lengths, *published})}
 

@@ -25,11 +25,10 @@ from decode.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
 from decode.hierarchies.times import Times, redundancy, target_utilisation
 from decode.hierarchies.trio import Trio
 from decode.papers.choice import Finalists, finalists_of, merged
-from decode.papers.drafts import ALONE, Kind, Models, contest_of, lengths_of, stops_of
+from decode.papers.drafts import ALONE, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
 from decode.papers.gains import by_key, lines_of, shown_speed_up, verdict
 from decode.papers.sheet import Sheet
 from decode.parallel.pearl import PearlDecoder
-from decode.trees.shapes import Dynamic
 from lm.features.eagle import Eagle
 
 Runs = dict[str, Run]
@@ -50,7 +49,7 @@ _MODELS = {
 _CLOCKED = "clocked, against the target alone (AT)"
 
 
-def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int) -> list[Sheet]:
+def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
     """Tables 1 to 4.
 
     Raises:
@@ -59,7 +58,7 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
     trio = Trio(lambda: experiment.pair)
     names = [ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
-    finalists = eagle_finalists(experiment, trio, eagle, specs) if eagle else []
+    finalists = eagle_finalists(experiment, trio, eagle, specs, (eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
     arms = [*contenders, *(one for each in finalists for one in each.contenders)]
     runs: dict[str, Runs] = {}
     played: list[list[Run]] = []
@@ -85,20 +84,19 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
 
 _METHODS = {"AT": ALONE, "HSDDW": "HSDDW"}
 _PEARL = "PEARL, two devices, predicted"
-_EAGLE = (Kind("EAGLE-2", Dynamic(), published=6, read_every=(2, 1)), Kind("EAGLE, chain"))
 
 
-def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str]) -> list[Finalists]:
+def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]) -> list[Finalists]:
     """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
     beside = experiment.with_feature_draft(path)
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
-    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, _EAGLE), Models(beside)
+    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), Models(beside)
     version = str(beside.described("draft")["weights"])[:8]
-    contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in _EAGLE]
-    arms = [one for contest in contests for one in contest.contenders]
-    prompts = {dataset: experiment.prompt_ids(dataset, "dev") for dataset in experiment.datasets}
-    dev = merged([resumable_loop(experiment, dataset, trio).play(arms, ids) for dataset, ids in prompts.items() if ids])
+    contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
+    loops = [(resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev")) for dataset in experiment.datasets]
+    every = [one for contest in contests for one in contest.contenders]
+    dev = [run for one in every for run in merged([loop.play([one], prompts) for loop, prompts in loops if prompts])]
     return [finalists_of(contest, dev) for contest in contests]
 
 

@@ -1,7 +1,8 @@
 """SVIP (arXiv 2411.18462), Tables 3 and 4, clocked: stopping on drafts that are not plain chains, GliDe with CaPE and EAGLE-2.
 
     Table 3   a chain, and the same with CaPE's siblings; published with 4 tokens
-    Table 4   EAGLE-2's tree; published with six levels, and with stops that are heeded after every second one
+    Table 4   EAGLE-2's tree; published with six levels, 10 candidates after a node and 59 nodes in all, and with stops that are heeded
+              after every second level
 
 Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on dev
 (`decode.papers.choice`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is one dataset: all arms in
@@ -21,21 +22,20 @@ from decode.hierarchies.contenders import Contender
 from decode.hierarchies.runs import Run, resumable_loop
 from decode.hierarchies.trio import Trio
 from decode.papers.choice import finalists_of, merged
-from decode.papers.drafts import ALONE, Kind, Models, Stop, contest_of, lengths_of, stops_of
+from decode.papers.drafts import ALONE, Kind, Models, Stop, contest_of, eagle_2, lengths_of, stops_of
 from decode.papers.gains import by_key, lines_of, rows_of, verdict
 from decode.papers.sheet import Sheet
-from decode.trees.shapes import Cape, Dynamic
+from decode.trees.shapes import Cape
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 
 CHAIN = Kind("chain", published=4)
 CAPE = Kind("CaPE", Cape(), published=4)
-EAGLE_2 = Kind("EAGLE-2", Dynamic(), published=6, read_every=(2, 1))
 Prompts = Mapping[str, Sequence[tuple[str, list[int]]]]
 """dataset -> (column of the table, token ids) of each prompt."""
 
 
-def tree_tables(experiment: Experiment, specs: Sequence[str], *, repeats: int) -> list[Sheet]:
+def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
     """Those of Tables 3 and 4 that this draft makes.
 
     Raises:
@@ -43,7 +43,7 @@ def tree_tables(experiment: Experiment, specs: Sequence[str], *, repeats: int) -
     """
     stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
     kinds = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
-    kinds |= {"4": [EAGLE_2]} if not isinstance(drafting, Glide) else {}
+    kinds |= {"4": [eagle_2(*tree)]} if not isinstance(drafting, Glide) else {}
     lengths = lengths_of(experiment, [kind for each in kinds.values() for kind in each])
     prompts: dict[Split, Prompts] = {"dev": prompts_of(experiment, "dev"), "test": prompts_of(experiment, "test")}
     if not any(prompts["test"].values()):
@@ -73,7 +73,8 @@ class TreeTable:
     def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
         """One table: choose on dev, clock on test."""
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
-        dev = self._play(number, [one for contest in contests for one in contest.contenders], "dev")
+        # one contender after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
+        dev = [run for contest in contests for one in contest.contenders for run in self._play(number, [one], "dev")]
         finalists = [finalists_of(contest, dev) for contest in contests]
         arms = [self._models.alone, *(one for each in finalists for one in each.contenders)]
         runs = by_key(self._play(number, arms, "test", repeats=self._repeats))

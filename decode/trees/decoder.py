@@ -40,6 +40,14 @@ class TreeRound(Round):
             return None
         return "residual" if (self.path[-1] if self.path else ROOT) in self.parents else "bonus"
 
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The likeliest of the candidates after the accepted path, and the likeliest path below it: siblings come in that order."""
+        tree, path = Tree(self.drafted, self.parents), [self.path[-1] if self.path else ROOT]
+        while below := tree.children(path[-1]):
+            path.append(below[0])
+        return tuple(tree.tokens_of(path[1:]))
+
     def as_dict(self) -> dict[str, Any]:
         return super().as_dict() | {"parents": list(self.parents), "path": list(self.path)}
 

@@ -25,7 +25,7 @@ from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from decode.trees.growth import Growth
 from decode.trees.shapes import Dynamic, Shape
 from lm.entropy import entropy
-from lm.features.trees import TreeDraft
+from lm.features.trees import GlideTreeModel, TreeDraft
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
@@ -88,13 +88,17 @@ class TreeDrafter:
             vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
 
         Raises:
-            ValueError: a model that cannot hold a tree, a head that does not fit, read_every below 1.
+            ValueError: a model that cannot hold a tree, or not this one, a head that does not fit, read_every below 1.
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
         with_hidden = bool(policy.heads)
         self.model = TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden) if isinstance(model, PreTrainedModel) else model
         self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
+        if isinstance(self.model, GlideTreeModel) and self.shape.num_expanded > 1:
+            raise ValueError(
+                f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; use CaPE's tree"
+            )
         self._signals = reader_of(policy, self.model)
         self._looks = type(policy).after is not Policy.after or policy.stops_before
 

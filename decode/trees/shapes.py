@@ -65,3 +65,7 @@ class Cape:
 
     def num_children(self, max_prob: float) -> int:
         return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])
+
+
+SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
+"""As published, by the names that commands have for them."""

@@ -31,9 +31,11 @@ def called(name: str, kind: str, *flags: str) -> None:
     run(COMMANDS, argv=[name, "--config", "configs/tiny.yaml", "--pair.draft.path", f"checkpoints/tiny/{kind}", *flags])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "glide"])
-def test_generate_writes_what_the_target_writes(kind, capsys):
-    flags = ["--prompt", TEXT, "--max_new_tokens", "24", "--policy", "entropy:max_sqrt_entropy=0.4", "--json", "true"]
+@pytest.mark.parametrize(
+    ("kind", "tree"), [("eagle", "null"), ("glide", "null"), ("eagle", "eagle2"), ("glide", "cape"), ("draft", "cape")]
+)
+def test_generate_writes_what_the_target_writes(kind, tree, capsys):
+    flags = ["--prompt", TEXT, "--max_new_tokens", "24", "--policy", "entropy:max_sqrt_entropy=0.4", "--json", "true", "--tree", tree]
     called("generate", kind, *flags, "--pair.sampling.temperature", "0", "--pair.target.dtype", "float32")
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     source = ModelSource(path="checkpoints/tiny/target", dtype="float32")
@@ -54,6 +56,12 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
 REFUSED = {
     "hierarchy": ("hierarchy", ["--pair.micro.path", "checkpoints/tiny/micro"], "a feature draft"),
     "the loop's parts": ("bench", ["--parts", "[overheads]", "--num_prompts", "1"], "a feature draft"),
+    "a tree of GliDe's": (
+        "generate",
+        ["--prompt", TEXT, "--pair.draft.path", "checkpoints/tiny/glide", "--tree", "eagle2"],
+        "use CaPE's tree",
+    ),
+    "compiled trees": ("generate", ["--prompt", TEXT, "--decode.compile", "true", "--tree", "eagle2"], "drafted eagerly"),
     "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "true"], "runs eagerly"),
     "extra layers": ("generate", ["--prompt", TEXT, "--pair.draft.extra_layers", "2"], "extra_layers"),
 }

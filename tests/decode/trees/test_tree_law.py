@@ -8,9 +8,9 @@ from toy_loop import POLICIES, PROMPT, SAMPLINGS
 from toy_trees import tree_decoder_of
 
 import lm.trees.verification
-from decode import ModelDrafter, SpeculativeDecoder
+from decode import Counts, ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
-from decode.trees.decoder import TreeDecoder
+from decode.trees.decoder import TreeDecoder, TreeRound
 from decode.trees.drafter import TreeDrafter
 from decode.trees.shapes import Cape, Dynamic, Shape
 from lm import Draws, Sampling
@@ -100,3 +100,10 @@ def test_a_decoder_of_one_kind_refuses_a_drafter_of_the_other():
         TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
     with pytest.raises(ValueError, match="a TreeDrafter chooses its tokens"):
         SpeculativeDecoder(trees.target, trees.drafter, eos_ids=frozenset()).generate(PROMPT, 4)
+
+
+def test_what_a_tree_shows_as_refused_is_its_likeliest_path_behind_the_accepted_one():
+    played = TreeRound((5, 6, 7, 8, 9), 1, (5, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1, 0, 0, 2), path=(0,))
+    assert (played.refused, played.next_kind) == ((7, 9), "residual")
+    full = TreeRound((5, 6), 1, (6, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1), path=(1,))
+    assert (full.refused, full.next_kind) == ((), "bonus")
