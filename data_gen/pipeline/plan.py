@@ -26,6 +26,7 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import rows_path
 from lm import free_memory, load_config
+from lm.features.released import layout_of, width_of
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
@@ -74,6 +75,9 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
 
 def _check_memory(config: Config, *, is_measured: bool) -> None:
     """Print the arithmetic; what does not fit is refused before models are loaded, and else warned of."""
+    if layout_of(config.pair.draft):
+        print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
+        return
     needs, gpus = memory.needs(config), memory.gpus_of(config.pair.gpus)
     print(f"memory, {config.pair.gpus or 'GPUs of this machine'}:\n{memory.report(needs, gpus)}")
     for problem in memory.problems(needs, gpus):
@@ -152,8 +156,9 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
-    num_features = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
+    of_features, num_features = width_of(pair.draft), (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
+    width = of_features or load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
+    num_features *= data.draft_length if of_features else 1
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),

@@ -45,7 +45,7 @@ from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.length import Heuristic
-from lm import CachedModel, Draws, Sampling, eos_ids_of
+from lm import CachedModel, Draws, FeatureDraft, Sampling, TappedModel, eos_ids_of, feature_model
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft_model: PreTrainedModel | None = None,
+    draft_model: PreTrainedModel | FeatureDraft | None = None,
     policy: Policy | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
@@ -89,7 +89,7 @@ def speculative_generate(
 
     Args:
         model … generation_config: what `generate` passes: the target, one prompt, …
-        draft_model: drafts; its logits may be narrower or wider than the target's, ids must mean the same tokens.
+        draft_model: drafts; its logits may be of another width, ids must mean the same tokens. Or a feature draft of the target.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
@@ -102,13 +102,9 @@ def speculative_generate(
     if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     ends = _ends_of(stopping_criteria or [], generation_config)
-    decoder = SpeculativeDecoder(
-        CachedModel(model),
-        _drafter(draft_model, policy or Heuristic(), width=model.get_output_embeddings().weight.shape[0]),
-        sampling=ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None),
-        max_draft_length=max_draft_length,
-        eos_ids=ends.eos_ids,
-    )
+    target, drafter = _drafting(model, draft_model, policy or Heuristic())
+    sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids)
     generation = _generation(decoder, input_ids, ends, generator)
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
@@ -118,10 +114,15 @@ def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> Spec
     return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
 
 
-def _drafter(model: PreTrainedModel, policy: Policy, *, width: int) -> ModelDrafter:
-    """The draft under a policy, its logits cut to the target's width."""
-    has_heads = bool(policy.heads)
-    return ModelDrafter(CachedModel(model, vocab_size=width, with_hidden=has_heads), policy)
+def _drafting(target: PreTrainedModel, draft: PreTrainedModel | FeatureDraft, policy: Policy) -> tuple[CachedModel, ModelDrafter]:
+    """The target, and the draft under a policy, its logits cut to the target's width."""
+    if not isinstance(draft, FeatureDraft):
+        width = target.get_output_embeddings().weight.shape[0]
+        return CachedModel(target), ModelDrafter(CachedModel(draft, vocab_size=width, with_hidden=bool(policy.heads)), policy)
+    if not draft.is_bound_to(target):
+        raise ValueError("draft_model is a feature draft of another target; load it with this one, or draft.bind(target)")
+    tapped = TappedModel(target, draft)
+    return tapped, ModelDrafter(feature_model(draft, tapped), policy)
 
 
 class _Ends(NamedTuple):

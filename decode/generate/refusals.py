@@ -17,6 +17,7 @@ from transformers.generation import (
 
 from decode.policies.base import Policy
 from heads.model.fits import check_fits, description_of
+from lm import FeatureDraft
 
 _PREPARED = frozenset({"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"})
 """Keywords that `generate` prepares by itself; each is checked where a user's own would matter."""
@@ -29,7 +30,7 @@ _REMEDIES = {
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-_DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
+_DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
 """Of models whose heads were checked before: reading a model's files takes longer than a short generation."""
 
 
@@ -87,7 +88,7 @@ def _described(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_heads(policy: Policy, *, draft: PreTrainedModel, target: PreTrainedModel, config: GenerationConfig) -> None:
+def check_heads(policy: Policy, *, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig) -> None:
     """Raise ValueError for a head that was trained with another draft, another target or another sampling (laws 4.1 and 7).
 
     Sampling is compared as far as a head's `Sampling` goes: temperature, top-k and top-p.

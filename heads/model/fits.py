@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from configs.schema import ModelSource
 from data_gen.store.identity import describe_model, same_model
 from heads.model.head import AcceptanceHead
+from lm import FeatureDraft
 
 _REMEDY = "use a head that was trained for this run, or set decode.allow_foreign_heads to true"
 
@@ -49,7 +50,7 @@ def check_fits(
         raise ValueError(f"the head {name} was trained for sampling {trained.sampling} and this run's is {dict(sampling)}; {remedy}")
 
 
-def description_of(model: PreTrainedModel) -> dict[str, Any]:
+def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
     """A model in memory, as far as it knows where it came from; one that was built from a config says nothing but its width."""
     path = model.name_or_path
     if path and Path(path).is_dir():

@@ -41,6 +41,8 @@ class FeatureDraft(nn.Module):
     lag = 0
     """The entry of token t has position t - lag, and reads what the target said up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
+    name_or_path = ""
+    """Where it was loaded from."""
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool, num_logits: int | None) -> None:
         """Args:
@@ -81,6 +83,10 @@ class FeatureDraft(nn.Module):
         head = target.get_output_embeddings()
         self._target = _Target(target.get_input_embeddings(), head, target.config.get_text_config().vocab_size)
         return self
+
+    def is_bound_to(self, target: PreTrainedModel) -> bool:
+        """Whether it borrows from this very model."""
+        return self._target is not None and self._target.head is target.get_output_embeddings()
 
     @property
     def target(self) -> _Target:

@@ -49,6 +49,7 @@ def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_laye
         draft = make(released, target, num_layers)
     _fill(draft, released, dtype)
     device = next(target.get_output_embeddings().parameters()).device
+    draft.name_or_path = source.path
     return draft.to(device).eval().bind(target)
 
 

@@ -6,7 +6,7 @@ from enumeration import assert_same_law
 from observed import observed
 from toy_loop import POLICIES, SAMPLINGS, law
 
-from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
+from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, TappedModel, feature_model
@@ -105,3 +105,14 @@ def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
     decoder = decoder_of("reduced", FixedLength(3), sampling=Sampling())
     drafted = {token for seed in range(5) for one in decoder.generate(PROMPT, 20).rounds for token in one.drafted}
     assert drafted == {0, 2, 3, 6} < set(range(VOCAB))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
+    keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
+    ids = torch.tensor([PROMPT])
+    output = target("llama").generate(ids, draft_model=draft(kind), policy=FixedLength(3), **keywords, return_dict_in_generate=True)
+    assert output.sequences[0, len(PROMPT) :].tolist() == greedy(20)
+    assert output.generation.counts.num_drafted > 0
+    with pytest.raises(ValueError, match="of another target"):
+        target("qwen2").generate(ids, draft_model=draft(kind), **keywords)
