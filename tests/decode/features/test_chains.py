@@ -8,9 +8,8 @@ from toy_loop import POLICIES, SAMPLINGS, law
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
-from heads import AcceptanceHead
 from lm import CachedModel, Sampling, TappedModel, feature_model
-from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, target
+from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 
 PROMPT = [1, 2, 3]
 
@@ -58,14 +57,6 @@ def test_the_sampled_law_is_the_target_s_exactly(kind, num_tokens):
     sampling = SAMPLINGS["top_k"]
     decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
     assert_same_law(law(decoder, num_tokens, PROMPT), target_law(sampling, num_tokens), tolerance=1e-10)
-
-
-def feature_head(timing: str) -> AcceptanceHead:
-    torch.manual_seed(3)
-    head = AcceptanceHead(WIDTH, 1, timing, True)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    return head.double()
 
 
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn", "prefix")}

@@ -17,10 +17,9 @@ from decode.traces.chains import ChainRecorder
 from decode.traces.recording import record_trace
 from decode.traces.replay import replay, replay_settings
 from decode.traces.trace import Trace
-from heads import AcceptanceHead
 from lm import Sampling, TappedModel, acceptance_prob, entropy, feature_model, residual_probs
 from lm.uniforms import draw, uniforms
-from tests.lm.features.random_drafts import KINDS, VOCAB, WIDTH, draft, target
+from tests.lm.features.random_drafts import KINDS, VOCAB, draft, feature_head, target
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM = Sampling(temperature=1.3)
@@ -100,14 +99,6 @@ def test_every_draft_of_a_trace_is_that_of_a_round_by_itself(kind):
             assert getattr(recorded, name)[here].tolist() == pytest.approx([step[name] for step in told], abs=1e-6)
         for hidden, step in zip(recorded.hidden[here], told, strict=True):
             assert torch.allclose(hidden, step["hidden"], atol=1e-10)
-
-
-def feature_head(timing: str) -> AcceptanceHead:
-    torch.manual_seed(3)
-    head = AcceptanceHead(WIDTH, 1, timing, True)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    return head.double()
 
 
 HEADS = {timing: HeadPolicy(feature_head(timing), 0.6) for timing in ("fed", "drawn", "prefix")}

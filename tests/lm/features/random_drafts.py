@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from heads import AcceptanceHead
 from lm import FeatureDraft
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
@@ -50,3 +51,12 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     made = made.double().eval()
     _spread(made, 2, 0.35)
     return made.bind(target(family))
+
+
+def feature_head(timing: str) -> AcceptanceHead:
+    """A head that reads any of the drafts."""
+    torch.manual_seed(3)
+    head = AcceptanceHead(WIDTH, 1, timing, True)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head.double()
