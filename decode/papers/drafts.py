@@ -23,7 +23,7 @@ from decode.trees.drafter import TreeDrafter
 from decode.trees.models import TreeModels, tree_models_of
 from decode.trees.shapes import Dynamic, Shape
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 11)
+LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 """Fixed lengths, unless decode.grid has fixed_length.k."""
 NUM_CHOICES = 7
 """Settings of a stop, from the middle of its grid."""

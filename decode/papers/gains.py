@@ -70,7 +70,10 @@ def rows_of(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> lis
 def verdict(lines: Sequence[Line]) -> str:
     """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do not."""
     gains = {line.method: gain_over(line.best.measured, line.run.measured) for line in lines if line.is_stop and line.best is not None}
-    won, lost = ({name: gain for name, gain in gains.items() if (gain.low > 0) == is_won} for is_won in (True, False))
+    # a single prompt has no interval: NaN is above no bound
+    won, lost = (
+        {name: gain for name, gain in gains.items() if (gain.low > 0 and gain.standard_error >= 0) == is_won} for is_won in (True, False)
+    )
     said = {
         f"{len(won)} of {len(gains)} stops beat the best fixed length of the same draft on the clock": won,
         "No stop beats the best fixed length of the same draft on the clock" if not won else "not so": lost,

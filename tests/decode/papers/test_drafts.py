@@ -96,6 +96,16 @@ def test_a_gain_whose_interval_holds_0_beats_nothing():
     assert verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
 
 
+def test_a_single_prompt_proves_nothing():
+    lines, _ = lines_at((1.6, 1.6, 3.2, 3.2))
+    single = [line._replace(run=alone_of(line.run), best=line.best and alone_of(line.best)) for line in lines]
+    assert verdict(single).startswith("No stop beats")
+
+
+def alone_of(run: Run) -> Run:
+    return Run(run.contender, run.setting, run.decoded[:1])
+
+
 def test_datasets_are_merged_prompt_after_prompt():
     first, second = clocked(FIXED, SETTINGS[1], 1.0), clocked(FIXED, SETTINGS[1], 2.0, 3.0)
     assert merged([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
