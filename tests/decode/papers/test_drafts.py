@@ -69,9 +69,9 @@ def clocked(name: Contender, setting: Setting, *seconds: float) -> Run:
     return Run(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
 
 
-def lines_at(stop_s: tuple[float, ...]):
+def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
     """Four prompts of two categories; the best fixed length takes half the time of the published one."""
-    times = ((4.0, 4.0, 8.0, 8.0), (2.0, 2.0, 4.0, 4.0))
+    times = ((4.0, 4.0, 8.0, 8.0), best_s)
     runs = [clocked(FIXED, SETTINGS[k], *seconds) for k, seconds in zip((4, 2), times, strict=True)]
     runs += [clocked(STOP, STOP.settings[0], *stop_s), clocked(ALONE, ALONE.settings[0], 8.0, 8.0, 8.0, 8.0)]
     finalists = Finalists("chain", SETTINGS[4], SETTINGS[2], (Contender(STOP.name, 2, STOP.settings[:1]),))
@@ -94,6 +94,12 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
 def test_a_gain_whose_interval_holds_0_beats_nothing():
     lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
     assert verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
+
+
+def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
+    lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
+    assert rows_of(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
+    assert verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
 
 
 def test_a_single_prompt_proves_nothing():
