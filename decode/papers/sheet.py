@@ -17,10 +17,10 @@ class Sheet(NamedTuple):
     """Below the table: what it says, in words."""
 
     def table(self) -> Table:
-        """To print; the first column is a name, the others are numbers."""
+        """To print; the first column is a name, the others are numbers. What is too wide folds: a figure that is cut says nothing."""
         table = Table(title=self.title, caption=self.note or None, caption_justify="left")
         for index, column in enumerate(self._columns()):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(str(row.get(column, "")) for column in self._columns()))
         return table
