@@ -23,8 +23,7 @@ from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling, load_pair, num_weights, refuse_feature_draft
-from lm.features.loading import load_feature_draft
+from lm import Pair, Sampling, feature_draft_of, load_pair, num_weights, refuse_feature_draft
 from lm.features.released import layout_of
 
 Level = Literal["target", "draft", "micro"]
@@ -69,16 +68,14 @@ class Experiment:
         Raises:
             ValueError: no feature draft, or one that does not fit the target.
         """
-        source = ModelSource(path=path)
+        source = ModelSource(path=path, dtype=self.models.target.dtype)
         if layout_of(source) is None:
             raise ValueError(f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their own")
         other, target = copy(self), self.pair.target
         for name in ("has_feature_draft", "num_draft_weights", "heads"):
             other.__dict__.pop(name, None)
         other.models, other._described = replace(self.models, draft=source), {}
-        num_layers = target.config.get_text_config().num_hidden_layers - self.models.target.extra_layers
-        drafting = load_feature_draft(source, target, num_layers=num_layers, dtype=target.dtype)
-        other.pair = replace(self.pair, drafting=drafting)
+        other.pair = replace(self.pair, drafting=feature_draft_of(other.models, target))
         return other
 
     def described(self, level: Level) -> dict[str, Any]:
