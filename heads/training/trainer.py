@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
-from heads.training.checkpoints import EpochCheckpoint, TimedCheckpoint, WholeCheckpoints
+from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
 
 PAPER_EPOCHS = 3
 
@@ -53,7 +52,7 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
     """After each validation and on exceptions; in between every so many steps, or as often as their writing allows."""
     place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
-    between = TimedCheckpoint(Path(heads.dir, "last.ckpt")) if steps is None else ModelCheckpoint(**place, every_n_train_steps=steps)
+    between = TimedCheckpoint(Path(heads.dir, "last.ckpt")) if steps is None else StepCheckpoint(**place, every_n_train_steps=steps)
     return [between, EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
 
 

@@ -59,6 +59,36 @@ def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(da
     assert exported(config) == whole
 
 
+@pytest.mark.parametrize("trainer", [{}, {"val_check_interval": 3}])
+def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer):
+    """Gone on from each checkpoint that a run writes, also from those beside a validation: none is left out, none counts twice."""
+    monkeypatch.setattr("train.report", lambda sweep, directory: sweep.state_dict() | {"history": sweep.history})
+    save, written = WholeCheckpoints.save_checkpoint, []
+
+    def save_and_copy(self: WholeCheckpoints, checkpoint, path, storage_options=None) -> None:
+        save(self, checkpoint, path, storage_options)
+        written.append(Path(path).read_bytes())
+
+    def run(name: str) -> dict:
+        settings = {"max_epochs": 2, "limit_test_batches": 1} | trainer
+        return train(make_config(data_dir, tmp_path / name, trainer=settings, checkpoint_every_n_steps=1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeCheckpoints, "save_checkpoint", save_and_copy)
+        expected = run("whole")
+    assert len(written) >= 16, "one of each step"
+    for index, checkpoint in enumerate(written):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
+        (tmp_path / str(index) / "last.ckpt").write_bytes(checkpoint)
+        found = run(str(index))
+        assert [name for name in expected if not is_same(expected[name], found[name])] == [], f"gone on from checkpoint {index}"
+
+
+def is_same(one: object, other: object) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+
+
 def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "last.ckpt"
     WholeCheckpoints().save_checkpoint({"step": 1}, path)

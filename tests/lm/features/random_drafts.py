@@ -18,11 +18,12 @@ KINDS = ("eagle", "eagle3", "reduced", "glide")
 
 
 def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
+    """Weights that depend on the seed alone; norms and biases as well, which torch would draw from what ran before or leave at 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for name, parameter in model.named_parameters():
+            noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + noise if parameter.dim() == 1 and name.endswith("weight") else noise)
 
 
 @cache
