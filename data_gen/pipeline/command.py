@@ -85,7 +85,7 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
 def check(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
-    if layout_of(pair.draft) and (data.mode, data.mixes) != ("together", 1):
+    if (data.mode, data.mixes) != ("together", 1) and layout_of(pair.draft):
         raise ValueError(
             f"pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is {data.mode}, data.mixes "
             f"{data.mixes}; set data.mode: together and data.mixes: 1"

@@ -153,7 +153,8 @@ def test_the_mean_counts_of_replay_are_those_of_the_loop_s_exact_law():
             exact = sum(prob * outcome[place] for outcome, prob in law.items())
             groups = amounts.reshape(len(known), copies).astype(float)
             error = np.sqrt((weights**2 * groups.var(1, ddof=1) / copies).sum())
-            assert abs((weights * groups.mean(1)).sum() - exact) < 4 * error < 0.4
+            assert error < 0.1
+            assert (weights * groups.mean(1)).sum() == pytest.approx(exact, rel=0, abs=4 * error + 1e-9), "an error of 0 leaves rounding"
 
 
 def outcome_of(generation: Generation) -> tuple[tuple[int, ...], int, int]:
