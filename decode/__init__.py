@@ -14,7 +14,7 @@ from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.parallel.pearl import PearlDecoder
 from decode.trees.decoder import TreeDecoder
 from decode.trees.drafter import TreeDrafter
-from decode.trees.shapes import Cape, Dynamic
+from decode.trees.shapes import Cape, Dynamic, Static
 
 if TYPE_CHECKING:
     from decode.traces.coupling import Recorder
@@ -39,6 +39,7 @@ __all__ = [
     "Session",
     "SpeculativeDecoder",
     "SpeculativeOutput",
+    "Static",
     "Trace",
     "TreeDecoder",
     "TreeDrafter",

@@ -31,7 +31,7 @@ def generate(
     *,
     prompt: str,
     policy: str = "fixed_length",
-    tree: Literal["eagle2", "cape"] | None = None,
+    tree: Literal["eagle1", "eagle2", "cape"] | None = None,
     max_new_tokens: int | None = None,
     json: bool = False,
     rejected: bool = True,
@@ -44,7 +44,7 @@ def generate(
         prompt: what the user says.
         policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
             entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
-        tree: draft trees, EAGLE-2's or CaPE's; lengths of policies are then numbers of levels. null: chains.
+        tree: draft trees, those of EAGLE-1, EAGLE-2 or CaPE; lengths of policies are then numbers of levels. null: chains.
         max_new_tokens: null: decode.max_new_tokens.
         json: one JSON document with every round in place of the coloured text.
         rejected: show rejected drafts too.

@@ -21,7 +21,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, read_spec
 from decode.trees.drafter import TreeDrafter
 from decode.trees.models import TreeModels, tree_models_of
-from decode.trees.shapes import Dynamic, Shape
+from decode.trees.shapes import Dynamic, Shape, Static
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 """Fixed lengths, unless decode.grid has fixed_length.k."""
@@ -40,6 +40,9 @@ class Kind(NamedTuple):
     """The length that its paper fixes."""
     read_every: tuple[int, ...] = (1,)
     """Levels after which a stop may be heeded."""
+
+
+EAGLE_1 = Kind("EAGLE-1", Static(), published=5)
 
 
 def eagle_2(width: int, num_nodes: int) -> Kind:
@@ -115,7 +118,9 @@ def contest_of(kind: Kind, stops: Sequence[Stop], models: Models, *, lengths: Se
     """
     unit = "k={}" if kind.shape is None else "levels={}"
     published = [kind.published] if kind.published else []
-    fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in sorted({*lengths, *published})}
+    most = (kind.shape and kind.shape.num_levels) or max(lengths, default=0)
+    lengths = sorted({*(k for k in lengths if k <= most), *published})
+    fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in lengths}
 
     def settings(stop: Stop) -> Iterator[Setting]:
         for (label, policy), every in product(stop.settings.items(), kind.read_every):

@@ -5,8 +5,8 @@
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
 
-EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-2's tree and as a chain, each also at the
-fixed length that is fastest on dev, and under stops (`decode.papers.drafts`). The paper quotes EAGLE-1, whose tree has one shape.
+EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-1's tree, which the paper quotes, as
+EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, and under stops (`decode.papers.drafts`).
 
 PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
 and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
@@ -25,7 +25,7 @@ from decode.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
 from decode.hierarchies.times import Times, redundancy, target_utilisation
 from decode.hierarchies.trio import Trio
 from decode.papers.choice import Finalists, finalists_of, merged
-from decode.papers.drafts import ALONE, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
+from decode.papers.drafts import ALONE, EAGLE_1, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
 from decode.papers.gains import by_key, lines_of, shown_speed_up, verdict
 from decode.papers.sheet import Sheet
 from decode.parallel.pearl import PearlDecoder
@@ -58,7 +58,7 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
     trio = Trio(lambda: experiment.pair)
     names = [ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
-    finalists = eagle_finalists(experiment, trio, eagle, specs, (eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
+    finalists = eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
     arms = [*contenders, *(one for each in finalists for one in each.contenders)]
     runs: dict[str, Runs] = {}
     played: list[list[Run]] = []

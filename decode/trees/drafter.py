@@ -114,11 +114,12 @@ class TreeDrafter:
         self._steps: dict[int, _Step] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
         self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
-        num_levels = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
+        most = max_tokens if self.shape.num_levels is None else min(max_tokens, self.shape.num_levels)
+        num_levels = int(min(self.policy.limit(self.state), most, self.model.max_length - len(committed) + 1))
         fed: Tree | None = Tree()
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()
-            self.proposal.stop_reason = "limit" if fed is not None else "eos"
+            self.proposal.stop_reason = "limit" if self._growth.open else "eos"
         self._choose()
         return self.proposal
 

@@ -10,7 +10,7 @@ from math import inf
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.trees.shapes import Shape
+from decode.trees.shapes import Place, Shape
 from lm.trees.tree import ROOT, Tree
 
 
@@ -27,6 +27,7 @@ class Growth:
         self.parents: list[int] = []
         self.scores: list[float] = []
         """Sum of log q along the path of each."""
+        self.places: list[Place] = []
         self.depth = 0
         self.level: list[int] = []
         """The candidates of the deepest level."""
@@ -40,16 +41,18 @@ class Growth:
         Raises:
             ValueError: they are not finite.
         """
-        nums = [self._shape.num_children(prob) for prob in log_q.amax(-1).exp().tolist()]
+        places = [() if node == ROOT else self.places[node] for node in self.expanded]
+        nums = [self._shape.num_children(*each) for each in zip(places, log_q.amax(-1).exp().tolist(), strict=True)]
         values, ids = (each.tolist() for each in log_q.topk(min(max(nums), log_q.shape[-1])))
         start = len(self.tokens)
-        for place, node in enumerate(self.expanded):
+        for row, node in enumerate(self.expanded):
             before = 0.0 if node == ROOT else self.scores[node]
-            for value, token in list(zip(values[place], ids[place], strict=True))[: nums[place]]:
+            for rank, (value, token) in enumerate(list(zip(values[row], ids[row], strict=True))[: nums[row]]):
                 if value > -inf:
                     self.tokens.append(token)
                     self.parents.append(node)
                     self.scores.append(before + min(value, 0.0))
+                    self.places.append((*places[row], rank))
         if start == len(self.tokens):
             raise ValueError("a distribution to choose candidates from is not finite; load the model in float32 or check its weights")
         self.level = list(range(start, len(self.tokens)))
@@ -57,16 +60,21 @@ class Growth:
 
     def drop_level(self) -> None:
         """As if the last level had not been added."""
-        for column in (self.tokens, self.parents, self.scores):
+        for column in (self.tokens, self.parents, self.scores, self.places):
             del column[len(column) - len(self.level) :]
         self.level, self.depth = [], self.depth - 1
 
     def expand(self) -> Tree | None:
         """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is nothing to expand."""
-        open_ = [node for node in self.level if self.tokens[node] not in self._eos_ids]
+        open_ = [node for node in self.open if self._shape.num_children(self.places[node], 0.0)]
         self.expanded = sorted(self._best(open_, self._shape.num_expanded))
         self._fed += self.expanded
         return self._tree_of(self._fed) if self.expanded else None
+
+    @property
+    def open(self) -> list[int]:
+        """Candidates of the deepest level that the text may go on behind."""
+        return [node for node in self.level if self.tokens[node] not in self._eos_ids]
 
     def path(self, node: int) -> list[int]:
         """Candidates from the first level to this one."""

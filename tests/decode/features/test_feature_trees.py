@@ -8,13 +8,13 @@ from toy_loop import SAMPLINGS
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from decode.trees.decoder import TreeDecoder
 from decode.trees.drafter import TreeDrafter
-from decode.trees.shapes import Cape, Dynamic
+from decode.trees.shapes import Cape, Dynamic, Static
 from lm import Sampling
 from lm.features.trees import TappedTreeModel, feature_tree_model
 from tests.decode.features.test_chains import PROMPT, greedy, target_law
 from tests.lm.features.random_drafts import draft, target
 
-SHAPES = {"eagle": Dynamic(3, 8), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "glide": Cape(((0.5, 3), (1.0, 2)))}
+SHAPES = {"eagle": Static(), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "glide": Cape(((0.5, 3), (1.0, 2)))}
 
 
 def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> TreeDecoder:
