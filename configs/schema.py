@@ -163,8 +163,8 @@ class HeadsConfig:
     """Residual blocks; 0 is a linear head."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     accept_weight: float = 1.0
-    timings: tuple[Literal["fed", "drawn", "prefix"], ...] = ("fed",)
-    """fed: scored after a draft forward (the paper's); drawn: scored the moment the token is drawn; prefix: before that."""
+    timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("fed",)
+    """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate: drawn, for trees."""
     scalars: tuple[bool | tuple[str, ...], ...] = (False,)
     """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by name: [entropy]."""
     embeddings: tuple[bool, ...] = (False,)

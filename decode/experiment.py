@@ -159,13 +159,20 @@ class Experiment:
 
     @cached_property
     def heads(self) -> dict[str, AcceptanceHead]:
-        """The same, loaded and checked.
+        """The same, loaded and checked: those for chains.
 
         Raises:
             FileNotFoundError: a head that is not there.
-            ValueError: a head that does not fit this run.
+            ValueError: a head that does not fit this run; candidate heads alone.
         """
-        return {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
+        every = {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
+        chosen = {name: head for name, head in every.items() if head.timing != "candidate"}
+        if every and not chosen:
+            raise ValueError(
+                f"{', '.join(every)} are candidate heads, which stop trees: give them to `decode tables --paper svip-trees` (--stops) or "
+                "`decode generate` (--tree), or train heads of another timing"
+            )
+        return chosen
 
     def load_head(self, path: str, *, name: str | None = None, drafting: Level = "draft", verifying: Level = "target") -> AcceptanceHead:
         """A head, checked against the two models that it is to stand between; `name` is what messages call it."""

@@ -20,7 +20,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """fed, drawn or prefix, +s with scalars, +e with the token's embedding."""
+        """fed, drawn, prefix or candidate, +s with scalars, +e with the token's embedding."""
         return self.timing + self.inputs.label
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
 """Features on disk: one safetensors shard per timing, the hidden states beside everything that a head trains on.
 
     hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which produced q_i
-    acceptance_prob, log_q, every field of `Scalars`, acceptance_rate [token] float32, token [token] int32        all of Y_i, both timings
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate [token] float32, token [token] int32
+                                 all of Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
@@ -38,7 +39,7 @@ def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Te
         mixes: rows per response.
     """
     order = layout.order(mixes)
-    tensors = {name: columns[name].float()[order] for name in _FLOATS if name in columns}
+    tensors = {name: values[order] for name, values in _floats(columns).items()}
     tensors |= {
         "hidden": hidden.contiguous(),
         "token": columns["draft_ids"].to(torch.int32)[order],
@@ -51,7 +52,7 @@ def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Te
 def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:
     """The safetensors file of one shard of a feature draft's drafts."""
     lengths = [length for row in drafts.lengths for length in row]
-    tensors = {name: drafts.columns[name].float() for name in _FLOATS}
+    tensors = _floats(drafts.columns)
     tensors |= {
         "hidden": drafts.hidden[timing],
         "token": drafts.columns["draft_ids"].to(torch.int32),
@@ -60,6 +61,12 @@ def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:
         "draft_lengths": torch.tensor(lengths, dtype=torch.int64),
     }
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def _floats(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are there."""
+    target_prob = columns["log_p"].float().exp().clamp(max=1)
+    return {name: columns[name].float() for name in _FLOATS if name in columns} | {"target_prob": target_prob}
 
 
 def read_features(path: str | Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 fed-time head       the forward that yields q_i scores y_{i-1}: at y_i the product covers j < i, and the first token has no score yet
 drawn-time head     scores y_i when it is drawn: the product covers j <= i
 prefix head         scores y_i before it is drawn, whichever it will be: the product covers j <= i, and is known before the draw
+candidate head      as a drawn-time head, of the candidates of a tree
 both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest: its score
                     takes part in this token's decision and is then dropped in favour of the fed-time head's
 """
@@ -18,6 +19,14 @@ from decode.policies.learning import LEARNER, NOTHING, Inputs, cut, lesson_of, l
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
+
+
+_MOMENTS = {"candidate": "drawn"}
+
+
+def moment_of(head: Any) -> str:
+    """When a head is asked: fed, drawn or prefix, as its timing says; a candidate head when a drawn-time one is."""
+    return _MOMENTS.get(head.timing, head.timing)
 
 
 class _Calibration(NamedTuple):
@@ -44,19 +53,19 @@ class Scores:
     def __post_init__(self) -> None:
         if self.also is None:
             return
-        if "prefix" in (self.head.timing, self.also.timing):
-            raise ValueError("a prefix head goes alone; `also` is for a fed-time and a drawn-time head together")
+        if alone := {"prefix", "candidate"} & {self.head.timing, self.also.timing}:
+            raise ValueError(f"a {alone.pop()} head goes alone; `also` is for a fed-time and a drawn-time head together")
         if self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
 
     def of_timing(self, timing: str) -> AcceptanceHead | None:
-        """The head of that timing."""
-        return next((head for head in (self.head, self.also) if head is not None and head.timing == timing), None)
+        """The head of that timing, or what is asked at that moment in its place."""
+        return next((head for head in (self.head, self.also) if head is not None and moment_of(head) == timing), None)
 
     @property
     def signals(self) -> frozenset[str]:
         """What the loop has to compute for these heads."""
-        return frozenset(f"{head.timing}_logit" for head in (self.head, self.also) if head is not None)
+        return frozenset(f"{moment_of(head)}_logit" for head in (self.head, self.also) if head is not None)
 
     @property
     def stop_kind(self) -> str:
@@ -133,7 +142,7 @@ class ScoringPolicy(Policy):
         """
         if self.is_learning and not self.can_learn:
             kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
-            raise ValueError(f"is_learning is for one drawn-time or prefix head, and this is a {kind}; leave it out")
+            raise ValueError(f"is_learning is for one drawn-time, prefix or candidate head, and this is a {kind}; leave it out")
         return Scores(self.head, self.also, self.is_calibrated)
 
     @property

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.bounds import Oracle
+from decode.policies.scores import moment_of
 from decode.traces.trace import Array, Trace
 
 
@@ -29,7 +30,7 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
         """Of the trace, with the signals that the policy asks for."""
-        heads = {f"{head.timing}_logit": head for head in policy.heads}
+        heads = {f"{moment_of(head)}_logit": head for head in policy.heads}
         signals = {}
         for name in policy.signals & frozenset(AfterDraw._fields):
             values = trace.logit(heads[name]) if name in heads else trace.signal(name)

@@ -26,10 +26,14 @@ from data_gen.store.shards import read_sidecar, verify
 
 RATE = "acceptance_rate"
 """What prefix heads are trained on, where other heads are trained on acceptance_prob."""
-FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn"}
-"""Timing of a head -> the feature set that it reads: a prefix head, the states that the tokens were drawn from."""
+TARGET_PROB = "target_prob"
+"""What candidate heads are trained on."""
+LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, "candidate": TARGET_PROB}
+"""Timing of a head -> what it predicts."""
+FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
+"""Timing of a head -> the feature set that it reads: a prefix or candidate head, the states that the tokens were drawn from."""
 _COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
-_PROBABILITIES = ("acceptance_prob", RATE)
+_PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
 NO_RATE = (
     "has no acceptance_rate, which prefix heads are trained on: data made with data.mode sequential, or imported, lacks it; make the data "
     "with data.mode together, or leave prefix out of heads.timings"
@@ -56,8 +60,8 @@ Batch = dict[str, Features]
 
 def of_timing(batch: Batch, timing: str) -> Features:
     """What heads of this timing read, with the label that they are trained on and measured by as acceptance_prob."""
-    features = batch[FEATURE_SETS[timing]]
-    return features._replace(acceptance_prob=features.scalars[RATE]) if timing == "prefix" else features
+    features, label = batch[FEATURE_SETS[timing]], LABELS[timing]
+    return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
 
 
 def has_tokens(batch: Batch) -> bool:

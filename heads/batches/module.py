@@ -13,7 +13,7 @@ from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from data_gen.store.shards import list_shards
-from heads.batches.features import FEATURE_SETS, RATE, Features, FeatureShard, join
+from heads.batches.features import FEATURE_SETS, LABELS, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item, Share
 from heads.batches.sets import sets_of
@@ -26,7 +26,7 @@ class FeatureData(pl.LightningDataModule):
     Attributes:
         timings: the feature sets that the sweep reads.
         scalars: the scalars that it reads.
-        columns: those, and the label of prefix heads if there are any.
+        columns: those, and the labels of prefix and of candidate heads if there are any.
         hidden_size: width of the draft's hidden states.
     """
 
@@ -44,7 +44,7 @@ class FeatureData(pl.LightningDataModule):
         self.data, self.heads, shapes = data, heads, grid(heads)
         timings = dict.fromkeys(shape.timing for shape in shapes)
         self.timings, self.scalars = tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings)), scalar_names(shapes)
-        self.columns = (*self.scalars, RATE) if "prefix" in timings else self.scalars
+        self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
 from data_gen.store.shards import list_shards, verify
-from heads.batches.features import NO_RATE, RATE, Batch, Features, FeatureShard, join
+from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
 
-_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", RATE, "from_target")
+_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "log_p", RATE, "from_target")
 _CHUNK_MB = 64
 """Bound of one float32 [tokens, vocabulary] chunk."""
 
@@ -34,6 +34,7 @@ class Row(NamedTuple):
     response_ids: list[int]
     draft_ids: list[int]
     acceptance_prob: list[float]
+    log_p: list[float]
     acceptance_rate: list[float] | None
     """Unknown to a sequential run."""
     from_target: list[list[bool]]
@@ -120,7 +121,7 @@ class DraftFeatures:
         """No row."""
         empty = torch.empty(0, device=device)
         hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
-        return Features(hidden, dict.fromkeys((*Scalars._fields, RATE), empty), empty, empty.long(), empty.long())
+        return Features(hidden, dict.fromkeys((*Scalars._fields, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
         """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen` stores them by."""
@@ -154,6 +155,7 @@ def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], d
     drafted = torch.tensor([not coin for coin in coins])
     there = drafted.to(hidden.device)
     columns = dict(zip(Scalars._fields, scalars[there].to(device).unbind(-1), strict=True))
+    columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
     if row.acceptance_rate is not None:
         columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)
     return Features(

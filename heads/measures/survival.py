@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.measures.histogram import Histogram, observe
 
-LAGS = {"fed": 1, "drawn": 0, "prefix": -1}
+LAGS = {"fed": 1, "drawn": 0, "prefix": -1, "candidate": 0}
 """Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the newest token yet (law
 4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
 

@@ -11,8 +11,10 @@ _WHEN = {
     "fed": "once the token has been fed to the draft",
     "drawn": "once the token is drawn",
     "prefix": "before a token is drawn and whichever it will be",
+    "candidate": "once the token is chosen for a tree",
 }
 """By timing."""
+_TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
@@ -71,7 +73,7 @@ def _measured(config: dict[str, Any]) -> str:
     if not numbers:
         return ""
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in numbers.items())
-    truth = "acceptance_rate" if config["timing"] == "prefix" else "the true acceptance probability"
+    truth = _TRUTHS.get(config["timing"], "the true acceptance probability")
     return (
         "## Measured on the dev split\n\n| metric | value |\n|---|---|\n"
         f"{rows}\n\ntrain_raw_kl: on as many training responses. "

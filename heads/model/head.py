@@ -8,7 +8,8 @@ The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift 
 Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and blocks that are
 not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed, the paper's) or drawn (the state that
 produced the distribution the token was drawn from; law 4.8b). A prefix head reads the same state as a drawn-time one before there is a
-token, so what it predicts is the mean over what may be drawn, acceptance_rate (law 4.8c).
+token, so what it predicts is the mean over what may be drawn, acceptance_rate (law 4.8c). A candidate head reads what a drawn-time one
+reads, of a token that a tree of drafts offers: such a one is accepted with the target's own probability p(y).
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from heads.model.hub import local_directory
 from heads.model.inputs import OF_DISTRIBUTION, Inputs
 from heads.model.provenance import Provenance
 
-Timing = Literal["fed", "drawn", "prefix"]
+Timing = Literal["fed", "drawn", "prefix", "candidate"]
 _MOST_BLOCKS = 1000
 _OF_THE_HUB = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 
@@ -58,7 +59,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Args:
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
-            timing: fed, drawn or prefix.
+            timing: fed, drawn, prefix or candidate.
             scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`), in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
             is_normalised: bring hidden state and embedding to mean 0 and variance 1 first (not in the paper).

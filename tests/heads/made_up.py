@@ -36,6 +36,7 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
         tensors = {
             "hidden": hidden.bfloat16(),
             "acceptance_prob": prob,
+            "target_prob": prob * log_token_prob.exp(),
             "acceptance_rate": (hidden @ direction).sigmoid(),  # what a head that knows no token can say
             "log_q": log_token_prob.clone(),
             "log_token_prob": log_token_prob,

@@ -41,6 +41,7 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
             "draft_ids": int(token),
             "acceptance_prob": min(1.0, float(p[0, token] / q[0, token])),
             "log_q": float(q[0, token].log()),
+            "log_p": float(p[0, token].log()),
             "entropy": float(entropy(logits)),
             "acceptance_rate": float(acceptance_rate(q, p)),
         }
@@ -81,7 +82,9 @@ def test_drafts_that_are_made_one_by_one_are_the_same(monkeypatch):
 
 def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp_path):
     drafts, path = labelled("eagle"), tmp_path / "train-00000.safetensors"
-    write_shard(path, drafts_to_safetensors(drafts, "drawn"), rows=len(EXCHANGES), tokens=len(drafts.columns["draft_ids"]))
+    written = drafts_to_safetensors(drafts, "drawn")
+    assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
+    write_shard(path, written, rows=len(EXCHANGES), tokens=len(drafts.columns["draft_ids"]))
     for first, last in ((0, 2), (1, 2)):
         rows = FeatureShard(path, ("entropy",)).read(first, last)
         assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]

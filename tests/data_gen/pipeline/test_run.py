@@ -98,6 +98,8 @@ def test_each_mixing_is_a_row_of_the_fed_features(toy_config, with_data):
     assert len({tuple(mix) for mix in rows[0]["from_target"]}) > 1
     probs = [prob for row in rows for _ in range(3) for prob in row["acceptance_prob"]]
     assert fed["acceptance_prob"].tolist() == pytest.approx(probs, rel=2**-11)
+    log_p = [value for row in rows for _ in range(3) for value in row["log_p"]]
+    assert fed["target_prob"].log().tolist() == pytest.approx(log_p, rel=2**-10, abs=1e-4)
 
 
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config, with_data):

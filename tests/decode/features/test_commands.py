@@ -96,18 +96,8 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
         path.unlink()
     run({"make": make}, default="make", argv=flags)
     assert {path: path.read_bytes() for path in written} == written
-    sweep = [
-        "--heads.depths",
-        "[0]",
-        "--heads.reject_weights",
-        "[1]",
-        "--heads.timings",
-        "[fed, drawn]",
-        "--heads.embeddings",
-        "[true]",
-        "--heads.specdec",
-        "false",
-    ]
+    sweep = [*("--heads.depths", "[0]"), *("--heads.reject_weights", "[1]"), *("--heads.timings", "[fed, drawn, candidate]")]
+    sweep += [*("--heads.embeddings", "[true]"), *("--heads.specdec", "false")]
     run(
         {"train": train},
         default="train",
@@ -118,10 +108,16 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
     exported = sorted((tmp_path / "run" / "exported").iterdir())
     heads = [json.loads((path / "config.json").read_text()) for path in exported]
     assert [(head["timing"], head["draft"]["name"], head["mixing_ratio"]) for head in heads] == [
+        ("candidate", "eagle", None),
         ("drawn", "eagle", None),
         ("fed", "eagle", None),
     ]
     capsys.readouterr()
-    policy = f"head:{exported[0]},max_rejection_prob=0.4"
-    run(COMMANDS, argv=["generate", *flags, "--prompt", TEXT, "--max_new_tokens", "16", "--policy", policy, "--json", "true"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["counts"]["num_drafted"] > 0
+    for path, tree in ((exported[1], "null"), (exported[0], "eagle1")):
+        policy = f"head:{path},max_rejection_prob=0.4"
+        asked = ["--prompt", TEXT, "--max_new_tokens", "16", "--policy", policy, "--json", "true", "--tree", tree]
+        run(COMMANDS, argv=["generate", *flags, *asked])
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["counts"]["num_drafted"] > 0
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["tune", *flags, "--decode.heads", f"[{exported[0]}]"])
+    assert "candidate heads, which stop trees" in capsys.readouterr().err

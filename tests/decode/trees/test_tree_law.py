@@ -4,12 +4,12 @@ import pytest
 import torch
 from enumeration import assert_same_law, law_of
 from random_pairs import CONFIGS, random_pair
-from toy_loop import POLICIES, PROMPT, SAMPLINGS
+from toy_loop import POLICIES, PROMPT, SAMPLINGS, toy_head
 from toy_trees import tree_decoder_of
 
 import lm.trees.verification
 from decode import Counts, ModelDrafter, SpeculativeDecoder
-from decode.policies import AdaEDL, Entropy, FixedLength, Policy
+from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from decode.trees.decoder import TreeDecoder, TreeRound
 from decode.trees.drafter import TreeDrafter
 from decode.trees.growth import Growth
@@ -46,10 +46,26 @@ def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_i
     assert_same_law(tree_law(decoder, 3), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+CANDIDATE = toy_head("candidate", seed=2)
+RULES = POLICIES | {"candidate_head": HeadPolicy(CANDIDATE, 0.5), "learning_candidate_head": HeadPolicy(CANDIDATE, 0.5, is_learning=True)}
+
+
+@pytest.mark.parametrize("policy", RULES)
 def test_every_policy_keeps_the_target_law_on_trees(policy):
     for name in ("cold", "top_k", "greedy"):
-        assert_target_law(POLICIES[policy], SHAPES["dynamic"], SAMPLINGS[name])
+        assert_target_law(RULES[policy], SHAPES["dynamic"], SAMPLINGS[name])
+
+
+def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
+    drawn = toy_head("drawn", seed=2)
+    drawn.load_state_dict(CANDIDATE.state_dict())
+    found = [
+        tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4)).generate(PROMPT, 20, generator=torch.Generator().manual_seed(0)).rounds
+        for head in (CANDIDATE, drawn)
+    ]
+    assert [played.drafted for played in found[0]] == [played.drafted for played in found[1]]
+    with pytest.raises(ValueError, match="a candidate head goes alone"):
+        assert HeadPolicy(CANDIDATE, 0.5, also=toy_head("fed", seed=2)).scores
 
 
 @pytest.mark.parametrize("shape", SHAPES)

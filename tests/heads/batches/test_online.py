@@ -31,7 +31,8 @@ def rows() -> list[Row]:
     for length in (5, 9):
         probs = torch.rand(length, generator=generator).tolist()
         coins = [(torch.rand(length, generator=generator) < 0.3).tolist() for _ in range(2)]
-        made.append(Row(ids(4), ids(length), ids(length), probs, torch.rand(length, generator=generator).tolist(), coins))
+        log_p, rates = (-torch.rand(length, generator=generator)).tolist(), torch.rand(length, generator=generator).tolist()
+        made.append(Row(ids(4), ids(length), ids(length), probs, log_p, rates, coins))
     return made
 
 
@@ -59,6 +60,7 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
     )
     assert torch.equal(drawn.token[:5], torch.tensor(row.draft_ids))
     assert of_timing({"drawn": drawn}, "prefix").acceptance_prob[:5].tolist() == pytest.approx(row.acceptance_rate)
+    assert of_timing({"drawn": drawn}, "candidate").acceptance_prob[:5].log().tolist() == pytest.approx(row.log_p)
 
 
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):

@@ -72,6 +72,12 @@ def test_a_prefix_head_comes_back_from_disk_as_it_went(tmp_path: Path):
     assert "before a token is drawn and whichever it will be" in (tmp_path / "README.md").read_text()
 
 
+def test_a_candidate_head_says_what_it_predicts(tmp_path: Path):
+    filled(timing="candidate", scalars=True).save_pretrained(tmp_path)
+    assert AcceptanceHead.from_pretrained(tmp_path).timing == "candidate"
+    assert "once the token is chosen for a tree" in (tmp_path / "README.md").read_text()
+
+
 def test_inputs_are_given_exactly_if_the_head_takes_them():
     with pytest.raises(ValueError, match="needs scalars"):
         filled(scalars=True)(torch.randn(6))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +13,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from made_up import ROOT, command, environment, make_config
+from safetensors.torch import load_file, save
 
+from data_gen.store.shards import write_shard
 from heads.command import load_sweep
 from heads.training.run import build
 from heads.training.trainer import trainer_arguments
@@ -137,6 +140,27 @@ def test_a_prefix_head_learns_the_acceptance_rate_beside_a_drawn_time_one(data_d
     assert results["prefix-d0-w1"]["raw_kl"] < 0.003
     assert results["prefix-d0-w6"]["calibrated_kl"] < 0.003 < 0.1 < results["prefix-d0-w6"]["raw_kl"]
     assert results["drawn-d0-w1"]["calibrated_kl"] > 0.02, "log q(y) decides its label too"
+
+
+def test_a_candidate_head_learns_the_target_s_probability_of_the_token(data_dir: Path, tmp_path: Path):
+    """Of one set of features with a drawn-time head, whose label is another one: each is close to its own."""
+    settings = {"timings": ("drawn", "candidate"), "scalars": (True,), "depths": (0, 1), "reject_weights": (1.0,), "learning_rate": 0.03}
+    config = make_config(data_dir, tmp_path / "run", **settings, trainer={"max_epochs": 40})
+    results = train(config)["dev"]
+    assert results["labels"]["candidate"]["mean_acceptance_prob"] < 0.7 * results["labels"]["drawn"]["mean_acceptance_prob"]
+    assert results["heads"]["candidate+s-d1-w1"]["raw_kl"] < 0.01
+    assert results["heads"]["drawn+s-d1-w1"]["raw_kl"] < 0.01
+
+
+def test_features_of_an_earlier_version_have_no_label_for_candidate_heads(data_dir: Path, tmp_path: Path):
+    shutil.copytree(data_dir, tmp_path / "data")
+    for path in (tmp_path / "data").rglob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("target_prob")
+        write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
+    train(make_config(tmp_path / "data", tmp_path / "drawn", timings=("drawn",), depths=(0,), trainer={"max_epochs": 1}))
+    with pytest.raises(ValueError, match="no tensor 'target_prob'; make the features again"):
+        train(make_config(tmp_path / "data", tmp_path / "candidate", timings=("candidate",), depths=(0,)))
 
 
 def test_best_weights_of_each_head_are_those_of_its_best_validation(data_dir: Path, tmp_path: Path):
