@@ -30,8 +30,8 @@ from lm.features.released import layout_of, width_of
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
-_SAFETENSORS_BYTES_PER_TOKEN = 25
-"""Bytes of one feature position without its hidden state: five float32, one int32, one bool."""
+_SAFETENSORS_BYTES_PER_TOKEN = 29
+"""Bytes of one feature position without its hidden state: six float32, one int32, one bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
