@@ -133,7 +133,8 @@ class FeatureShard:
         if RATE in missing:
             raise ValueError(f"{self.path} {NO_RATE}")
         if missing:
-            raise ValueError(f"{self.path} has no tensor {missing[0]!r}; make the features again with `python -m data_gen`")
+            folder = self.path.parents[1]
+            raise ValueError(f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `python -m data_gen` again")
         return file
 
     def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:

@@ -159,7 +159,7 @@ def test_features_of_an_earlier_version_have_no_label_for_candidate_heads(data_d
         tensors.pop("target_prob")
         write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
     train(make_config(tmp_path / "data", tmp_path / "drawn", timings=("drawn",), depths=(0,), trainer={"max_epochs": 1}))
-    with pytest.raises(ValueError, match="no tensor 'target_prob'; make the features again"):
+    with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `python -m data_gen` again"):
         train(make_config(tmp_path / "data", tmp_path / "candidate", timings=("candidate",), depths=(0,)))
 
 
