@@ -6,8 +6,8 @@ one from its beginning, so that no score of one path counts for another. `after`
 drops the level, its forward paid; `limit` is a number of levels. `read_every` = 2 heeds a stop after every second level only, as SVIP's
 paper has it on EAGLE-2. The paper does not say whose entropy it reads in a tree; the best path's is read here.
 
-The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with p(x), for which candidate
-heads are trained; of fed-time and drawn-time heads, trained for the min(1, p / q) of a chain, a survival is here an estimate from above.
+The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with p(x), for which
+candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), estimate a survival from above here.
 """
 
 from dataclasses import dataclass, field
