@@ -1,4 +1,4 @@
-"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, responses, stats, tiny."""
+"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, responses, stats."""
 
 import gc
 
@@ -12,11 +12,10 @@ def main(argv: list[str] | None = None) -> None:
     from data_gen.pipeline.plan import plan
     from data_gen.pipeline.reuse import responses
     from data_gen.stats.command import stats
-    from data_gen.tiny.command import tiny
 
     gc.freeze()
     gc.enable()
-    run({"make": make, "plan": plan, "import": import_, "responses": responses, "stats": stats, "tiny": tiny}, default="make", argv=argv)
+    run({"make": make, "plan": plan, "import": import_, "responses": responses, "stats": stats}, default="make", argv=argv)
 
 
 if __name__ == "__main__":

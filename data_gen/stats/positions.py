@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import read_schema
 
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import verify
+from store.shards import verify
 
 Array = NDArray[np.float64]
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig, PairConfig
 from data_gen.prompts.splits import Split
 from data_gen.store.identity import ADDED, describe_model, file_sha256
-from data_gen.store.json_files import read_json
-from data_gen.store.shards import write_atomic
 from lm.features.released import layout_of
+from store.json_files import read_json
+from store.shards import write_atomic
 
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")

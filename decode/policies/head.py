@@ -25,7 +25,7 @@ class HeadPolicy(ScoringPolicy):
     Attributes:
         head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and the other way round.
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto": this
-            policy does what the rule of law 4.11 says, with what `python -m decode tune` wrote into the head's config.
+            policy does what the rule of law 4.11 says, with what `python -m evaluation tune` wrote into the head's config.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
         min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's bounds are 2 and 20:
             a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
@@ -53,7 +53,7 @@ class HeadPolicy(ScoringPolicy):
         """What answers in this policy's place where `max_rejection_prob` is "auto".
 
         Raises:
-            ValueError: `decode tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
+            ValueError: `evaluation tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
         """
         if not isinstance(self.max_rejection_prob, str):
             return None

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_gen.store.shards import read_sidecar, verify
+from store.shards import read_sidecar, verify
 
 RATE = "acceptance_rate"
 """What prefix heads are trained on, where other heads are trained on acceptance_prob."""

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from enumeration import ToyModel, law_of
-from observed import observed
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import (
@@ -23,6 +21,8 @@ from decode.policies import (
 from decode.policies.registry import POLICIES as REGISTERED
 from heads import AcceptanceHead
 from lm import Draws, Sampling
+from tests.decode.enumeration import ToyModel, law_of
+from tests.decode.observed import observed
 
 PROMPT = [0, 1]
 SAMPLINGS = {

@@ -4,7 +4,8 @@ import ast
 from collections import Counter
 
 import pytest
-from modules import FLOORS, ROOT, Module, imported, modules
+
+from tests.layout.modules import FLOORS, ROOT, Module, imported, modules
 
 MODULES = modules()
 FILES = {name: module for name, module in MODULES.items() if not module.is_package}

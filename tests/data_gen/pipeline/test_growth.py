@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_disk import assert_same_rows, files_of, rows_of
 
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline.command import make
 from data_gen.store.manifest import settle
-from data_gen.store.shards import list_shards, read_sidecar, rows_path
+from store.shards import list_shards, read_sidecar, rows_path
+from tests.data_gen.on_disk import assert_same_rows, files_of, rows_of
 
 CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 

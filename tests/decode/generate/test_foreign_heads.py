@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from random_pairs import random_pair
 
 from decode import speculative_generate
 from decode.policies import HeadPolicy
 from heads import AcceptanceHead, Provenance
+from tests.decode.random_pairs import random_pair
 
 TRAINED = {"temperature": 1.0, "top_k": None, "top_p": None}
 

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import ToyModel, assert_same_law, law_of
-from random_pairs import CONFIGS, random_pair
-from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import decode.loop.decoder
@@ -18,6 +15,9 @@ from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from lm import RandomDraws, Sampling
 from lm.models import seats
 from lm.models.seats import Ask, Seats
+from tests.decode.enumeration import ToyModel, assert_same_law, law_of
+from tests.decode.random_pairs import CONFIGS, random_pair
+from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 
 OTHER = [1, 0, 2, 1]
 RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
