@@ -1,4 +1,4 @@
-"""Plots of an evaluation, as SVG for the page and as files (design section 2; SpecDec++ Figure 4)."""
+"""Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
 from collections.abc import Mapping, Sequence
 

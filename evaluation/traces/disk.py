@@ -1,4 +1,4 @@
-"""A trace on disk: shards of prompts, each a Parquet file of rows and a safetensors file of signals, under one manifest (design section 6).
+"""A trace on disk: shards of prompts, each a Parquet file of rows and a safetensors file of signals, under one manifest.
 
     DIR/manifest.json, DIR/errors.jsonl
     DIR/{dataset}/rows/{split}-{index:05d}.parquet              id, category, prompt, prompt_ids, response_ids, limit

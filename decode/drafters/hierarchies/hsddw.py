@@ -11,7 +11,7 @@ the target). Both start at 0, and no level proposes more than `window` tokens (K
 The first two are rows of the paper's Table 2 (the diagrams of its Figure 5), the third is its Algorithm 2.
 
 Where the printed algorithms and the authors' program (github.com/valexsyu/HSDDW, commit c8fed41) are wrong or silent, and what is done
-here. The first three points are design 4.12's reading of the printed listings, the others are read in the program:
+here. The first three points are law 4.12's reading of the printed listings, the others are read in the program:
 
 * The window shrinks through a minimum over a set that contains 0, so it would be 0 for good. Here: the first position above tau ends it.
 * n_tot, the tokens handed to the target, leaves out the resampled token. Here every emitted token is proposed and counted.

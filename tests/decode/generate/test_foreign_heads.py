@@ -1,4 +1,4 @@
-"""`speculative_generate` refuses a head that was trained for something else, unless it is told to take it (laws 4.1 and 7)."""
+"""`speculative_generate` refuses a head that was trained for something else, unless it is told to take it (law 4.1)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hierarchies emit exactly the target's law (design 4.12; laws 4.2, 4.3), at two to four levels, whatever stops each level.
+"""Hierarchies emit exactly the target's law (law 4.12; laws 4.2, 4.3), at two to four levels, whatever stops each level.
 
 As in test_losslessness, nothing is sampled: every branch of the loop's draws is walked, in float64, on toys that disagree.
 """

@@ -1,4 +1,4 @@
-"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (design 4.12; laws 4.4, 4.5)."""
+"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws 4.4, 4.5)."""
 
 from dataclasses import dataclass, field
 
