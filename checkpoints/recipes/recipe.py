@@ -26,12 +26,12 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from configs.schema import ModelSource
-from data_gen.stories.stories import stories, story_stream
 from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
 from checkpoints.recipes.figures import NAMES, measure, report
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
 from checkpoints.recipes.training import Batch, batches, distil, encode_story, train
+from configs.schema import ModelSource
+from data_gen.stories.stories import stories, story_stream
 from lm import load_model, load_tokenizer
 
 _FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

@@ -129,7 +129,7 @@ def test_the_head_policy_takes_its_parameters_by_position():
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_auto_is_a_head_policy_that_does_what_the_rule_does(timing):
+def test_a_head_policy_on_auto_is_the_rule(timing):
     head = AcceptanceHead(4, 0, timing, provenance=Provenance(recommended=TUNED))
     rule = Auto.recommended(head)
 
@@ -146,12 +146,14 @@ def test_auto_is_a_head_policy_that_does_what_the_rule_does(timing):
         return [*answers, *state]
 
     policy = HeadPolicy(head, "auto")
-    again = [policy, copy.copy(policy), replace(policy, is_calibrated=True), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
+    again = [policy, copy.copy(policy), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
     for each in [*again, pickle.loads(pickle.dumps(policy))]:
-        assert isinstance(each, HeadPolicy)
+        assert isinstance(each, Auto)
         assert (each.signals, each.has_memory) == (rule.signals, rule.has_memory)
         assert play(each) == play(rule)
-    assert replace(policy, max_rejection_prob=0.5).rule is None
+    fixed = HeadPolicy(head, 0.5)
+    assert copy.copy(fixed) == fixed
+    assert pickle.loads(pickle.dumps(fixed)).max_rejection_prob == 0.5
 
 
 @pytest.mark.parametrize("threshold", ["auto", "automatic"])
