@@ -206,16 +206,16 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
     token = arrays["token"].numpy()
     names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
     return Trace(
-        (row,),
-        recorder.sampling,
-        recorder.max_draft_length,
-        token,
-        np.isin(token, sorted(recorder.eos_ids)),
-        {name: arrays[name].float().numpy() for name in names},
-        arrays["is_rejected"].numpy(),
-        arrays["acceptance_rate"].float().numpy(),
-        arrays["branch_lengths"].numpy(),
-        _inputs_of(recorder.draft, hidden, arrays["token"]),
+        rows=(row,),
+        sampling=recorder.sampling,
+        max_draft_length=recorder.max_draft_length,
+        token=token,
+        is_eos=np.isin(token, sorted(recorder.eos_ids)),
+        signals={name: arrays[name].float().numpy() for name in names},
+        is_rejected=arrays["is_rejected"].numpy(),
+        acceptance_rate=arrays["acceptance_rate"].float().numpy(),
+        branch_lengths=arrays["branch_lengths"].numpy(),
+        inputs=_inputs_of(recorder.draft, hidden, arrays["token"]),
         num_passing=None if recorded.num_passing is None else arrays["num_passing"].numpy(),
     )
 

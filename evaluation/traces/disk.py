@@ -119,18 +119,18 @@ def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) ->
         names = set(file.keys())
         arrays = {name: file.get_tensor(name).numpy() for name in sorted(names.difference(InputTensors._fields))}
     return Trace(
-        tuple(rows),
-        Sampling(**manifest["sampling"]),
-        manifest["max_draft_length"],
-        arrays["token"],
-        np.isin(arrays["token"], manifest["eos_ids"]),
-        {name: arrays[name] for name in _SIGNALS},
-        arrays["is_rejected"],
-        arrays["acceptance_rate"],
-        arrays["branch_lengths"].astype(np.int64),
-        TokenInputs(lambda: _inputs(path)) if "hidden" in names else None,
-        {name.removeprefix("score."): values for name, values in arrays.items() if name.startswith("score.")},
-        arrays["num_passing"].astype(np.int64) if "num_passing" in names else None,
+        rows=tuple(rows),
+        sampling=Sampling(**manifest["sampling"]),
+        max_draft_length=manifest["max_draft_length"],
+        token=arrays["token"],
+        is_eos=np.isin(arrays["token"], manifest["eos_ids"]),
+        signals={name: arrays[name] for name in _SIGNALS},
+        is_rejected=arrays["is_rejected"],
+        acceptance_rate=arrays["acceptance_rate"],
+        branch_lengths=arrays["branch_lengths"].astype(np.int64),
+        inputs=TokenInputs(lambda: _inputs(path)) if "hidden" in names else None,
+        scores={name.removeprefix("score."): values for name, values in arrays.items() if name.startswith("score.")},
+        num_passing=arrays["num_passing"].astype(np.int64) if "num_passing" in names else None,
     )
 
 

@@ -45,7 +45,7 @@ class TraceRow:
     """Told apart by it, prompts of several datasets may have one id."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """Everything that replay needs of some prompts."""
 
@@ -177,18 +177,18 @@ class Trace:
         positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
         inputs = self.inputs and self.inputs.at(torch.from_numpy(positions))
         return Trace(
-            (replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
-            self.sampling,
-            self.max_draft_length,
-            self.token[positions],
-            self.is_eos[positions],
-            {name: values[positions] for name, values in self.signals.items()},
-            self.is_rejected[path],
-            self.acceptance_rate[path],
-            lengths,
-            inputs,
-            {name: values[positions] for name, values in self.scores.items()},
-            None if self.num_passing is None else self.num_passing[path],
+            rows=(replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
+            sampling=self.sampling,
+            max_draft_length=self.max_draft_length,
+            token=self.token[positions],
+            is_eos=self.is_eos[positions],
+            signals={name: values[positions] for name, values in self.signals.items()},
+            is_rejected=self.is_rejected[path],
+            acceptance_rate=self.acceptance_rate[path],
+            branch_lengths=lengths,
+            inputs=inputs,
+            scores={name: values[positions] for name, values in self.scores.items()},
+            num_passing=None if self.num_passing is None else self.num_passing[path],
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
@@ -218,16 +218,18 @@ def join(traces: Sequence[Trace]) -> Trace:
         return np.concatenate([*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))])
 
     return Trace(
-        tuple(row for trace in traces for row in trace.rows),
-        first.sampling,
-        first.max_draft_length,
-        drafts([trace.token for trace in traces]),
-        drafts([trace.is_eos for trace in traces]),
-        {name: drafts([trace.signals[name] for trace in traces]) for name in first.signals},
-        np.concatenate([trace.is_rejected for trace in traces]),
-        np.concatenate([trace.acceptance_rate for trace in traces]),
-        np.concatenate([trace.branch_lengths for trace in traces]),
-        join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
-        {name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
-        None if first.num_passing is None else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),
+        rows=tuple(row for trace in traces for row in trace.rows),
+        sampling=first.sampling,
+        max_draft_length=first.max_draft_length,
+        token=drafts([trace.token for trace in traces]),
+        is_eos=drafts([trace.is_eos for trace in traces]),
+        signals={name: drafts([trace.signals[name] for trace in traces]) for name in first.signals},
+        is_rejected=np.concatenate([trace.is_rejected for trace in traces]),
+        acceptance_rate=np.concatenate([trace.acceptance_rate for trace in traces]),
+        branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
+        inputs=join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
+        scores={name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
+        num_passing=None
+        if first.num_passing is None
+        else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),
     )

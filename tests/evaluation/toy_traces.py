@@ -101,16 +101,16 @@ class Toys:
             "acceptance_prob": acceptance_prob(tokens, q, p),
         }
         return Trace(
-            tuple(rows),
-            self.sampling,
-            self.length,
-            tokens.numpy()[index],
-            np.isin(tokens.numpy()[index], sorted(self.eos_ids)),
-            {name: values.numpy()[index] for name, values in signals.items()},
-            is_rejected,
-            acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
-            np.array(lengths, dtype=np.int64),
-            TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
+            rows=tuple(rows),
+            sampling=self.sampling,
+            max_draft_length=self.length,
+            token=tokens.numpy()[index],
+            is_eos=np.isin(tokens.numpy()[index], sorted(self.eos_ids)),
+            signals={name: values.numpy()[index] for name, values in signals.items()},
+            is_rejected=is_rejected,
+            acceptance_rate=acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
+            branch_lengths=np.array(lengths, dtype=np.int64),
+            inputs=TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )
 
 
