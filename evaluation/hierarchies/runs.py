@@ -22,8 +22,8 @@ from evaluation.hierarchies.contenders import Contender, Setting
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
-from lm import Sampling
-from lm.uniforms import seed_of
+from lm import RandomDraws, Sampling
+from lm.uniforms import GENERATOR, seed_of
 from store.lock import only_writer
 
 MICRO_ALONE = "sd with the micro"
@@ -126,8 +126,8 @@ class ResumableLoop:
         for turn in turns:
             first = turn % len(row)
             for key in (*row[first:], *row[:first]):
-                generator = torch.Generator().manual_seed(seed)
-                repeated[key].append(decoders[key.arm, key.setting].generate(prompt_ids, self.max_new_tokens, generator=generator))
+                decoder = decoders[key.arm, key.setting]
+                repeated[key].append(decoder.generate(prompt_ids, self.max_new_tokens, generator=RandomDraws(seed)))
         return {key: Decoded.of(generations) for key, generations in repeated.items()}
 
     def _decoder(self, setting: Setting) -> SpeculativeDecoder:
@@ -153,7 +153,8 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
     directory = experiment.directory / folder / dataset
     directory.mkdir(parents=True, exist_ok=True)
     models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None}
-    settle(directory, {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings}, setting="decode.dir")
+    manifest = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}
+    settle(directory, manifest, setting="decode.dir")
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 

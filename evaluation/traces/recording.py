@@ -28,7 +28,7 @@ from evaluation.traces.coupling import Recorder, trace_of
 from evaluation.traces.trace import Trace, TraceRow, join
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft, Pair, Sampling
-from lm.uniforms import seed_of, uniforms
+from lm.uniforms import GENERATOR, seed_of, uniforms
 from store.lock import only_writer
 from store.shards import clean_partial, read_sidecar, write_atomic
 
@@ -164,6 +164,7 @@ class TraceFolder:
             "template": self.data.template,
             "max_prompt_tokens": self.data.max_prompt_tokens,
             **{name: getattr(self.decode, name) for name in _DECIDING},
+            "generator": GENERATOR,
             "heads": [] if self.decode.trace_hidden else list(self.decode.heads),
         }
 

@@ -77,6 +77,11 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
     resumed = {tuple(arm[name] for name in counted) for arm in document(capsys)["datasets"]["stories"]["arms"] if arm["setting"] != ""}
     assert {row for row in resumed if row[0].startswith(("HSDDW", "sd + "))} <= {tuple(arm[name] for name in counted) for arm in arms}
+    manifest = path.with_name("manifest.json")
+    manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
+    with pytest.raises(SystemExit):
+        command("hierarchy", tmp_path, *FEW, *heads)
+    assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
 
 
 def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """Several draws of the coins per prompt: each independent, recorded shard by shard, and resampled with their prompt."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,21 @@ def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
         draws = [three.rows[row] for row in (three.prompt_of_row == prompt).nonzero()[0]]
         assert len({row.prompt_ids for row in draws}) == 1
         assert len({row.response_ids for row in draws}) > 1
-    assert len({row.response_ids for row in three.rows}) > 6
+    assert len({tuple(row.response_ids for row in three.rows[first : first + 3]) for first in (0, 3, 6)}) == 3
+
+
+def test_a_trace_of_another_generator_is_refused_and_its_folder_named(tmp_path, recorded, capsys):
+    directory = tmp_path / "there"
+    shutil.copytree(recorded, directory)
+    path = directory / "trace" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("generator") == "PCG64DXSM"  # traces recorded by torch's generator have no such entry
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["trace", *flags(directory, 4)])
+    complaint = capsys.readouterr().err
+    assert "differs in generator: None there, 'PCG64DXSM' in this run" in complaint
+    assert f"delete {directory / 'trace'}" in complaint
 
 
 def test_of_greedy_sampling_more_than_one_draw_is_refused(tmp_path, capsys):
