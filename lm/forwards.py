@@ -12,8 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lm.frequencies import frequencies_of, refuse_crossing
+
 _MIN_FILLED = 0.8
 """Of the length of a group's longest sequence, what the shortest should have at least."""
+SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
+"""The remedy for texts that cross a model's change of frequencies."""
 _ENOUGH_TOKENS = 512
 """A forward over fewer tokens costs more than padding does."""
 
@@ -34,15 +38,36 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
 
     Args:
         model: a causal language model.
-        rows: token ids of each sequence.
+        rows: token ids of each sequence; those on either side of a change of frequencies have a forward each (`lm.frequencies`).
         starts: the first position of each sequence whose state is wanted; the result has those of rows[0][starts[0]:], then those of
             rows[1][starts[1]:], and so on.
+
+    Raises:
+        ValueError: a sequence with wanted states on both sides of a change of frequencies.
     """
+    frequencies = frequencies_of(model)
+    if frequencies is None:
+        return torch.cat(_hidden_states(model, rows, starts))
+    parts: dict[int, Tensor] = {}
+    for is_far in (False, True):
+        places = [place for place, row in enumerate(rows) if (len(row) > frequencies.bound) == is_far]
+        for place in places:
+            # the text before the first wanted state has been read in one forward, or with the same frequencies
+            num_prompt = starts[place] + frequencies.reads_again
+            what = f"a sequence of {len(rows[place])} tokens, of which {len(rows[place]) - starts[place]} are looked at, is read at once"
+            refuse_crossing(model, num_prompt, len(rows[place]), what=what, remedy=SHORTER)
+        states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places]) if places else []
+        parts |= dict(zip(places, states, strict=True))
+    return torch.cat([parts[place] for place in range(len(rows))])
+
+
+def _hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Float[Tensor, "token hidden"]]:
+    """Of each sequence, in one forward."""
     width = max(map(len, rows))
     # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id will do.
     ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.cat([hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))])
+    return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
 
 @torch.inference_mode()

@@ -101,7 +101,7 @@ class ChainLabeller:
         prompt, response = exchange.prompt_ids, exchange.response_ids
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
-        check_length(self.target, len(ids) + self.draft_length)
+        check_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         told = told_of(self.target, self.draft, ids)
         chains = Chains(self.draft, told, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))

@@ -22,6 +22,7 @@ from data_gen.responses.source import make_source
 from lm import FeatureDraft, Pair, Sampling, check_width, feature_draft_of, load_model, load_pair_tokenizer, vocab_size_of
 from lm.features.released import layout_of
 from lm.forwards import check_output_layer
+from lm.frequencies import refuse_crossing
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -156,6 +157,10 @@ class Worker:
         source = getattr(self.job.pair, name)
         model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
         self._check_positions(name, source.path, max_positions(model))
+        data = self.job.data
+        longest = data.max_prompt_tokens + data.max_new_tokens
+        what = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
+        refuse_crossing(model, 0, longest, what=what, remedy=f"lower one of the two for {name} {source.path}")
         return model
 
     def _load_feature_draft(self, target: PreTrainedModel) -> FeatureDraft:

@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
 from lm.finite import refuse_non_finite
-from lm.forwards import alike, device_of, logits_of
+from lm.forwards import SHORTER, alike, device_of, logits_of
+from lm.frequencies import frequencies_of
 from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
 from lm.uniforms import draw, uniforms
 
@@ -46,18 +47,38 @@ class TargetInProcess:
 
     @torch.inference_mode()
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """Batched sampling of every request; the same requests and seed give the same responses."""
-        # Longest prompts first: little padding, and a lack of memory shows at once.
-        waiting = deque(sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), index)))
+        """Batched sampling of every request; the same requests and seed give the same responses.
+
+        Raises:
+            ValueError: a prompt and an answer on both sides of a change of frequencies (`lm.frequencies`).
+        """
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
-        while len(batch.answers) < len(requests):
-            num_answered = len(batch.answers)
-            if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
-                batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
-            else:
-                batch.step(is_last=not waiting)
-            progress(len(batch.answers) - num_answered)
+        for indices in self._apart(requests):
+            # Longest prompts first: little padding, and a lack of memory shows at once.
+            waiting = deque(sorted(indices, key=lambda index: (-len(requests[index].prompt_ids), index)))
+            num_wanted = len(batch.answers) + len(waiting)
+            while len(batch.answers) < num_wanted:
+                num_answered = len(batch.answers)
+                if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
+                    batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
+                else:
+                    batch.step(is_last=not waiting)
+                progress(len(batch.answers) - num_answered)
         return [batch.answers[index] for index in range(len(requests))]
+
+    def _apart(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Which requests may be read together: those whose texts lie on one side of a change of frequencies."""
+        frequencies = frequencies_of(self.model)
+        if frequencies is None:
+            return [list(range(len(requests)))]
+        sides: tuple[list[int], list[int]] = ([], [])
+        for index, request in enumerate(requests):
+            num_prompt = len(request.prompt_ids)
+            if frequencies.crosses(num_prompt, num_prompt + self.max_new_tokens - 1):
+                what = f"request {request.id} has {num_prompt} prompt tokens and up to {self.max_new_tokens} new ones, read in batches"
+                raise frequencies.refusal(what, SHORTER)
+            sides[num_prompt > frequencies.bound].append(index)
+        return list(sides)
 
 
 class _Batch:
@@ -127,7 +148,9 @@ class _Batch:
             self._width = span
         ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
         mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans
-        hidden = self._forward(ids, mask.long(), spans, self._cache)
+        # an ended sequence's place grows unread, and must not be the largest: on that the frequencies of all may depend
+        positions = spans.clamp(max=int(self._spans[going].max()))
+        hidden = self._forward(ids, mask.long(), positions, self._cache)
         self._width += 1
         self._spans += 1
         self._draw(hidden[going], going)

@@ -120,13 +120,18 @@ class ModelDrafter:
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
-        if self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens:
+        is_on_device = self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens
+        if is_on_device and not self._reads_again(len(committed), num_tokens):
             self._propose_on_device(committed, num_tokens)
             return self.proposal
         ids = list(committed)
         while num_tokens > 0 and self.take(*self._step(len(self.proposal.tokens), ids)):
             ids.append(self.proposal.tokens[-1])
         return self.proposal
+
+    def _reads_again(self, num_committed: int, num_tokens: int) -> bool:
+        """Does the model give up its cache within the draft, and need all tokens on the host?"""
+        return isinstance(self.model, CachedModel) and self.model.reads_again(num_committed, num_committed + num_tokens - 1)
 
     def begin(self, committed: list[int], max_tokens: int) -> int:
         """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""

@@ -51,7 +51,7 @@ class ChainRecorder(Recorder):
         assert isinstance(self.draft, FeatureDraft), "a draft that is a model of its own has a Recorder"
         ids = (prompt_ids + response_ids)[: max(len(prompt_ids) + len(response_ids) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
-        check_length(self.target, len(ids) + self.max_draft_length)
+        check_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt_ids))
         told = told_of(self.target, self.draft, ids)
         chains = Chains(self.draft, told, ids)
         starts = torch.arange(len(response_ids), device=self.draft.device)

@@ -108,7 +108,7 @@ class Recorder:
         ids = prompt_ids + response_ids[:-1]
         for model in (self.draft, self.target):
             check_branches(model)
-            check_length(model, len(ids) + self.max_draft_length)
+            check_length(model, len(ids) + self.max_draft_length, num_prompt=len(prompt_ids))
         draft_cache, draft_hidden = trunk(self.draft, ids)
         target_cache, target_hidden = trunk(self.target, ids)
         start = len(prompt_ids) - 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from configs.schema import DataConfig, DecodeConfig
 from data_gen.pipeline.growth import cut
@@ -28,6 +29,7 @@ from evaluation.traces.coupling import Recorder, trace_of
 from evaluation.traces.trace import Trace, TraceRow, join
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft, Pair, Sampling
+from lm.frequencies import refuse_crossing
 from lm.uniforms import GENERATOR, seed_of, uniforms
 from store.lock import only_writer
 from store.shards import clean_partial, read_sidecar, write_atomic
@@ -96,10 +98,20 @@ class TraceFolder:
         ) as bar:
             bar.refresh()
             pair = self.pair()
+            self._check_frequencies(pair)
             settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
             for place, spec in missing:
                 bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
                 self._record(place, spec, pair, bar.update)
+
+    def _check_frequencies(self, pair: Pair) -> None:
+        """Raise ValueError where texts of the configured lengths cross a model's change of frequencies: a trace reads each text at once."""
+        data, decode = self.data, self.decode
+        longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
+        what = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
+        for model in (pair.target, pair.drafting):
+            if isinstance(model, PreTrainedModel):
+                refuse_crossing(model, 0, longest, what=what, remedy="lower one of the three")
 
     def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
         for draw in range(self.decode.draws_per_prompt):

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lm.branches.branched import Branched, trunk
 from lm.forwards import device_of
+from lm.frequencies import refuse_crossing
 
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _TRUNK = [1, 2, 3, 1, 2]
@@ -36,8 +37,12 @@ def check_branches(model: PreTrainedModel) -> None:
     _PASSED.add(model)
 
 
-def check_length(model: PreTrainedModel, length: int) -> None:
-    """Raise ValueError if a layer of the model sees a window that is shorter than a response with its longest branch."""
+def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
+    """Raise ValueError if a layer of the model sees a window that is shorter than a response with its longest branch, or if the model
+    changes its frequencies between the end of the prompt and there (`lm.frequencies`): all branches share a forward.
+    """
+    what = f"prompt, response and branch have {length} tokens, which are read at once"
+    refuse_crossing(model, num_prompt, length, what=what, remedy="lower decode.max_new_tokens or data.max_prompt_tokens")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:

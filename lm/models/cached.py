@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
 from lm.eos import eos_ids_of
+from lm.frequencies import Keys, keys_of
 from lm.kv_buffer import make_cache
 from lm.models.halves import halves_of, head_of
 from lm.models.probe import check_cache
@@ -38,6 +39,8 @@ class CachedModel:
 
     remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
     """What to do about a model that is refused."""
+    _keys: Keys | None = None
+    """Those of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
@@ -107,6 +110,7 @@ class CachedModel:
         self._device: torch.device = next(self.model.get_input_embeddings().parameters()).device
         self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._positions = torch.arange(_CAPACITY, device=self._device)[None]
+        self._keys = keys_of(self.model)
         self._empty()
 
     def _empty(self) -> None:
@@ -147,15 +151,34 @@ class CachedModel:
             token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
             num_rows: at most the number of tokens fed.
         """
+        forward = self._forward if self._keys is None else self._forward_apart
         if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
-            return self._forward(token_ids, num_rows)
+            return forward(token_ids, num_rows)
         with torch.inference_mode():
-            return self._forward(token_ids, num_rows)
+            return forward(token_ids, num_rows)
 
     @torch.inference_mode()
     def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Logits that follow a token which was drawn from the last row of the forward before: it never visits the host."""
+        assert not self.reads_again(self._length, self._length + 1), "the whole text is read again here, and its tokens are not known"
         return self._logits(token.view(1, 1).to(self._device), 1)
+
+    def reads_again(self, start: int, end: int) -> bool:
+        """Is the cache of a text of `start` tokens given up before it has `end` (`lm.frequencies`)?"""
+        return self._keys is not None and self._keys.reads_again(start, end)
+
+    def _forward_apart(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        """`_forward`, in as many parts as the text has frequencies."""
+        assert self._keys is not None
+        parts = []
+        for feed in self._keys.feeds(self._length, len(token_ids), num_rows):
+            if self._keys.begin(feed):
+                self._empty()
+            rows = self._forward(token_ids[: feed.end], max(1, feed.num_rows))
+            parts += [(rows, self.hidden)] * (feed.num_rows > 0)
+        kept = [hidden for _, hidden in parts if hidden is not None]
+        self.hidden = torch.cat(kept) if kept else None
+        return torch.cat([rows for rows, _ in parts])
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]

@@ -34,6 +34,9 @@ class Captured:
         self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}
         self._kernels: Callable[..., Sequence[Tensor]] | None = None
         self._inputs: tuple[Any, ...] = ()
+        self._given: Sequence[Any] = ()
+        self._places: list[int] = []
+        """Of what the function returns, among what the graph does: that has more where a forward sets an attribute of a module."""
         assert isinstance(function, FunctionType)
         # with a code object of its own: torch.compile keeps what it compiled, and counts how often, by these
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
@@ -47,7 +50,14 @@ class Captured:
         return tuple(output.clone() for output in self._run())  # a CUDA graph writes its next output over this one
 
     def _run(self) -> Tensors:
-        return self._first() if self._kernels is None else tuple(self._kernels(*self._inputs))
+        if self._kernels is None:
+            outputs = self._first()
+            if self._kernels is not None:
+                places = {id(output): place for place, output in enumerate(self._given)}
+                self._places, self._given = [places[id(output)] for output in outputs], ()
+            return outputs
+        again = self._kernels(*self._inputs)
+        return tuple(again[place] for place in self._places)
 
     def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # two seconds to import, and most commands compile nothing
@@ -56,6 +66,7 @@ class Captured:
 
         def kept(*inputs: Any) -> Any:
             self._kernels, self._inputs = kernels, inputs
-            return kernels(*inputs)
+            self._given = kernels(*inputs)
+            return self._given
 
         return kept

@@ -60,8 +60,14 @@ class TreeModel(CachedModel):
         Args:
             token_ids: the whole text; its tokens that are not in the cache are fed.
             tree: begins with the nodes that are in the cache.
+
+        Raises:
+            ValueError: a text and a tree on both sides of a model's change of frequencies (`lm.frequencies`).
         """
         with torch.inference_mode():
+            deepest = len(token_ids) + max(tree.depths, default=0)
+            if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
+                self._empty()
             num_pending = len(token_ids) - (len(self) - len(self._tree))
             assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
             if num_pending > _MOST_PENDING:

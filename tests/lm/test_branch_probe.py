@@ -12,7 +12,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 def test_branches_of_full_attention_are_what_they_are_alone(name):
     model = build(BY_NAME[name])
     check_branches(model)
-    check_length(model, 100)
+    check_length(model, 100, num_prompt=4)
 
 
 @pytest.mark.parametrize("name", ["bloom (ALiBi)", "mpt (ALiBi)", "mamba", "lfm2", "llama4_text"])
@@ -26,6 +26,6 @@ def test_a_family_whose_branches_would_be_wrong_is_refused_with_one_line(name):
 def test_a_window_shorter_than_a_response_is_refused(name):
     model = build(BY_NAME[name])
     check_branches(model)
-    check_length(model, 8)
+    check_length(model, 8, num_prompt=4)
     with pytest.raises(ValueError, match="sees 8 tokens"):
-        check_length(model, 9)
+        check_length(model, 9, num_prompt=4)

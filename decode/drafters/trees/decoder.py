@@ -19,6 +19,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter
 from decode.loop.rounds import Round
 from lm import Draws, Sampling
+from lm.frequencies import refuse_crossing
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 from lm.trees.verification import node_probs, verify_tree
@@ -80,6 +81,16 @@ class TreeDecoder(SpeculativeDecoder):
         model = TreeModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
         super().__init__(model, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
         self._tree_target = model
+
+    def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """As for chains; and no tree may have nodes on both sides of a change of frequencies."""
+        super()._check(num_prompt_tokens, max_new_tokens)
+        length = num_prompt_tokens + max_new_tokens
+        what = f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones make a text of {length}"
+        remedy = "lower max_new_tokens, or draft chains instead of trees"
+        for model in (self.target, getattr(self.drafter, "model", None)):
+            if isinstance(model, TreeModel):  # which may feed the prompt's last token with the first tree
+                refuse_crossing(model.model, num_prompt_tokens - 1, length - 1, what=what, remedy=remedy)
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:
