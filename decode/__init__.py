@@ -18,7 +18,8 @@ from decode.drafters.trees.shapes import Cape, Dynamic, Static
 from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+from decode.loop.session import Session
 
 __all__ = [
     "Cape",

@@ -27,6 +27,11 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return torch.device(str(model.get_input_embeddings().weight.device))
 
 
+def num_logits_of(model: PreTrainedModel) -> int:
+    """How many ids a model has logits for, padding included."""
+    return int(model.config.get_text_config().vocab_size)
+
+
 def output_device_of(model: PreTrainedModel) -> torch.device:
     """The device that takes final hidden states: that of the output layer."""
     return torch.device(str(model.get_output_embeddings().weight.device))

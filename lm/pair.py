@@ -28,6 +28,7 @@ from lm.expanded import expand
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import layout_of
+from lm.forwards import num_logits_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -67,11 +68,7 @@ class Pair:
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
     """One more than the largest id that the tokenizer has (`len(tokenizer)` is less where ids have gaps), or that `target` emits."""
     num_ids = 1 + max(tokenizer.get_vocab().values())
-    return num_ids if target is None else min(num_ids, _width_of(target))
-
-
-def _width_of(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().vocab_size
+    return num_ids if target is None else min(num_ids, num_logits_of(target))
 
 
 def load_pair(config: PairConfig) -> Pair:
@@ -233,6 +230,6 @@ def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
 
 def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise if the model cannot name every token that is emitted."""
-    width = _width_of(model)
+    width = num_logits_of(model)
     if width < vocab_size:
         raise ValueError(f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own tokenizer")

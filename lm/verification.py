@@ -53,12 +53,12 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
     return torch.where(mass > 0, excess / mass, p)
 
 
-def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> int:
+def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> int:
     """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every round.
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each was drawn from, on any device; `GreedyDraws` do not look at it.
+        q: the law that each was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not look at it.
         p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
@@ -66,15 +66,13 @@ def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"
 
 
 def revealed_probs(
-    num_accepted: int, tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
+    num_accepted: int, tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
 ) -> list[float]:
     """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of `num_accepted`."""
     return [float(chance) for chance in islice(_chances(tokens, q, p, draws), num_accepted + 1)]
 
 
-def next_law(
-    num_accepted: int, q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
-) -> Float[Tensor, " vocab"]:
+def next_law(num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> Float[Tensor, " vocab"]:
     """What the token after the accepted ones is drawn from: the residual where one was rejected, else p (the bonus token).
 
     One-hot distributions that disagree have the residual p.
@@ -87,7 +85,7 @@ def next_law(
 
 def verify(
     tokens: Sequence[int],
-    q: Sequence[Float[Tensor, " draft_vocab"]],
+    q: Sequence[Float[Tensor, " _"]],
     p: Float[Tensor, "rows vocab"],
     generator: torch.Generator | Draws | None = None,
 ) -> Verdict:
@@ -95,7 +93,7 @@ def verify(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each was drawn from; one narrower than p gets zeros.
+        q: the law that each was drawn from, each on any device; one narrower than p gets zeros.
         p: the target's laws at the same positions and at the one after.
         generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
 
@@ -107,22 +105,30 @@ def verify(
     return Verdict(count, draws.token(next_law(count, q, p, draws)))
 
 
-def _chances(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"], draws: Draws
-) -> Iterable[float]:
+def _chances(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> Iterable[float]:
     """Of each drafted token to be accepted, one by one as they are asked for."""
     if not tokens:
         return ()
     return map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedyDraws) else _acceptance_probs(tokens, q, p)
 
 
-def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " draft_vocab"]], p: Float[Tensor, "rows vocab"]) -> Iterable[float]:
+def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"]) -> Iterable[float]:
     """`acceptance_prob` of each drafted token as a number: on the CPU one by one as they are asked for, from a device in one transfer."""
-    rows = q if q[0].device == p.device else torch.stack(list(q)).to(p.device)
+    rows = _brought(q, p.device)
     if p.is_cpu:
         return map(_ratio, tokens, map(array_of, rows), array_of(p))
     index = torch.tensor(tokens, device=p.device)
-    return acceptance_prob(index, torch.stack(list(rows)), p[: len(tokens)]).tolist()
+    return acceptance_prob(index, torch.stack([_widened(row, p.shape[-1]) for row in rows]), p[: len(tokens)]).tolist()
+
+
+def _brought(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
+    """The rows of q on this device, those that are alike in one transfer; models that draft in turns may be on several."""
+    kinds = {(row.device, row.shape[-1]) for row in q}
+    if all(place == device for place, _ in kinds):
+        return q
+    if len(kinds) == 1:
+        return torch.stack(list(q)).to(device).unbind()
+    return [row.to(device) for row in q]
 
 
 def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:

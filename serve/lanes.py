@@ -10,13 +10,11 @@ average and at temperature 0 the same. Of rows with a rule for batches (`auto`) 
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
 from decode.policies.batch import BatchRule
 from serve.pace import Ended, Pace
 
@@ -57,7 +55,7 @@ class Lane:
         self.state = self.policy.begin(self.state)
         self._room, self._stop_ids = room, stop_ids
         self._longest = int(min(self.policy.limit(self.state), room))
-        self.tokens, self._drawn = [], list[AfterDraw]()
+        self.tokens, self._seen = [], list[Seen]()
         self.is_going, self._is_open = self._longest > 0, True
 
     def take(self, token: int, drawn: AfterDraw) -> None:
@@ -66,7 +64,7 @@ class Lane:
             self.is_going = False
             return
         self.tokens.append(token)
-        self._drawn.append(drawn)
+        self._seen.append((self.state, drawn))
         self.state, stop = self.policy.after(self.state, drawn)
         self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
 
@@ -85,14 +83,13 @@ class Lane:
 
     def _outcome(self, num_verified: int, num_accepted: int) -> Outcome:
         is_rejected = num_accepted < num_verified
-        revealed = enumerate(self._drawn[: num_accepted + is_rejected])
-        lessons = (self.policy.lesson(self.state, drawn, float(place < num_accepted)) for place, drawn in revealed)
+        revealed = [1.0] * num_accepted + [0.0] * is_rejected
         return Outcome(
             num_drafted=num_verified,
             num_accepted=num_accepted,
             num_allowed=self._room,
-            rejected_entropy=self._drawn[num_accepted].entropy if is_rejected else 0.0,
-            lesson=reduce(partial(mapped, add), lessons, self.policy.nothing_learned),
+            rejected_entropy=self._seen[num_accepted][1].entropy if is_rejected else 0.0,
+            lesson=lessons_of(self.policy, self._seen, revealed),
         )
 
 

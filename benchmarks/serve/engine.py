@@ -176,7 +176,7 @@ def _illegal() -> Any:
         if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
             lane.is_going = False
             lane.tokens.pop()
-            lane._drawn.pop()
+            lane._seen.pop()
 
     Lane.take = dropped  # type: ignore[method-assign]
     yield

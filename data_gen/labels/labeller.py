@@ -17,6 +17,7 @@ from data_gen.labels.scalars import Scalars
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
 from lm.finite import refuse_non_finite
+from lm.models.mode import refuse_training
 
 _CACHED_MB = 1
 """A chunk of so many MB stays in the cache of a CPU's core: labelling 4,096 ids took 1.3 s in such chunks and 2.2 s in chunks of 64 MB."""
@@ -50,7 +51,13 @@ class Labeller:
                 `target_states` [token, hidden] may be among them and spares the target's forward.
             with_hidden: return `drawn`.
             progress: is told of every row once.
+
+        Raises:
+            ValueError: a model is in train mode.
         """
+        for model in (self.draft, self.target):
+            if model is not None:
+                refuse_training(model)
         layout = layout_of(exchanges)
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
         columns = {} if exchanges else self._no_columns(with_hidden)

@@ -21,6 +21,7 @@ from lm.finite import refuse_non_finite
 from lm.forwards import SHORTER, alike, device_of, logits_of
 from lm.frequencies import frequencies_of
 from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
+from lm.models.mode import refuse_training
 from lm.uniforms import draw, uniforms
 
 _MAX_SHARE_GOING = 0.85
@@ -50,8 +51,9 @@ class TargetInProcess:
         """Batched sampling of every request; the same requests and seed give the same responses.
 
         Raises:
-            ValueError: a prompt and an answer on both sides of a change of frequencies (`lm.frequencies`).
+            ValueError: the target is in train mode; a prompt and an answer on both sides of a change of frequencies (`lm.frequencies`).
         """
+        refuse_training(self.model)
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
         for indices in self._apart(requests):
             # Longest prompts first: little padding, and a lack of memory shows at once.

@@ -82,6 +82,7 @@ def speculative_generate(
     policy: Policy | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
+    vocab_size: int | None = None,
     generator: torch.Generator | Draws | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
@@ -89,10 +90,13 @@ def speculative_generate(
 
     Args:
         model … generation_config: what `generate` passes: the target, one prompt, …
-        draft_model: drafts; its logits may be of another width, ids must mean the same tokens. Or a feature draft of the target.
+        draft_model: drafts; ids must mean the same tokens, and it must take every id that the target may emit. Or a
+            feature draft of the target.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
+        vocab_size: ids that the tokenizer has, where the target's logits are padded beyond those that the draft takes;
+            the others then have probability 0.
         generator: source of chance; None: torch's global one, as `generate` uses.
         model_kwargs: what else `generate` prepared or was given.
     """
@@ -102,7 +106,7 @@ def speculative_generate(
     if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     ends = _ends_of(stopping_criteria or [], generation_config)
-    target, drafter = _drafting(model, draft_model, policy or Heuristic())
+    target, drafter = _drafting(model, draft_model, policy or Heuristic(), vocab_size)
     sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids)
     generation = _generation(decoder, input_ids, ends, generator)
@@ -114,15 +118,17 @@ def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> Spec
     return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
 
 
-def _drafting(target: PreTrainedModel, draft: PreTrainedModel | FeatureDraft, policy: Policy) -> tuple[CachedModel, ModelDrafter]:
+def _drafting(
+    target: PreTrainedModel, draft: PreTrainedModel | FeatureDraft, policy: Policy, vocab_size: int | None
+) -> tuple[CachedModel, ModelDrafter]:
     """The target, and the draft under a policy, its logits cut to the target's width."""
     if not isinstance(draft, FeatureDraft):
-        width = target.get_output_embeddings().weight.shape[0]
-        return CachedModel(target), ModelDrafter(CachedModel(draft, vocab_size=width, with_hidden=bool(policy.heads)), policy)
+        verifier = CachedModel(target, vocab_size=vocab_size)
+        return verifier, ModelDrafter(draft, policy, vocab_size=verifier.num_logits)
     if not draft.is_bound_to(target):
         raise ValueError("draft_model is a feature draft of another target; load it with this one, or draft.bind(target)")
-    tapped = TappedModel(target, draft)
-    return tapped, ModelDrafter(feature_model(draft, tapped), policy)
+    tapped = TappedModel(target, draft, vocab_size=vocab_size)
+    return tapped, ModelDrafter(feature_model(draft, tapped, vocab_size=tapped.num_logits), policy)
 
 
 class _Ends(NamedTuple):

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.loop.drafter import ModelDrafter, Session
+from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle
+from decode.loop.session import Session
 from decode.policies.batch import BatchRule
 from lm import CachedModel, Draws, Sampling, verify
 from lm.models.seats import Ask
@@ -115,6 +116,7 @@ class Batch:
                 place.request, place.committed = number, list(request.prompt_ids)
                 place.end = len(place.committed) + request.max_new_tokens
                 place.session = Session(self._sampling, self._eos_ids, request.draws)
+                place.session.take(place.target, "target", verifies=True)
                 place.target.reset()
                 place.drafter.start(place.session)
                 return True

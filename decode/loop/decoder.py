@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from decode.loop.asked import Ids, Limits, ids_of, integer_of, limits_of
 from decode.loop.batch import Batch, BatchRound, Request, Together
-from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle
+from decode.loop.session import Session, check_free
 from decode.policies.batch import batched
 from lm import CachedModel, Draws, FeatureModel, RandomDraws, Sampling, Verdict, verify
 from lm.models.seats import Seats
@@ -101,6 +102,9 @@ class SpeculativeDecoder:
             self._check(len(ids), limit)
         draws = [RandomDraws(generator) for _ in all_ids] if generator is None or isinstance(generator, torch.Generator) else generator
         requests = [Request(*each) for each in zip(all_ids, limits, draws, strict=True)]
+        for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
+            check_free(model, role)  # it may be tried out, which takes its cache
+            model.check_mode()
         target, draft = self._seats(self.target, num_seats), self._seats(self.drafter.model, num_seats)
         policy = batched(self.drafter.policy, num_seats)
         drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
@@ -117,19 +121,21 @@ class SpeculativeDecoder:
         """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is closed.
 
         Raises:
-            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context, a stream still open.
+            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context, another stream still open;
+                a model that another generation has, that is in train mode, or whose ids do not fit (`decode.loop.session`).
         """
         ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
         self._check(len(ids), limit)
+        draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         self._is_streaming = True
         try:
-            yield from self._rounds(ids, limit, generator)
+            with Session(self.sampling, self.eos_ids, draws) as session:
+                yield from self._rounds(ids, limit, session)
         finally:
             self._is_streaming = False
 
-    def _rounds(self, prompt_ids: Sequence[int], max_new_tokens: int, generator: torch.Generator | Draws | None) -> Iterator[Round]:
-        draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-        session = Session(self.sampling, self.eos_ids, draws)
+    def _rounds(self, prompt_ids: Sequence[int], max_new_tokens: int, session: Session) -> Iterator[Round]:
+        session.take(self.target, "target", verifies=True)
         self.target.reset()
         self.drafter.start(session)
         committed = list(prompt_ids)

@@ -5,8 +5,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import add
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,23 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
-from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Outcome, Policy, mapped
-from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling, revealed_probs
-
-
-@dataclass(frozen=True)
-class Session:
-    """What one generation shares with its drafters."""
-
-    sampling: Sampling
-    eos_ids: frozenset[int]
-    draws: Draws
-    """At temperature 0 `GreedyDraws`, whatever is given."""
-
-    def __post_init__(self) -> None:
-        if self.sampling.is_greedy:
-            object.__setattr__(self, "draws", GreedyDraws())
+from decode.loop.reading import nothing_of
+from decode.loop.session import Session
+from decode.loop.signals import DeviceSignals, HostSignals, reader_of
+from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
+from lm import CachedModel, DraftModel, Draws, revealed_probs
 
 
 @dataclass
@@ -60,14 +46,15 @@ class Proposal:
         if self.takes_lessons:
             self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
 
-    def outcome(self, num_accepted: int) -> Outcome:
-        """The round's outcome, as policies learn it."""
+    def outcome(self, num_accepted: int, lesson: State) -> Outcome:
+        """The round's outcome, as policies learn it; the lesson is that of `lessons_of`."""
         is_rejected = num_accepted < len(self.tokens)
         return Outcome(
             num_drafted=len(self.tokens),
             num_accepted=num_accepted,
             num_allowed=self.num_allowed,
             rejected_entropy=self.entropies[num_accepted] if is_rejected else 0.0,
+            lesson=lesson,
         )
 
 
@@ -76,7 +63,7 @@ class Drafter(Protocol):
     """Anything that drafts. One object serves one sequence at a time."""
 
     def start(self, session: Session) -> None:
-        """A new generation: empty caches, fresh policy state."""
+        """A new generation, which `take`s the models: empty caches, fresh policy state."""
         ...
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
@@ -106,17 +93,25 @@ class ModelDrafter:
             CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)) if isinstance(model, PreTrainedModel) else model
         )
         self.policy = policy
-        self._signals = reader_of(policy, self.model)
         self._takes_lessons = bool(policy.nothing_learned)
         self._may_stop_before = policy.stops_before
-        # a policy that looks at no token (fixed length, heuristic) lets the whole draft stay on the device until it is complete
-        self.reads_at_end = self.model.device.type != "cpu" and not self._may_stop_before and type(policy).after is Policy.after
+        self._read_with(reader_of(policy, self.model))
 
     def start(self, session: Session) -> None:
+        session.take(self.model, "draft")
         self.model.reset()
+        if (signals := reader_of(self.policy, self.model, self._signals)) is not self._signals:
+            self._read_with(signals)
         self._session = session
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
         self.state = self.policy.start()
+
+    def _read_with(self, signals: HostSignals | DeviceSignals) -> None:
+        """Read signals where the draft is now."""
+        self._signals = signals
+        # of a policy that looks at nothing (fixed length, heuristic) the whole draft stays on the device until it ends
+        is_blind = type(self.policy).after is Policy.after and not (self._may_stop_before or self.policy.signals)
+        self.reads_at_end = self.model.device.type != "cpu" and is_blind
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
@@ -137,7 +132,7 @@ class ModelDrafter:
         """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
         self.state = self.policy.begin(self.state)
         self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
-        self._drawn: list[AfterDraw] = []
+        self._seen: list[Seen] = []
         self._num_tokens = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
         return self._num_tokens
 
@@ -157,7 +152,7 @@ class ModelDrafter:
         proposal.tokens.append(token)
         proposal.laws.append(q)
         proposal.entropies.append(drawn.entropy)
-        self._drawn.append(drawn)
+        self._seen.append((self.state, drawn))
         self.state, stop = self.policy.after(self.state, drawn)
         if token in eos_ids or stop:
             proposal.stop_reason = "eos" if token in eos_ids else "policy"
@@ -201,15 +196,12 @@ class ModelDrafter:
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
         proposal.tokens, proposal.laws, proposal.entropies = tokens[:num_kept], proposal.laws[:num_kept], [0.0] * num_kept
         proposal.num_draft_forwards = num_tokens
+        self._seen = [(self.state, nothing_of(place)) for place in range(num_kept)]
 
     def roll_back(self, length: int) -> None:
         self.model.roll_back(length)
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
-        outcome = self.proposal.outcome(num_accepted)
-        if self._takes_lessons:
-            revealed = zip(self._drawn, self.proposal.acceptance_probs, strict=False)  # a round reveals no more than a part of its draft
-            lessons = (self.policy.lesson(self.state, drawn, prob) for drawn, prob in revealed)
-            outcome = outcome._replace(lesson=reduce(partial(mapped, add), lessons, self.policy.nothing_learned))
-        self.state = self.policy.end(self.state, outcome)
+        lesson = lessons_of(self.policy, self._seen, self.proposal.acceptance_probs)
+        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, lesson))

@@ -86,7 +86,7 @@ def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) 
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None
     made = model.makers  # which outlive the drafters that ask for them
-    key = sampling, policy.signals, policy.heads
+    key = sampling, policy.signals, policy.heads, model.device  # a draft that was moved has another
     if key not in made:
         made[key] = FusedStep(policy, model, sampling)
     return made[key]

@@ -77,6 +77,12 @@ class Reader:
         self.wanted = self.asked | self._scalars
         self.needs_distribution = bool(self._scalars) or bool(self.asked & _OF_DISTRIBUTION)
         self.model = model
+        self.places = places_of(policy, model)
+
+
+def places_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
+    """Where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both stay."""
+    return model.device, model.output_device if policy.heads else None
 
 
 def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.loop.reading import OfToken, Reader, SignalReader, nothing_of, numbers_of, scored, softmax
+from decode.loop.reading import OfToken, Reader, nothing_of, numbers_of, places_of, scored, softmax
 from decode.policies.base import AfterDraw, Policy
 from heads.model.on_host import HostHead
 from lm import DraftModel, Draws, array_of
@@ -32,16 +32,19 @@ _NOTHING = OfToken(0.0, 0.0, 0.0)
 _ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "prefix_logit": 0.0, "token_prob": 0.0, "drawn_logit": 0.0}
 
 
-def reader_of(policy: Policy, model: DraftModel) -> SignalReader:
+def reader_of(policy: Policy, model: DraftModel, made: Reader | None = None) -> "HostSignals | DeviceSignals":
     """The reader for the device that the draft is on.
 
     Args:
         policy: names its signals, and the heads that score tokens.
         model: the draft; its `hidden` must be kept if there are heads.
+        made: for the same policy and model, before; it serves until the draft is moved.
 
     Raises:
         ValueError: a signal that does not exist, a head whose width is not the draft's.
     """
+    if isinstance(made, HostSignals | DeviceSignals) and made.places == places_of(policy, model):
+        return made
     return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)
 
 

@@ -25,7 +25,9 @@ A policy of your own, in full:
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -147,7 +149,8 @@ class Policy:
         """What a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) / q(y)); lessons are summed.
 
         Args:
-            state: of the round, in which `end` will find the sum.
+            state: the very state that `after` was given with the token, so without it: what the policy knew when the
+                token was drawn. The loop, batches, trees, hierarchies, replay and an engine's lanes all hand over this one.
             drawn: as `after` saw the token.
             acceptance_prob: 0 or 1 at temperature 0.
         """
@@ -156,6 +159,16 @@ class Policy:
     def end(self, state: State, outcome: Outcome) -> State:
         """State after verification."""
         return state
+
+
+Seen = tuple[State, AfterDraw]
+"""What `Policy.after` was given with a drafted token, which is what `Policy.lesson` is given with it."""
+
+
+def lessons_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[float]) -> State:
+    """`Policy.lesson`, summed over the tokens whose acceptance_prob was revealed: the first of those that were seen."""
+    revealed = zip(seen, acceptance_probs, strict=False)
+    return reduce(partial(mapped, add), (policy.lesson(*each, prob) for each, prob in revealed), policy.nothing_learned)
 
 
 def mapped(function: Callable[..., Any], *states: State) -> State:

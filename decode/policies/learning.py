@@ -93,7 +93,7 @@ class Learner(NamedTuple):
         return Learned(_FIRST, self._prior)
 
     def learn(self, before: Any, lesson: Any) -> Any:
-        """What is `Learned` after a round, from its `Lesson`; the same as before where there is none, as in a hierarchy's inner levels."""
+        """What is `Learned` after a round, from its `Lesson`; the same as before where the policy takes no lessons."""
         if not lesson:
             return before
         kept, prior = self.memory, self._prior

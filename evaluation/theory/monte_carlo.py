@@ -50,6 +50,15 @@ class ConstantModel(CachedModel):
     def max_length(self) -> float:
         return float("inf")
 
+    @property
+    def num_logits(self) -> int:
+        return len(self.probs)
+
+    num_embeddings = num_logits
+
+    def check_mode(self) -> None:
+        """It has no modes."""
+
     def reset(self) -> None:
         self._length = 0
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from lm.branches.branched import Branched, trunk
 from lm.forwards import device_of
 from lm.frequencies import refuse_crossing
+from lm.models.mode import refuse_training
 
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _TRUNK = [1, 2, 3, 1, 2]
@@ -24,7 +25,11 @@ _BRANCHES = ((2, (3, 1)), (4, (2, 2, 3)))
 
 
 def check_branches(model: PreTrainedModel) -> None:
-    """Raise ValueError unless a tree of branches gives the hidden states that each branch has on its own; a model that passed is known."""
+    """Raise ValueError unless a tree of branches gives the hidden states that each branch has on its own.
+
+    A model that passed is known; one in train mode is refused each time.
+    """
+    refuse_training(model)
     if model in _PASSED:
         return
     try:

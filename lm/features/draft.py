@@ -70,6 +70,12 @@ class FeatureDraft(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def num_logits(self) -> int:
+        """Width of `logits`."""
+        has_own = self.lm_head is not None and self.target_ids is None
+        return self.lm_head.out_features if has_own and self.lm_head is not None else self.target.vocab_size
+
+    @property
     def target_layer_ids(self) -> tuple[int, ...] | None:
         """Layers after which it reads the target's residual stream; None: after the final norm."""
         return None

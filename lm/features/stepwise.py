@@ -9,6 +9,7 @@ proposes nothing, and the verification of the empty draft is the target's readin
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +20,7 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from lm.features.taps import TappedModel
 from lm.models.cached import CachedModel
+from lm.models.mode import refuse_training
 
 _CAPACITY = 256
 
@@ -32,6 +34,8 @@ class FeatureModel:
     """
 
     with_hidden = True
+    session: Any = None
+    """As of a `CachedModel`."""
 
     def __init__(self, draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None) -> None:
         """Args:
@@ -65,6 +69,15 @@ class FeatureModel:
     def max_length(self) -> float:
         """The most tokens that may be fed: none before the target has said anything."""
         return float(self.draft.config.max_position_embeddings) if self.target.num_features else 0.0
+
+    def check_mode(self) -> None:
+        """Raise ValueError if the draft is in train mode."""
+        refuse_training(self.draft)
+
+    @property
+    def num_logits(self) -> int:
+        """Ids that its distributions have."""
+        return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
 
     @property
     def num_embeddings(self) -> int:

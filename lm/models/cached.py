@@ -19,9 +19,11 @@ from transformers.cache_utils import CacheLayerMixin
 from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
 from lm.eos import eos_ids_of
+from lm.forwards import num_logits_of
 from lm.frequencies import Keys, keys_of
 from lm.kv_buffer import make_cache
 from lm.models.halves import halves_of, head_of
+from lm.models.mode import refuse_training
 from lm.models.probe import check_cache
 
 _CAPACITY = 256
@@ -41,6 +43,8 @@ class CachedModel:
     """What to do about a model that is refused."""
     _keys: Keys | None = None
     """Those of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
+    session: Any = None
+    """The generation that has it, or had it last (`decode.loop.session`)."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
@@ -49,8 +53,9 @@ class CachedModel:
         with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.models.halves`) pays with a hook.
 
         Raises:
-            ValueError: the model's cache cannot be rolled back, or its final hidden states cannot be had.
+            ValueError: the model is in train mode, its cache cannot be rolled back, or its final hidden states cannot be had.
         """
+        refuse_training(model)
         self.model = model
         self.vocab_size = vocab_size
         self.with_hidden = with_hidden
@@ -95,6 +100,16 @@ class CachedModel:
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence: those of the generation config, or else of the config."""
         return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
+
+    def check_mode(self) -> None:
+        """Raise ValueError if the model is in train mode."""
+        refuse_training(self.model)
+
+    @property
+    def num_logits(self) -> int:
+        """Ids that its distributions have."""
+        width = num_logits_of(self.model)
+        return width if self.vocab_size is None else min(width, self.vocab_size)
 
     @property
     def num_embeddings(self) -> int:

@@ -7,6 +7,7 @@ holds, and makes another.
 """
 
 from collections.abc import Callable, Sequence
+from threading import Thread, current_thread
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +20,16 @@ Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int
 """What is made of a forward of one token: of its logits, its final hidden state, and the token."""
 
 
+def holder(device: torch.device) -> tuple[int, Thread | None]:
+    """Whose a `Captured` is: it was compiled for so many threads, and its CUDA graphs belong to the thread that captured them.
+
+    A manager of each thread's own captures graphs, replays them and keeps their memory: another thread needs others.
+    """
+    return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
+
+
 class Captured:
-    """The function, compiled at its first call."""
+    """The function, compiled at its first call; one for each `holder`."""
 
     def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:
         """Args:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from lm.caches.static import StaticBufferCache
 from lm.models.cached import CachedModel
-from lm.models.captured import Captured, Tail, Tensors
+from lm.models.captured import Captured, Tail, Tensors, holder
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
@@ -184,7 +184,7 @@ class CompiledModel(CachedModel):
         width = len(fed)
         feed = self._feeds.get(width) or self._prepared(width)
         feed.fill(fed)
-        key = width, tail, torch.get_num_threads()  # as many as were compiled for
+        key = width, tail, holder(self._device)
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = Captured(lambda: self._step(feed.ids, tail), feed.ids.device)

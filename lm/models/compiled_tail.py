@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lm.models.cached import CachedModel
-from lm.models.captured import Captured, Tail, Tensors
+from lm.models.captured import Captured, Tail, Tensors, holder
 
 
 class _Kept(NamedTuple):
@@ -55,7 +55,7 @@ class CompiledTailModel(CachedModel):
         if kept.hidden is not None and self.hidden is not None:
             kept.hidden.copy_(self.hidden)
         kept.fed.fill_(token_ids[-1])
-        key = tail, torch.get_num_threads()  # as many as were compiled for
+        key = tail, holder(logits.device)
         step = self._tails.get(key)
         if step is None:
             # a copy, since what a tail returns may be the very logits, which the next forward overwrites

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lm.caches.ragged import Feed, RaggedLayer
+from lm.forwards import device_of
 from lm.frequencies import frequencies_of, keys_of
 from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
@@ -38,7 +39,7 @@ class Seat(CachedModel):
         like: names model, vocabulary and whether hidden states are kept.
         """
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
-        self.hidden, self._max_length, self._device = None, like.max_length, like.device
+        self.hidden, self._max_length, self._device = None, like.max_length, seats.device
         self.row, self._seats = row, seats
         self.reset()
 
@@ -73,7 +74,8 @@ class Seats:
             ValueError: a model whose sequences cannot be rolled back one by one.
         """
         self.model, self.vocab_size = cached.model, cached.vocab_size
-        self._device, self._frequencies = cached.device, frequencies_of(self.model)
+        self._frequencies = frequencies_of(self.model)
+        self.device = device_of(cached.model)  # now: `cached` knows where the model was at its last reset
         self._cache = DynamicCache(config=self.model.config)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
         if others or not self._cache.layers:
@@ -139,13 +141,13 @@ class Seats:
         """Feed what is lacking: final hidden states, and logits where the model is more than its halves."""
         fed = [list(ask.token_ids[len(ask.seat) :]) for ask in asks]
         width = max(map(len, fed))
-        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in fed], device=self._device)
-        starts = torch.tensor([[len(ask.seat)] for ask in asks], device=self._device)
-        ends = torch.tensor([[len(ask.token_ids)] for ask in asks], device=self._device)
-        places = starts + torch.arange(width, device=self._device)
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in fed], device=self.device)
+        starts = torch.tensor([[len(ask.seat)] for ask in asks], device=self.device)
+        ends = torch.tensor([[len(ask.token_ids)] for ask in asks], device=self.device)
+        places = starts + torch.arange(width, device=self.device)
         end = max(len(ask.token_ids) for ask in asks)
         rows = [ask.seat.row for ask in asks]  # type: ignore[attr-defined]
-        feed = Feed(torch.tensor(rows, device=self._device), rows == list(range(len(rows))), places, end)
+        feed = Feed(torch.tensor(rows, device=self.device), rows == list(range(len(rows))), places, end)
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]
         known = {
@@ -162,8 +164,8 @@ class Seats:
 
     def _mask(self, places: Int[Tensor, "asks width"], end: int) -> Float[Tensor, "asks 1 width end"]:
         """0 where a query sees a place, the lowest number where it does not."""
-        is_hidden: Bool[Tensor, "asks width end"] = torch.arange(end, device=self._device) > places[..., None]
-        mask = torch.zeros(is_hidden.shape, dtype=self.model.dtype, device=self._device)
+        is_hidden: Bool[Tensor, "asks width end"] = torch.arange(end, device=self.device) > places[..., None]
+        mask = torch.zeros(is_hidden.shape, dtype=self.model.dtype, device=self.device)
         return mask.masked_fill_(is_hidden, torch.finfo(self.model.dtype).min)[:, None]
 
 

@@ -110,8 +110,15 @@ class ToyModel(CachedModel):
         return float("inf")
 
     @property
+    def num_logits(self) -> int:
+        return self.vocab_size
+
+    @property
     def num_embeddings(self) -> int:
         return max(self.width, 4)
+
+    def check_mode(self) -> None:
+        """A toy has no modes."""
 
     def embedding(self, tokens: Tensor) -> Tensor:
         return torch.eye(self.num_embeddings, dtype=torch.float64)[tokens][:, :4]

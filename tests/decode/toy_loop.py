@@ -1,8 +1,9 @@
 """The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, every policy, every sampling."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
@@ -49,6 +50,32 @@ def toy_head(timing: str, *, seed: int) -> AcceptanceHead:
     return head.double()
 
 
+@dataclass(frozen=True)
+class Recalling(Policy):
+    """Learns of a token by what it had drawn before it in the round, and drafts as many tokens next as that says."""
+
+    signals = frozenset({"token_prob"})
+    nothing_learned = (0.0,)
+
+    def start(self):
+        return 0.0, 0.1
+
+    def begin(self, state):
+        return 0.0, state[1]
+
+    def limit(self, state):
+        return 1.0 + np.floor(17.3 * state[1]) % 2.0
+
+    def after(self, state, drawn):
+        return (state[0] + drawn.token_prob, state[1]), False
+
+    def lesson(self, state, drawn, acceptance_prob):
+        return (acceptance_prob / (1.0 + state[0]),)
+
+    def end(self, state, outcome):
+        return 0.0, 0.5 * state[1] + outcome.lesson[0]
+
+
 POLICIES: dict[str, Policy] = {
     "never_draft": FixedLength(0),
     "fixed_length": FixedLength(2),
@@ -65,6 +92,7 @@ POLICIES: dict[str, Policy] = {
     "prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5),
     "learning_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, is_learning=True),
     "learned_prob": LearnedProb(0.7),
+    "recalling": Recalling(),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
 POLICIES |= {name: each.kind() for name, each in REGISTERED.items() if name not in POLICIES and name != "head"}

@@ -7,11 +7,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
+from decode.drafters.hierarchies.interleaved import InterleavedDrafter
+from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.trees.decoder import TreeDecoder
+from decode.drafters.trees.drafter import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic
+from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from heads.model.head import AcceptanceHead
-from lm import RandomDraws, Sampling
+from lm import CachedModel, RandomDraws, Sampling, revealed_probs, verify
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
 from tests.lm.places import Places, place_of, put
@@ -193,3 +197,132 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
         num_reads = places.num_host_reads - num_before
     num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
     assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
+
+
+@pytest.mark.parametrize("place", ["cpu", FIRST])
+@pytest.mark.parametrize("places", [("cpu", FIRST, SECOND), (FIRST, "cpu", "cpu"), (SECOND, SECOND, SECOND), (FIRST, FIRST, SECOND)])
+def test_a_token_is_verified_wherever_its_law_is_and_however_narrow(places, place):
+    laws = [torch.rand(width).double() for width in (6, 4, 6)]
+    laws, p = [law / law.sum() for law in laws], torch.rand(4, 6).double().softmax(-1)
+    tokens, draws = [1, 3, 5], [RandomDraws(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    expected = revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
+    draws = [RandomDraws(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert {verdict.num_accepted for verdict in expected[1]} >= {0, 1, 3}
+    with Places():
+        there = [law.to(each) for law, each in zip(laws, places, strict=True)]
+        p = p.to(place)
+        assert (revealed_probs(3, tokens, there, p, draws[0]), [verify(tokens, there, p, each) for each in draws]) == expected
+
+
+def interleaved(small, medium, target):
+    drafter = InterleavedDrafter(CachedModel(small), CachedModel(medium, vocab_size=15), m=2, n=1)
+    decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset())
+    return decoder.generate(PROMPT, 24, generator=torch.Generator().manual_seed(0)).rounds
+
+
+def timeless(rounds):
+    return [(one.drafted, one.emitted) for one in rounds]
+
+
+@pytest.mark.parametrize("places", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")])
+def test_models_that_draft_in_turns_may_be_on_several_devices(places):
+    expected = timeless(interleaved(model_of(1), model_of(2), model_of(0)))
+    models = [model_of(seed) for seed in (1, 2, 0)]
+    for model, place in zip(models, places, strict=True):
+        put(model, place)
+    with Places():
+        assert timeless(interleaved(*models)) == expected
+
+
+def heads_and_others():
+    torch.manual_seed(0)
+    return [FixedLength(3), Entropy(0.9), HeadPolicy(AcceptanceHead(16, 1, "fed", True).double(), 0.8)]
+
+
+def a_chain(draft, policy):
+    return SpeculativeDecoder(model_of(0), ModelDrafter(draft, policy), eos_ids=frozenset())
+
+
+def a_tree(draft, policy):
+    return TreeDecoder(model_of(0), TreeDrafter(draft, policy), eos_ids=frozenset())
+
+
+def a_hierarchy(draft, policy):
+    drafter = PreVerifiedDrafter(ModelDrafter(model_of(2), FixedLength(2)), draft, policy, rounds=InnerRounds(window=2))
+    return SpeculativeDecoder(model_of(0), drafter, eos_ids=frozenset())
+
+
+class InBatches:
+    """A decoder whose `generate` decodes a batch."""
+
+    def __init__(self, draft, policy):
+        self.decoder = a_chain(draft, policy)
+
+    def generate(self, prompt, num, *, generator):
+        return self.decoder.generate_batch([prompt, [4]], num, batch_size=2, generator=generator)[0]
+
+
+@pytest.mark.parametrize("policy", range(3))
+@pytest.mark.parametrize("decoder_of", [a_chain, a_tree, a_hierarchy, InBatches])
+def test_a_draft_may_be_moved_between_two_generations(decoder_of, policy):
+    draft = model_of(1)
+    decoder = decoder_of(draft, heads_and_others()[policy])
+
+    def generated():
+        return timeless(decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).rounds)
+
+    expected = generated()
+    with Places():
+        for place in (FIRST, SECOND, "cpu"):
+            put(draft, place)
+            assert generated() == expected, place
+
+
+class Taught(Policy):
+    """Looks at no token; learns of each after verification, and of the first that was rejected."""
+
+    nothing_learned = (0.0,)
+
+    def __init__(self, signals):
+        self.signals, self.told = frozenset(signals), []
+
+    def limit(self, state):
+        return 3
+
+    def lesson(self, state, drawn, acceptance_prob):
+        self.told.append((drawn.position, drawn.entropy, acceptance_prob))
+        return (acceptance_prob,)
+
+    def end(self, state, outcome):
+        self.told.append((outcome.rejected_entropy, *outcome.lesson))
+        return state
+
+
+def sharp_pair():
+    """Two models that are sure of themselves, and mostly agree."""
+    pair = model_of(0), model_of(0)
+    with torch.no_grad():
+        for model in pair:
+            model.lm_head.weight.mul_(40.0)
+        for weight in pair[1].parameters():
+            weight.add_(0.005 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(4)))
+    return pair
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
+@pytest.mark.parametrize("signals", [(), ("entropy",)])
+def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
+    def told(place):
+        policy, (target, draft) = Taught(signals), sharp_pair()
+        put(target, place)
+        put(draft, place)
+        with Places():
+            decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
+            decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(0))
+        return policy.told
+
+    expected, there = told("cpu"), told(FIRST)
+    assert any(len(each) == 3 and each[0] > 0 for each in expected)
+    assert any(each[0] > 0 for each in expected if len(each) == 2) == bool(signals)
+    assert [len(each) for each in there] == [len(each) for each in expected]
+    torch.testing.assert_close([list(each) for each in there], [list(each) for each in expected], rtol=1e-5, atol=1e-6)

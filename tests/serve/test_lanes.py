@@ -59,7 +59,7 @@ class Watched(ModelDrafter):
         super().start(session)
 
     def conclude(self, committed, num_accepted):
-        self.seen.append(list(self._drawn))
+        self.seen.append([drawn for _, drawn in self._seen])
         super().conclude(committed, num_accepted)
 
 

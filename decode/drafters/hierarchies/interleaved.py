@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import Proposal, Session
+from decode.loop.drafter import Proposal
+from decode.loop.session import Session
 from lm import CachedModel, Draws, Verdict
 from lm.verification import num_accepted
 
@@ -58,8 +59,9 @@ class InterleavedDrafter:
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:
-        self.small.reset()
-        self.medium.reset()
+        for model, role in ((self.small, "small draft"), (self.medium, "medium draft")):
+            session.take(model, role)
+            model.reset()
         self._session = session
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:

@@ -25,9 +25,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.drafter import Drafter, Proposal, Session
+from decode.loop.drafter import Drafter, Proposal
+from decode.loop.session import Session
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Policy
+from decode.policies.base import AfterDraw, Policy, Seen, lessons_of
 from lm import CachedModel, next_law, num_accepted
 
 
@@ -84,14 +85,17 @@ class PreVerifiedDrafter:
         self._signals = reader_of(policy, self.model)
 
     def start(self, session: Session) -> None:
+        session.take(self.model, "draft that pre-verifies", verifies=True)
         self.model.reset()
+        self._signals = reader_of(self.policy, self.model, self._signals)
         self.inner.start(session)
         self._session = session
         self._state = self.policy.start()
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         self._state = self.policy.begin(self._state)
-        self._proposal = proposal = Proposal(num_allowed=max_tokens)
+        self._proposal = proposal = Proposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
+        self._seen: list[Seen] = []
         limit = int(min(self.policy.limit(self._state), max_tokens, self.model.max_length - len(committed) + 1))
         ids = list(committed)
         for window in self.rounds.lengths():
@@ -104,7 +108,8 @@ class PreVerifiedDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.roll_back(len(committed) - 1)
-        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted))
+        lesson = lessons_of(self.policy, self._seen, self._proposal.acceptance_probs)
+        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted, lesson))
 
     def roll_back(self, length: int) -> None:
         self.model.roll_back(length)
@@ -117,6 +122,7 @@ class PreVerifiedDrafter:
         logits = self.model.forward(fed, len(inner.tokens) + 1)
         q = self._session.sampling.laws_after(logits, fed)
         count = num_accepted(inner.tokens, inner.laws, q, self._session.draws)
+        inner.reveal(count, q, self._session.draws)
         for row, token_id in enumerate(inner.tokens[:count]):
             if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
                 break
@@ -140,6 +146,7 @@ class PreVerifiedDrafter:
         proposal.tokens.append(token_id)
         proposal.laws.append(q)
         proposal.entropies.append(drawn.entropy)
+        self._seen.append((self._state, drawn))
         self._state, stop = self.policy.after(self._state, drawn)
         if token_id in self._session.eos_ids or stop:
             proposal.stop_reason = "eos" if token_id in self._session.eos_ids else "policy"

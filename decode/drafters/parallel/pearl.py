@@ -16,7 +16,7 @@ limit, the draft's context) a step is plain verification, with its bonus token i
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -96,6 +96,8 @@ class PearlDecoder(SpeculativeDecoder):
                 f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set pair.draft.device_map to "
                 "another one, or read the predicted times"
             )
+        # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.models.captured`), the
+        # draft's to the caller's, and each is captured once
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
     def _rounds(self, *arguments: Any) -> Iterator[Round]:
@@ -108,8 +110,13 @@ class PearlDecoder(SpeculativeDecoder):
         waiting = self._waiting
         text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
         verified = None if self._pool is None else self._pool.submit(self.target.forward, text, num_waiting + 1)
-        new = self._draft(text, num_left - num_waiting)
-        drafted_s = perf_counter()
+        try:
+            new = self._draft(text, num_left - num_waiting)
+            drafted_s = perf_counter()
+        finally:
+            # drafting that raises ends the generation, and the next one is to find caches that no forward writes to
+            if verified is not None:
+                wait([verified])
         logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
         p = self.sampling.laws_after(logits, text)
         tested = _Drafted(waiting.tokens + new.tokens[:1], waiting.laws + new.laws[:1])

@@ -11,8 +11,6 @@ candidate heads are trained; fed-time and drawn-time heads, trained for a chain'
 """
 
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import add
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -21,9 +19,10 @@ from transformers import PreTrainedModel
 
 from decode.drafters.trees.growth import Growth
 from decode.drafters.trees.shapes import Dynamic, Shape
-from decode.loop.drafter import Proposal, Session
+from decode.loop.drafter import Proposal
+from decode.loop.session import Session
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
 from lm.entropy import entropy
 from lm.features.trees import GlideTreeModel, TreeDraft
 from lm.trees.cached import TreeModel
@@ -52,11 +51,9 @@ class _Path(NamedTuple):
     """Candidates from the first level on, as the policy saw them."""
 
     nodes: list[int]
-    drawn: list[AfterDraw]
+    seen: list[Seen]
     first: State
     """Of the policy, before the first of them."""
-    last: State
-    """Before the last of them."""
     state: State
     """With all of them in it."""
     stops: bool = False
@@ -64,7 +61,7 @@ class _Path(NamedTuple):
     @classmethod
     def of(cls, state: State) -> "_Path":
         """No candidate yet."""
-        return cls([], [], state, state, state)
+        return cls([], [], state, state)
 
 
 class TreeDrafter:
@@ -100,10 +97,12 @@ class TreeDrafter:
                 f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; use CaPE's tree"
             )
         self._signals = reader_of(policy, self.model)
-        self._looks = type(policy).after is not Policy.after or policy.stops_before
+        self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.nothing_learned)
 
     def start(self, session: Session) -> None:
+        session.take(self.model, "draft")
         self.model.reset()
+        self._signals = reader_of(self.policy, self.model, self._signals)
         self._session = session
         self.state = self.policy.start()
 
@@ -144,7 +143,8 @@ class TreeDrafter:
         is_heeded = growth.depth % self.read_every == 0
         before, path = self._seen, growth.best_path()
         seen = self._read(path[-1:], before) if path[:-1] == before.nodes else self._read(path, _Path.of(before.first))
-        if is_heeded and self.policy.stop_before(seen.last, seen.drawn[-1].before):
+        state, drawn = seen.seen[-1]
+        if is_heeded and self.policy.stop_before(state, drawn.before):
             growth.drop_level()
             self.proposal.stop_reason = "policy"
             return False
@@ -160,7 +160,7 @@ class TreeDrafter:
             self.model.hidden = step.hidden
             drawn = self._signals.read(len(path.nodes), step.logits, self._growth.tokens[node])
             state, stops = self.policy.after(path.state, drawn)
-            path = _Path([*path.nodes, node], [*path.drawn, drawn], path.first, path.state, state, bool(stops))
+            path = _Path([*path.nodes, node], [*path.seen, (path.state, drawn)], path.first, state, bool(stops))
         return path
 
     def _choose(self) -> None:
@@ -190,6 +190,4 @@ class TreeDrafter:
             return ()
         accepted = set(self.proposal.accepted)
         num_revealed = next((place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted), len(self.proposal.best))
-        revealed = zip(self._seen.drawn[:num_revealed], self.proposal.acceptance_probs, strict=False)
-        lessons = (self.policy.lesson(self._seen.state, drawn, prob) for drawn, prob in revealed)
-        return reduce(partial(mapped, add), lessons, self.policy.nothing_learned)
+        return lessons_of(self.policy, self._seen.seen[:num_revealed], self.proposal.acceptance_probs)

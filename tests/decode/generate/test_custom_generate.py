@@ -90,12 +90,13 @@ def test_stopping_criteria_end_the_output_at_their_token():
     assert (counts.num_discarded, counts.num_target) == (num_discarded, len(rounds))
 
 
-def test_a_draft_with_fewer_or_more_ids_than_the_target_is_lossless():
+def test_a_draft_with_fewer_or_more_ids_than_the_target_is_lossless_where_they_share_those_in_use():
     target, _ = random_pair("llama")
     expected = target.generate(PROMPT, do_sample=False, max_new_tokens=12)
-    for width in (36, 44):
+    num_used = int(expected.max()) + 1
+    for width, vocab_size in ((44, None), (num_used, num_used), (44, num_used)):
         config = LlamaConfig(vocab_size=width, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
         draft = AutoModelForCausalLM.from_config(config).eval()
-        if expected.max() < width:
-            ours = target.generate(PROMPT, custom_generate=speculative_generate, draft_model=draft, do_sample=False, max_new_tokens=12)
-            assert ours.tolist() == expected.tolist()
+        settings = {"draft_model": draft, "vocab_size": vocab_size, "do_sample": False, "max_new_tokens": 12}
+        ours = target.generate(PROMPT, custom_generate=speculative_generate, **settings)
+        assert ours.tolist() == expected.tolist()

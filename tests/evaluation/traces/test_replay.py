@@ -54,7 +54,7 @@ class Diary(Policy):
         return (mixed, state[1]), mixed > 0.7
 
     def lesson(self, state, drawn, acceptance_prob):
-        return (acceptance_prob * (0.61 + 0.7 * drawn.token_prob + 0.23 * drawn.position),)
+        return (acceptance_prob * (0.61 + 0.7 * drawn.token_prob + 0.23 * drawn.position + 0.37 * state[0]),)
 
     def end(self, state, outcome):
         *numbers, (lesson,) = outcome

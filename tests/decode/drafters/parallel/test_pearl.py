@@ -3,6 +3,9 @@
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from threading import current_thread
+from time import sleep
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -109,6 +112,44 @@ def test_a_step_takes_as_long_as_the_slower_of_the_two():
     cost = CostModel(2.0, (3.0, 5.0))
     assert steps.seconds(cost, exchange_s=0.5) == pytest.approx(4 + 5 + 5 + 4 + 5 + 5 * 0.5)
     assert steps.counts.num_target == 5
+
+
+class Slow(ToyModel):
+    """A target whose forward takes a while."""
+
+    is_busy = False
+
+    def forward(self, token_ids, num_rows=1):
+        self.is_busy, self.thread = True, current_thread()
+        sleep(0.2)
+        rows = super().forward(token_ids, num_rows)
+        self.is_busy = False
+        return rows
+
+
+def in_parallel(monkeypatch) -> PearlDecoder:
+    monkeypatch.setattr(Slow, "device", torch.device("meta"))  # a place that is not the draft's
+    return PearlDecoder(Slow(1), ToyModel(2), gamma=2, eos_ids=frozenset(), is_parallel=True)
+
+
+def test_an_error_of_the_draft_leaves_no_forward_of_the_target_behind(monkeypatch):
+    decoder = in_parallel(monkeypatch)
+    expected = decoder.generate(PROMPT, 6, generator=torch.Generator().manual_seed(0)).token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.drafter, "propose", Mock(side_effect=RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decoder.generate(PROMPT, 6)
+        assert not decoder.target.is_busy
+    assert decoder.generate(PROMPT, 6, generator=torch.Generator().manual_seed(0)).token_ids == expected
+
+
+def test_a_target_beside_its_draft_is_always_run_by_one_thread(monkeypatch):
+    decoder, threads = in_parallel(monkeypatch), set()
+    for _ in range(3):
+        for _round in decoder.stream(PROMPT, 3):
+            threads.add(decoder.target.thread)
+    assert len(threads) == 1
+    assert current_thread() not in threads
 
 
 def test_what_cannot_be_is_refused_in_one_line():

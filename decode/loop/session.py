@@ -1,0 +1,84 @@
+"""One generation, as its drafters know it: what they share, and the models that serve it alone.
+
+A model's cache holds one sequence, so a generation takes each of its models before it resets them, and keeps them until it ends. A model
+that another generation has, that is in train mode, or whose ids do not fit is refused then, before the first token. The ids fit where
+
+    no distribution has more ids than the narrowest of those that verify it     drafted tokens are looked up in their laws
+    every model can be fed every id that the target may emit                    what is emitted is fed to all
+
+so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
+"""
+
+from dataclasses import dataclass, field
+
+from lm import DraftModel, Draws, GreedyDraws, Sampling
+
+
+@dataclass(eq=False)
+class Session:
+    """What one generation shares with its drafters. It is open while it is entered."""
+
+    sampling: Sampling
+    eos_ids: frozenset[int]
+    draws: Draws
+    """At temperature 0 `GreedyDraws`, whatever is given."""
+    is_open: bool = field(default=False, init=False)
+    """Whether the models that it took are its own."""
+    _num_emitted: int | None = field(default=None, init=False, repr=False)
+    """Ids that the target may emit; None where no target was taken."""
+    _num_drafted: int | None = field(default=None, init=False, repr=False)
+    """Ids that all who verified so far have."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.is_greedy:
+            self.draws = GreedyDraws()
+
+    def __enter__(self) -> "Session":
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
+
+    def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
+        """Make a model this generation's own, before it is reset.
+
+        Args:
+            model: of any level; those that verify come before those whose drafts they verify, the target first of all.
+            role: what the model is here, for messages.
+            verifies: it verifies what is drafted below it.
+
+        Raises:
+            ValueError: an open generation has it, it is in train mode, its ids do not fit.
+        """
+        check_free(model, role)
+        model.check_mode()
+        self._check_ids(model, role)
+        if verifies:
+            self._num_emitted = model.num_logits if self._num_emitted is None else self._num_emitted
+            self._num_drafted = min(model.num_logits, self._num_drafted or model.num_logits)
+        model.session = self
+
+    def _check_ids(self, model: DraftModel, role: str) -> None:
+        if self._num_emitted is None or self._num_drafted is None:
+            return
+        if model.num_logits > self._num_drafted:
+            raise ValueError(
+                f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s drafter "
+                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that the others have probability 0"
+            )
+        if model.num_embeddings < self._num_emitted:
+            raise ValueError(
+                f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some of which it could "
+                "not go on; choose models of one vocabulary, or, where the tokenizer has no more ids than either, give its vocab_size to "
+                "target and drafter alike"
+            )
+
+
+def check_free(model: DraftModel, role: str) -> None:
+    """Raise ValueError if an open generation has the model."""
+    if model.session is not None and model.session.is_open:
+        raise ValueError(
+            f"the {role} is in use already, by another part of this generation or by another stream that is still open, and its cache "
+            "holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
+        )

@@ -1,0 +1,66 @@
+"""What is compiled for a GPU belongs to the thread that captured it; nothing is compiled here."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lm import CompiledModel, CompiledTailModel
+from lm.models import compiled, compiled_tail
+
+CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+TOKENS = [1, 2, 3]
+
+
+class Graphs:
+    """As CUDA graphs are: only the thread that captured them may replay them."""
+
+    num_captured = 0
+
+    def __init__(self, function, device):
+        self.function, self.thread = function, current_thread()
+        Graphs.num_captured += 1
+
+    def __call__(self):
+        assert current_thread() is self.thread, "captured by another thread"
+        return self.function()
+
+
+def tail(logits, hidden, fed):
+    return (logits[0],)
+
+
+def stepped(model):
+    """Logits after a prompt and one more token, by a compiled step."""
+    model.reset()
+    model.forward(TOKENS)
+    if isinstance(model, CompiledTailModel):
+        return model.forward_then([*TOKENS, 4], tail)[0]
+    return model.forward([*TOKENS, 4])[0]
+
+
+@pytest.mark.parametrize("kind", [CompiledModel, CompiledTailModel])
+@pytest.mark.parametrize(("device", "num_per_thread"), [("cuda", 1), ("cpu", 0)])
+def test_a_graph_is_replayed_by_the_thread_that_captured_it(kind, device, num_per_thread, monkeypatch):
+    for place in (compiled, compiled_tail):
+        monkeypatch.setattr(place, "Captured", Graphs)
+        monkeypatch.setattr(place, "holder", lambda _, holder=place.holder: holder(torch.device(device)))
+    monkeypatch.setattr(Graphs, "num_captured", 0)
+    model = kind(AutoModelForCausalLM.from_config(CONFIG).eval())
+    expected, threads = stepped(model), torch.get_num_threads()
+
+    def elsewhere():
+        torch.set_num_threads(threads)
+        return stepped(model)
+
+    with ThreadPoolExecutor(1) as pool:
+        if not num_per_thread:  # on a CPU a compiled step is any thread's
+            with pytest.raises(AssertionError, match="another thread"):
+                pool.submit(elsewhere).result()
+            return
+        for _ in range(3):
+            assert torch.equal(pool.submit(elsewhere).result(), expected)
+            assert torch.equal(stepped(model), expected)
+    assert Graphs.num_captured == 2
