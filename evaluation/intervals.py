@@ -47,6 +47,11 @@ class Gain(NamedTuple):
     standard_error: float
     """NaN for a single prompt, which cannot be resampled."""
 
+    @property
+    def text(self) -> str:
+        """In per cent, with its interval."""
+        return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
+
 
 def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
     """The gain of `own` over `base`, which have the same prompts in the same order."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from scipy.optimize import isotonic_regression
 
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
+from evaluation.contest.sheet import Sheet, crossed
 from evaluation.costs.measure import Loop, typical
 
 _TURNS = 3
@@ -103,18 +103,11 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
     return Curve(tuple(float(numbers[at]) for at in wanted), tuple(float(fitted[at]) for at in wanted))
 
 
-def batch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """Policies down, sizes across."""
-    sizes = sorted({row["batch_size"] for row in rows})
-    table = Table(
-        title="tokens/s of continuous batches, all sequences together, medians over turns",
-        caption="in brackets: over the best fixed length's of the same turn",
+    ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
+    cells = (
+        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})") for row in ordered
     )
-    table.add_column("policy")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
-    by_place = {(row["policy"], row["batch_size"]): row for row in rows}
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = [by_place[policy, size] for size in sizes]
-        table.add_row(policy, *(f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})" for row in cells))
-    return table
+    title = "tokens/s of continuous batches, all sequences together, medians over turns"
+    return Sheet(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")

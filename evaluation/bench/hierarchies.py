@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from decode.drafters.hierarchies.trio import Trio
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
+from evaluation.bench.lengths import heading_of
+from evaluation.contest.sheet import Sheet, crossed
 from evaluation.hierarchies.contenders import contenders_of
 from lm import Pair, Sampling
 
@@ -49,17 +49,11 @@ def hierarchy_rows(
             }
 
 
-def hierarchy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """The rows, drafters down, threads and samplings across."""
-    table = Table(title="hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length")
-    table.add_column("drafter")
-    columns = sorted({(row["threads"], row["sampling"]) for row in rows})
-    for num_threads, name in columns:
-        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
-    for drafter in dict.fromkeys(row["drafter"] for row in rows):
-        by_column = {(row["threads"], row["sampling"]): row for row in rows if row["drafter"] == drafter}
-        table.add_row(drafter, *(f"{by_column[column]['tokens_per_s']:.1f} ({by_column[column]['against_sd']:.2f})" for column in columns))
-    return table
+    ordered = sorted(rows, key=lambda row: (row["threads"], row["sampling"]))
+    cells = ((row["drafter"], heading_of(row), f"{row['tokens_per_s']:.1f} ({row['against_sd']:.2f})") for row in ordered)
+    return Sheet("hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length", crossed("drafter", cells))
 
 
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:

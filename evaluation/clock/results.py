@@ -7,30 +7,19 @@ common                the median of all differences: the machine's pace today ag
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from evaluation.clock.turns import Clocked, Runner
-from evaluation.console import right
+from evaluation.contest.sheet import Sheet, flat
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
-COLUMNS = (
-    "policy",
-    "setting",
-    "predicted tokens/s",
-    "clocked tokens/s",
-    "difference",
-    "of it draft / verify / rest",
-    "predicted gain",
-    "clocked gain",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +43,18 @@ class ClockRow:
         """Where most of the difference lies."""
         return max(("draft", "verify", "rest"), key=lambda part: abs(getattr(self, part)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it; gains with their 95 % intervals."""
-        gains = {name: getattr(self, name) for name in ("predicted_gain", "clocked_gain")}
-        numbers = {f"{name}{end}": value for name, gain in gains.items() for end, value in zip(("", "_low", "_high"), gain, strict=False)}
-        return {name: value for name, value in asdict(self).items() if name not in gains} | numbers
-
-    def cells(self, names: Mapping[str, str]) -> list[str]:
-        """In the order of `COLUMNS`."""
-        gains = (self.predicted_gain, self.clocked_gain)
-        return [
-            names.get(self.family, self.family),
-            self.setting,
-            f"{self.predicted_tokens_per_s:.1f}",
-            f"{self.clocked_tokens_per_s:.1f}",
-            f"{self.difference:+.1%}",
-            " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
-            *(f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})" for gain in gains),
-        ]
+    def cells(self, names: Mapping[str, str]) -> dict[str, str]:
+        """As tables have it."""
+        return {
+            "policy": names.get(self.family, self.family),
+            "setting": self.setting,
+            "predicted tokens/s": f"{self.predicted_tokens_per_s:.1f}",
+            "clocked tokens/s": f"{self.clocked_tokens_per_s:.1f}",
+            "difference": f"{self.difference:+.1%}",
+            "of it draft / verify / rest": " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
+            "predicted gain": self.predicted_gain.text,
+            "clocked gain": self.clocked_gain.text,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +85,13 @@ class ClockReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        rows = [row.as_dict() for row in self.rows]
+        rows = [flat(row) for row in self.rows]
         return {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common, "rows": rows}
 
-    def table(self, names: Mapping[str, str]) -> Table:
+    def sheet(self, names: Mapping[str, str]) -> Sheet:
         """Every family."""
-        caption = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        table = Table(*COLUMNS[:2], *right(*COLUMNS[2:]), title=f"{self.dataset} on a clock: {self.about}", caption=caption)
-        for row in self.rows:
-            table.add_row(*row.cells(names))
-        return table
+        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+        return Sheet(f"{self.dataset} on a clock: {self.about}", [row.cells(names) for row in self.rows], note, names=2)
 
     def plot(self, names: Mapping[str, str]) -> Plot:
         """Clocked over predicted tokens/s."""

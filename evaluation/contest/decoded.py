@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Int
-from rich.table import Table
 
-from evaluation.console import right
 from evaluation.contest.results import Result, Yardstick, result_of
+from evaluation.contest.sheet import Sheet
 from evaluation.costs.model import CostModel
 from evaluation.hierarchies.contenders import contenders_of
 from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, times_of
-from evaluation.hierarchies.times import redundancy, target_utilisation
+from evaluation.hierarchies.times import COUNTED, redundancy, target_utilisation
 from evaluation.intervals import Spent
 from evaluation.traces.recording import Traces
 
@@ -42,7 +41,6 @@ NAMES = {
     "decoded_pre_verified": "pre-verified, fixed lengths *",
     "decoded_interleaved": "interleaved (Chen) *",
 }
-_COUNTS = ("num_micro", "num_drafted", "num_target", "num_micro_forwards", "num_draft_forwards")
 
 
 @dataclass(frozen=True)
@@ -88,20 +86,19 @@ class DecodedHierarchies:
             for family, run in self.picks(cost).items()
         ]
 
-    def table(self, cost: CostModel) -> Table:
+    def sheet(self, cost: CostModel) -> Sheet:
         """Counts of the three models, sigma and eta."""
+        rows = []
+        for family, run in self.picks(cost).items():
+            counts = run.counts
+            numbers = {heading: str(getattr(counts, name)) for heading, name in COUNTED.items()}
+            rates = {"sigma %": f"{100 * redundancy(counts):.2f}", "eta %": f"{100 * target_utilisation(counts):.2f}"}
+            rows.append({"hierarchy": NAMES[family].removesuffix(" *"), "setting": run.label, **numbers, **rates})
         title = (
             f"* decoded on {len(self.test[0].decoded)} test prompts, not replayed; t_micro / t_draft = {self.micro_ratio:.2f}; "
             "N: tokens, F: forwards; sigma, eta: HSDDW's redundancy and target utilisation"
         )
-        columns = ("N", "N_micro", "N_draft", "N_target", "F_micro", "F_draft", "sigma %", "eta %")
-        table = Table("hierarchy", "setting", *right(*columns), title=title, title_justify="left")
-        for family, run in self.picks(cost).items():
-            counts = run.counts
-            rates = (f"{100 * rate:.2f}" for rate in (redundancy(counts), target_utilisation(counts)))
-            numbers = (str(getattr(counts, name)) for name in ("num_emitted", *_COUNTS))
-            table.add_row(NAMES[family].removesuffix(" *"), run.label, *numbers, *rates)
-        return table
+        return Sheet(title, rows, names=2)
 
     def annotated(self, frame: pd.DataFrame, cost: CostModel) -> pd.DataFrame:
         """`frame` with a column `source` (replayed, decoded) and, of the decoded rows, the counts."""
@@ -109,7 +106,7 @@ class DecodedHierarchies:
         for family, run in self.picks(cost).items():
             counts = run.counts
             columns[family] = {"source": "decoded", "num_prompts": len(run.decoded), "micro_ratio": self.micro_ratio}
-            columns[family] |= {name: int(getattr(counts, name)) for name in ("num_emitted", *_COUNTS)}
+            columns[family] |= {name: int(getattr(counts, name)) for name in COUNTED.values()}
             columns[family] |= {"redundancy": redundancy(counts), "target_utilisation": target_utilisation(counts)}
         return frame.join(pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index))
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import pandas as pd
-from rich.table import Table
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
@@ -16,6 +15,7 @@ from evaluation.batches.rule import batch_auto_for
 from evaluation.console import wide_console
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
+from evaluation.contest.sheet import Sheet, crossed
 from evaluation.costs.model import CostModel
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
@@ -207,7 +207,7 @@ def compare_in_batches(
                 f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
             )
         for setup, results in Contest(replays, setups, sizes).results():
-            wide_console().print(table_of(setup, results, names, dataset=dataset))
+            batch_sheet(setup, results, names, dataset=dataset).print()
             frames.append(frame_of(setup, results, dataset=dataset))
     return pd.concat(frames)
 
@@ -222,21 +222,14 @@ def frame_of(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> p
     return frame
 
 
-def table_of(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Table:
+def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Sheet:
     """Families down, batch sizes across."""
-    sizes = sorted({each.batch_size for each in results})
-    table = Table(
-        title=f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
-        caption="setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
+    ordered = sorted(results, key=lambda result: (list(names).index(result.family), result.batch_size))
+    return Sheet(
+        f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
+        crossed("policy", ((names[each.family], f"batch {each.batch_size}", _cell(each)) for each in ordered)),
+        "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
     )
-    table.add_column("policy")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
-    families = sorted({each.family for each in results}, key=list(names).index)
-    by_place = {(each.family, each.batch_size): each for each in results}
-    for family in families:
-        table.add_row(names[family], *(_cell(by_place[family, size]) for size in sizes))
-    return table
 
 
 def _cell(result: BatchResult) -> str:

@@ -23,7 +23,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One family on test; its fields are the columns of results.csv."""
+    """One family on test; its fields are the columns of results.csv (`evaluation.contest.sheet.flat`)."""
 
     family: str
     name: str
@@ -34,15 +34,10 @@ class Result:
     mean_draft_length: float
     tokens_per_s: float
     speed_up: float
-    gain: float
-    """Throughput over that of the best fixed length, minus 1."""
-    gain_low: float
-    """95 % interval (`evaluation.intervals`)."""
-    gain_high: float
-    lead: float
-    """Throughput over that of the best training-free policy, minus 1; NaN where there is none."""
-    lead_low: float
-    lead_high: float
+    gain: Gain
+    """Over the best fixed length."""
+    lead: Gain
+    """Over the best training-free policy."""
     percent_of_oracle: float
     percent_of_perfect: float
     """Of the perfect head without the lag; NaN where the trace does not know it."""
@@ -128,8 +123,6 @@ def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, e
 def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
     """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
     rivals = yardstick.spent
-    gain = _gain(family, spent, BASELINE, BASELINE, yardstick)
-    lead = _gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick)
     return Result(
         family=family,
         name=name,
@@ -140,12 +133,8 @@ def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Cou
         mean_draft_length=counts.num_drafted / counts.num_target,
         tokens_per_s=spent.tokens_per_s,
         speed_up=spent.tokens_per_s * yardstick.t_target_s,
-        gain=gain.value,
-        gain_low=gain.low,
-        gain_high=gain.high,
-        lead=lead.value,
-        lead_low=lead.low,
-        lead_high=lead.high,
+        gain=_gain(family, spent, BASELINE, BASELINE, yardstick),
+        lead=_gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick),
         percent_of_oracle=_percent_of(rivals["oracle"], spent),
         percent_of_perfect=_percent_of(rivals["perfect_drawn"], spent) if "perfect_drawn" in rivals else float("nan"),
     )

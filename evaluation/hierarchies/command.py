@@ -23,11 +23,11 @@ from configs.schema import Config
 from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import BETWEEN, Experiment
 from decode.policies.head import HeadPolicy
-from evaluation.console import announce, wide_console
+from evaluation.console import announce
 from evaluation.hierarchies.contenders import Contender, LevelPolicies, contenders_of, version_of
 from evaluation.hierarchies.gain import gain_frame, gain_plot
 from evaluation.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
-from evaluation.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from evaluation.hierarchies.tables import ablation_sheet, arms_frame, arms_sheet, gain_sheet, verdict
 from evaluation.hierarchies.times import Times
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
@@ -85,8 +85,8 @@ def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: 
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
     title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
-    for table in (ablation_table(frame), arms_table(frame, times, given=given, title=title), gain_table(gain)):
-        wide_console().print(table)
+    for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
+        sheet.print()
     print(conclusion := verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 

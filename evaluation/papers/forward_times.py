@@ -19,9 +19,9 @@ import torch
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation
 from decode.policies import FixedLength, HeadPolicy
+from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import loop_of
 from evaluation.costs.measure import fit_costs
-from evaluation.papers.sheet import Sheet
 from heads.model.head import AcceptanceHead
 
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)

@@ -22,13 +22,13 @@ import torch
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.parallel.pearl import PearlDecoder
 from decode.experiment import Experiment
+from evaluation.contest.sheet import Sheet
 from evaluation.hierarchies.contenders import WINDOW, Contender, contenders_of
 from evaluation.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
 from evaluation.hierarchies.times import Times, redundancy, target_utilisation
 from evaluation.papers.choice import Finalists, finalists_of, merged
 from evaluation.papers.drafts import ALONE, EAGLE_1, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, lines_of, shown_speed_up, verdict
-from evaluation.papers.sheet import Sheet
 from lm.features.eagle import Eagle
 
 Runs = dict[str, Run]

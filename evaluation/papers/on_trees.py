@@ -20,12 +20,12 @@ from data_gen.prompts.splits import Split
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
+from evaluation.contest.sheet import Sheet
 from evaluation.hierarchies.contenders import Contender
 from evaluation.hierarchies.runs import Run, resumable_loop
 from evaluation.papers.choice import finalists_of, merged
 from evaluation.papers.drafts import ALONE, Kind, Models, Stop, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
-from evaluation.papers.sheet import Sheet
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 

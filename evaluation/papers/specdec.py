@@ -13,10 +13,10 @@ import numpy as np
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy
 from evaluation.contest.grids import family_of
+from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.papers.forward_times import LENGTHS, THRESHOLDS, forward_times
-from evaluation.papers.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace

@@ -16,9 +16,9 @@ import numpy as np
 
 from decode.experiment import Experiment
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
+from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.papers.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace

@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from evaluation.console import wide_console
 from evaluation.contest.arms import total
+from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.traces.recording import trace_folder
@@ -26,8 +25,7 @@ from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_RATES = ("discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up")
-_COLUMNS = ("prompts", "N", "N_draft", "accepted", "N_target", *_RATES)
+_NUMBERS = ("prompts", "N", "N_draft", "accepted", "N_target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
         for dataset, splits in traces.items()
         for split, part in splits._asdict().items()
     ]
-    wide_console().print(table_of(rows, policy=policy, cost=cost))
+    row_sheet(rows, policy=policy, cost=cost).print()
     for row in rows:
         print(f"draft lengths, {row.dataset} {row.split}: {histogram(row.rounds_by_length)}")
     print(json.dumps({"policy": policy, "costs": asdict(cost), "played": [row.as_dict() for row in rows]}))
@@ -104,17 +102,25 @@ def row_of(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split
     )
 
 
-def table_of(rows: Sequence[Row], *, policy: str, cost: CostModel) -> Table:
+def row_sheet(rows: Sequence[Row], *, policy: str, cost: CostModel) -> Sheet:
     """One row per dataset and split."""
-    table = Table(title=f"{policy}; {cost.title}")
-    for name in ("dataset", "split", *_COLUMNS):
-        table.add_column(name, justify="left" if name in ("dataset", "split") else "right")
+    cells = []
     for row in rows:
         counts = row.counts
         numbers = (row.num_prompts, counts.num_emitted, counts.num_drafted, counts.num_accepted, counts.num_target)
-        rates = (f"{counts.discard_rate:.3f}", f"{counts.verification_rate:.3f}", f"{counts.acceptance_length:.2f}")
-        table.add_row(row.dataset, row.split, *(f"{n:,}" for n in numbers), *rates, f"{row.tokens_per_s:.1f}", f"{row.speed_up:.2f}")
-    return table
+        cells.append(
+            {
+                "dataset": row.dataset,
+                "split": row.split,
+                **{name: f"{number:,}" for name, number in zip(_NUMBERS, numbers, strict=True)},
+                "discard rate": f"{counts.discard_rate:.3f}",
+                "verification rate": f"{counts.verification_rate:.3f}",
+                "acceptance length": f"{counts.acceptance_length:.2f}",
+                "tokens/s": f"{row.tokens_per_s:.1f}",
+                "speed-up": f"{row.speed_up:.2f}",
+            }
+        )
+    return Sheet(f"{policy}; {cost.title}", cells, names=2)
 
 
 def histogram(rounds_by_length: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from decode.policies import FixedLength, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto
 from evaluation.bench import batch_sizes
-from evaluation.bench.batch_sizes import batch_table, curves_of, measure
+from evaluation.bench.batch_sizes import curves_of, measure, size_sheet
 from evaluation.costs.measure import Loop
 from heads import AcceptanceHead
 from lm import Sampling
@@ -19,7 +19,7 @@ def test_every_policy_has_a_row_at_every_size(pair):
     assert [(row["batch_size"], row["policy"]) for row in rows] == [(size, name) for size in (1, 3) for name in ("none", "two", "own")]
     for size in (1, 3):
         assert max(row["against_fixed"] for row in rows if row["batch_size"] == size and row["policy"] != "own") >= 1.0
-    assert batch_table(rows).row_count == 3
+    assert len(size_sheet(rows).rows) == 3
     assert curves.draft.seconds[0] > 0
 
 

@@ -79,8 +79,8 @@ def test_a_decoded_row_compares_throughputs(arms):
     fixed = next(row for row in replayed if row.family == "fixed_length")
     row = rows["decoded_hsddw"]
     assert row.tokens_per_s == pytest.approx(10 / (0.1 * (0.25 * 20 + 4) + 2))
-    assert row.gain == pytest.approx(row.tokens_per_s / fixed.tokens_per_s - 1)
-    assert row.gain_low < row.gain < row.gain_high
+    assert row.gain.value == pytest.approx(row.tokens_per_s / fixed.tokens_per_s - 1)
+    assert row.gain.low < row.gain.value < row.gain.high
     assert (row.verification_rate, row.acceptance_length, row.label) == (0.2, 4.0, "K<=10")
 
 
