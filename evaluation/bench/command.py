@@ -3,7 +3,7 @@
     --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13 (`evaluation.bench.batch_sizes`)
     policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
                 (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
-                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.json
+                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.jsonl
     lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`evaluation.bench.lengths`)
     overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what stops add
 

@@ -26,7 +26,7 @@ def costs(config: Config, *, again: bool = False) -> None:
 
     Args:
         config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.
-        again: measure once more, and replace the times in DIR/costs.json that evaluations use.
+        again: measure once more, and replace the times in DIR/costs.jsonl that evaluations use.
     """
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)

@@ -134,11 +134,11 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
     (first,) = printed(capsys, argv)
     path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    tests = [line for line in lines if line["repeats"] == 2]
-    assert not {line["prompt"] for line in tests} & {line["prompt"] for line in lines if line["repeats"] == 1}
+    tests = [line for line in lines if line["value"]["repeats"] == 2]
+    assert not {line["key"]["prompt"] for line in tests} & {line["key"]["prompt"] for line in lines if line not in tests}
     paces = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
     for line in tests:
-        line["seconds"] = paces[line["arm"]] * line["counts"]["num_emitted"]
+        line["value"]["seconds"] = paces[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (second,) = printed(capsys, argv)
     assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]
