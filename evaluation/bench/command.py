@@ -26,12 +26,12 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench.batch_sizes import measure, size_sheet
+from evaluation.bench.batch_sizes import measure_sizes, size_sheet
 from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
 from evaluation.bench.lengths import length_rows, length_sheet
 from evaluation.bench.overheads import overheads_of
-from evaluation.bench.race import SAMPLINGS, Race, Terms
-from evaluation.bench.standings import gain_plot, standing_sheet, standings_of, summary_sheet, verdict_of
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
+from evaluation.bench.standings import race_plot, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.console import announce, wide_console
 from evaluation.contest.in_batches import Sizes, sizes_of
 from evaluation.costs.measure import Loop
@@ -80,7 +80,7 @@ def bench(
     sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)  # first: they refuse
     document: dict[str, Any] = {"where": where(config), **how}
     if "policies" in parts and sizes is None:
-        terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+        terms = RaceTerms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
     return _printed(document | (bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)))
 
@@ -100,7 +100,7 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
         console.print(verdict_of(*cells[-1]), soft_wrap=True)
     if len(cells) > 1:
         summary_sheet(cells).print(_WIDTH)
-    plot, path = gain_plot(cells), race.experiment.directory / "plots" / "bench.svg"
+    plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])
     return [{**cell, "arms": [one.as_dict() for one in standings]} for cell, standings in cells]
@@ -149,7 +149,7 @@ class Bare:
             max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
             max_new_tokens=self._num_tokens,
         )
-        rows, curves = measure(loop, policies, sizes)
+        rows, curves = measure_sizes(loop, policies, sizes)
         size_sheet(rows).print()
         announce([keep_curves(experiment, curves)])
         return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}

@@ -17,8 +17,8 @@ from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
 from evaluation.bench.lengths import heading_of
-from evaluation.contest.sheet import Sheet, crossed
-from evaluation.hierarchies.contenders import contenders_of
+from evaluation.hierarchies.contenders import NO_DRAFT, contenders_of
+from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
 
@@ -44,7 +44,7 @@ def hierarchy_rows(
                 "sampling": name,
                 "drafter": drafter_name,
                 "tokens_per_s": num_tokens / own_s,
-                "against_alone": seconds["target alone"] / own_s,
+                "against_alone": seconds[NO_DRAFT] / own_s,
                 "against_sd": best_s / own_s,
             }
 
@@ -59,4 +59,4 @@ def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
     three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in contenders_of(trio) if one.num_levels == 3}
-    return {"target alone": ModelDrafter(trio.draft, FixedLength(0)), **two, **three}
+    return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

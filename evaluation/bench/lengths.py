@@ -11,8 +11,8 @@ from typing import Any
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, median_ratio, timed_in_turns
 from evaluation.bench.schedules import assisted, constant
-from evaluation.contest.sheet import Sheet, crossed
 from evaluation.costs.measure import Loop
+from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
 

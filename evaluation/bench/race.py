@@ -14,10 +14,11 @@ from tqdm import tqdm
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import FixedLength
-from evaluation.bench.arms import Arm, Timed, generations_of, turns
+from evaluation.bench.arms import Racer, Timed, generations_of, turns
 from evaluation.bench.choices import Choices, Chosen
-from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about, assisted, constant
+from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about_default, assisted, constant
 from evaluation.bench.speeds import Speed, Stopwatch, speed_from
+from evaluation.contest.arms import ALONE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
@@ -25,14 +26,13 @@ from lm import Pair, Sampling
 from store.keyed import KeyedStore
 
 SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling(), "nucleus": Sampling(temperature=0.7, top_p=0.9)}
-ALONE = "target_alone"
 _KEPT = ("family", "setting", "is_foreign", "on_dev")
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class RaceTerms:
     """What every cell of a race has in common."""
 
     num_prompts: int
@@ -46,7 +46,7 @@ class Terms:
 class Race:
     """The cells of one config."""
 
-    def __init__(self, config: Config, terms: Terms) -> None:
+    def __init__(self, config: Config, terms: RaceTerms) -> None:
         """Raises:
         ValueError: a policy that there is not, a head that does not fit.
         FileNotFoundError: a head that is not there.
@@ -109,7 +109,7 @@ class Race:
             "sampling": name,
             "speed": speed.as_dict(),
             "num_tokens": self._terms.num_tokens,
-            "default_schedule": about(),
+            "default_schedule": about_default(),
             "arms": [
                 {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]} for place, arm in arms.items()
             ],
@@ -132,7 +132,7 @@ class Race:
         choices = self._choices[name]
         return choices.named(self._terms.policies) if self._terms.policies else choices.at(cost, self._terms.families)
 
-    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Arm]:
+    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Racer]:
         """Every competitor by a name of its own."""
         num_tokens, decode = self._terms.num_tokens, self.experiment.decode
         loop = Loop(
@@ -144,7 +144,7 @@ class Race:
             compile=decode.compile,
         )
         arms = {
-            name: Arm(
+            name: Racer(
                 name.partition(":")[0],
                 one.setting,
                 generations_of(loop.decoder(one.policy), num_tokens),
@@ -159,7 +159,7 @@ class Race:
         schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)}
         for name, (setting, changes) in schedules.items():
             family = CONSTANT if name.startswith(CONSTANT) else name
-            arms[name] = Arm(family, setting, assisted(pair, num_tokens, sampling, changes))
+            arms[name] = Racer(family, setting, assisted(pair, num_tokens, sampling, changes))
         return arms
 
 

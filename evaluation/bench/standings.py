@@ -15,14 +15,13 @@ import numpy as np
 
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import median_ratio
-from evaluation.bench.race import ALONE
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
-from evaluation.contest.arms import BASELINE
+from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.contest.results import TRAINING_FREE
-from evaluation.contest.sheet import Sheet
 from evaluation.contest.tables import NAMES
 from evaluation.figure import GREY, Plot, panels_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.sheet import Sheet
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 _LABELS = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -147,7 +146,7 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     )
 
 
-def gain_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Plot:
+def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Plot:
     """Gain over the best fixed length against the ratio of times, one panel per sampling, one line per family."""
     samplings = list(dict.fromkeys(cell["sampling"] for cell, _ in cells))
     figure, panels = panels_of(len(samplings), width=4.4 * len(samplings), height=4.2)

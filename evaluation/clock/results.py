@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from evaluation.clock.turns import Clocked, Runner
-from evaluation.contest.sheet import Sheet, flat
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.sheet import Sheet, flat
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""

@@ -36,7 +36,7 @@ class Runner:
     """On the prompts of the trace that is played; of one setting."""
 
 
-class Timed(NamedTuple):
+class Took(NamedTuple):
     """One generation."""
 
     wall_s: float
@@ -49,7 +49,7 @@ class Clocked:
     """What all runners took."""
 
     seconds: Float[Array, "runner repeat prompt part"]
-    """Parts as `Timed` names them."""
+    """Parts as `Took` names them."""
     agrees: Bool[Array, " prompt"]
     """Whether every runner did what its replay says."""
 
@@ -60,7 +60,7 @@ class Clocked:
     def share(self, runner: int, part: str) -> float:
         """Share of a runner's seconds that went into one part."""
         totals = self.seconds[runner][:, self.agrees].sum((0, 1))
-        return float(totals[Timed._fields.index(part)] / totals[0])
+        return float(totals[Took._fields.index(part)] / totals[0])
 
 
 def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats: int, name: str) -> Clocked:
@@ -74,7 +74,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats:
         name: of the dataset, for the progress bar.
     """
     num = len(trace.rows)
-    seconds, agrees = np.zeros((len(runners), repeats, num, len(Timed._fields))), np.ones(num, dtype=bool)
+    seconds, agrees = np.zeros((len(runners), repeats, num, len(Took._fields))), np.ones(num, dtype=bool)
     with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
         bar.refresh()
         decoders = [loop.decoder(runner.policy) for runner in runners]
@@ -92,12 +92,12 @@ def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats:
     return Clocked(seconds, agrees)
 
 
-def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Timed]:
+def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Took]:
     asked, draws = trace.rows[row], PlayedDraws(trace, row)
     started_s = perf_counter()
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s
-    return generation, Timed(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
+    return generation, Took(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
 
 
 def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:

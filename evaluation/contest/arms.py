@@ -22,7 +22,8 @@ from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 
-BASELINE = "fixed_length"
+ALONE, BASELINE = "target_alone", "fixed_length"
+"""Families: the target without a draft, and what gains are measured from."""
 _HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",), "prefix": ("head_prefix",)}
 """timing -> the families of its heads."""
 

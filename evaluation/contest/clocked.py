@@ -8,7 +8,7 @@ from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.results import ClockReport, report_of
 from evaluation.clock.turns import Runner, clock
-from evaluation.contest.arms import BASELINE, Pick, Replays, picks_of
+from evaluation.contest.arms import ALONE, BASELINE, Pick, Replays, picks_of
 from evaluation.contest.grids import BOUNDS
 from evaluation.contest.results import label_of
 from evaluation.contest.tables import NAMES
@@ -38,7 +38,7 @@ def clock_dataset(
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
     alone = FixedLength(0)
     runners = [
-        Runner(family="target_alone", setting="-", policy=alone, replayed=replay_settings(trace, alone)),
+        Runner(family=ALONE, setting="-", policy=alone, replayed=replay_settings(trace, alone)),
         *(runner_of(family, picks[family], len(trace.rows)) for family in NAMES if family in picks and family not in BOUNDS),
     ]
     return report_of(clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE)

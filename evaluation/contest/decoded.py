@@ -16,12 +16,12 @@ import pandas as pd
 from jaxtyping import Int
 
 from evaluation.contest.results import Result, Yardstick, result_of
-from evaluation.contest.sheet import Sheet
 from evaluation.costs.model import CostModel
 from evaluation.hierarchies.contenders import contenders_of
-from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, times_of
+from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, trio_times
 from evaluation.hierarchies.times import COUNTED, redundancy, target_utilisation
 from evaluation.intervals import Spent
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import Traces
 
 FAMILIES = {
@@ -33,7 +33,7 @@ FAMILIES = {
     "interleaved (Chen)": "decoded_interleaved",
 }
 """Contender of `evaluation hierarchy` -> family."""
-NAMES = {
+HIERARCHY_NAMES = {
     "decoded_micro": "micro alone, fixed length *",
     "decoded_pre_verify": "HSDDW's pre-verify *",
     "decoded_pre_self_verify": "HSDDW's pre- and self-verify *",
@@ -93,7 +93,7 @@ class DecodedHierarchies:
             counts = run.counts
             numbers = {heading: str(getattr(counts, name)) for heading, name in COUNTED.items()}
             rates = {"sigma %": f"{100 * redundancy(counts):.2f}", "eta %": f"{100 * target_utilisation(counts):.2f}"}
-            rows.append({"hierarchy": NAMES[family].removesuffix(" *"), "setting": run.label, **numbers, **rates})
+            rows.append({"hierarchy": HIERARCHY_NAMES[family].removesuffix(" *"), "setting": run.label, **numbers, **rates})
         title = (
             f"* decoded on {len(self.test[0].decoded)} test prompts, not replayed; t_micro / t_draft = {self.micro_ratio:.2f}; "
             "N: tokens, F: forwards; sigma, eta: HSDDW's redundancy and target utilisation"
@@ -123,7 +123,7 @@ def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[C
     contenders = [one for one in contenders_of(loop.trio) if one.name in FAMILIES]
     on_dev, on_test = ([list(trace.rows[row].prompt_ids) for row in trace.first_draws] for trace in traces)
     dev = loop.play(contenders, on_dev)
-    times = times_of(dev) if t_micro_s is None else None
+    times = trio_times(dev) if t_micro_s is None else None
     ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
     decoded = DecodedHierarchies(dev, [], ratio, traces.test.prompt_of_row[traces.test.first_draws])
     for cost in costs:

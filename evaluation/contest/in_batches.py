@@ -9,14 +9,14 @@ import pandas as pd
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
-from evaluation.batches.load import Load, Spent, load_of, queue_of
+from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.batches.rule import batch_auto_for
 from evaluation.console import wide_console
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
-from evaluation.contest.sheet import Sheet, crossed
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet, crossed
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
@@ -93,7 +93,7 @@ class Entry:
         return load_of(own._replace(lane=own.lane - setting * num_rows), queue_of(num_rows, size), size)
 
 
-class Contest:
+class BatchContest:
     """One dataset in batches."""
 
     def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
@@ -131,13 +131,13 @@ class Contest:
                 ]
             yield setup, found
 
-    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], Spent]:
+    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], LoadSpent]:
         costs = setup.curves(dev.grid.policy.stop_kind)
         on_dev = [load.spent(costs).tokens_per_s for load in loads]
         best = on_dev.index(max(on_dev))
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
-    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
+    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], LoadSpent]]:
         """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a perfect one."""
         traces, variants = self._replays.traces, {}
         for timing, heads in self._rivals(setup.cost).items():
@@ -206,13 +206,13 @@ def compare_in_batches(
             wide_console().print(
                 f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
             )
-        for setup, results in Contest(replays, setups, sizes).results():
+        for setup, results in BatchContest(replays, setups, sizes).results():
             batch_sheet(setup, results, names, dataset=dataset).print()
-            frames.append(frame_of(setup, results, dataset=dataset))
+            frames.append(batch_frame(setup, results, dataset=dataset))
     return pd.concat(frames)
 
 
-def frame_of(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
+def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
     """Results as rows of batches.csv."""
     frame = pd.DataFrame([asdict(each) for each in results])
     where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}

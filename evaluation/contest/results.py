@@ -23,7 +23,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One family on test; its fields are the columns of results.csv (`evaluation.contest.sheet.flat`)."""
+    """One family on test; its fields are the columns of results.csv (`evaluation.sheet.flat`)."""
 
     family: str
     name: str

@@ -7,14 +7,14 @@ from pathlib import Path
 import pandas as pd
 
 from decode.policies.registry import POLICIES
-from evaluation.contest.arms import BASELINE, Arm
-from evaluation.contest.decoded import NAMES as HIERARCHY_NAMES
+from evaluation.contest.arms import ALONE, BASELINE, Arm
+from evaluation.contest.decoded import HIERARCHY_NAMES
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
-from evaluation.contest.sheet import Sheet, flat
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet, flat
 
 NAMES = {
-    "target_alone": "target alone",
+    ALONE: "target alone",
     **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
     "head_specdec": "SpecDec++",
     "head_fed": "best head, fed-time with scalars",
@@ -82,7 +82,7 @@ def lead_line(yardstick: Yardstick) -> str:
     return f"best head ({own}) over best training-free policy ({base}): {lead.text}"
 
 
-def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
+def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
     """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
     rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **flat(result)} for result in results]
     for row in rows:

@@ -18,10 +18,10 @@ import torch
 from evaluation.contest.arms import Arm, by_family, picks_of
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
-from evaluation.contest.sheet import Sheet, spread
-from evaluation.contest.tables import NAMES, frame_of, ordered
+from evaluation.contest.tables import NAMES, ordered, result_frame
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, gain_of
+from evaluation.sheet import Sheet, spread
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads.measures.calibration import recalibrated
@@ -150,6 +150,6 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, co
 
 def travel_frame(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> pd.DataFrame:
     """Rows of results.csv: those of the foreign set, chosen at home."""
-    frame = frame_of([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
+    frame = result_frame([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
     nothing = Gain(*[float("nan")] * 4)
     return frame.join(pd.DataFrame([spread("kept", each.kept or nothing) for each in travelled]))

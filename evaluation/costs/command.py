@@ -11,11 +11,11 @@ from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import loop_of, times_of
 from evaluation.costs.measure import time_forwards
 from evaluation.costs.model import CostModel
 from evaluation.costs.stops import policies_by_kind
+from evaluation.sheet import Sheet
 
 _SHOWN = (0, 1, 2, 5, 10, 20)
 """k of t_target(k) in the table."""

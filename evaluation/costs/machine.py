@@ -86,7 +86,7 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     if times is None or missing:
         print("costs: timing generations on this machine", flush=True)
         loop = loop_of(experiment)
-        times = measure(loop) if times is None else times
+        times = measure_loop(loop) if times is None else times
         times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
         store.keep([(key, times)])
     return times
@@ -123,7 +123,7 @@ def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in ADDED}
 
 
-def measure(loop: Loop) -> dict[str, Any]:
+def measure_loop(loop: Loop) -> dict[str, Any]:
     """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
     generations = time_generations(loop)
     cost = costs_of(generations, loop.max_draft_length, in_steps=loop.compile is True)

@@ -25,9 +25,9 @@ from decode.experiment import BETWEEN, Experiment
 from decode.policies.head import HeadPolicy
 from evaluation.console import announce
 from evaluation.hierarchies.contenders import Contender, LevelPolicies, contenders_of, version_of
-from evaluation.hierarchies.gain import gain_frame, gain_plot
-from evaluation.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
-from evaluation.hierarchies.tables import ablation_sheet, arms_frame, arms_sheet, gain_sheet, verdict
+from evaluation.hierarchies.gain import third_level_frame, third_level_plot
+from evaluation.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, trio_times
+from evaluation.hierarchies.tables import ablation_sheet, arms_frame, arms_sheet, gain_sheet, third_level_verdict
 from evaluation.hierarchies.times import Times
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
@@ -72,22 +72,22 @@ def play(loop: ResumableLoop, contenders: Sequence[Contender], prompts: Mapping[
     if not prompts["test"]:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
     dev = loop.play(contenders, prompts["dev"]) if prompts["dev"] else []
-    times = times_of(dev) if dev else None
+    times = trio_times(dev) if dev else None
     best = best_on_dev(contenders, dev, lambda run: times.speedup(run.counts) if times else 0.0)
     return dev, loop.play(best, prompts["test"])
 
 
 def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: Path) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    times = times_of([*dev, *runs])
-    frame, gain = arms_frame(runs, times, given=given), gain_frame(dev or runs, times)
+    times = trio_times([*dev, *runs])
+    frame, gain = arms_frame(runs, times, given=given), third_level_frame(dev or runs, times)
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
-    write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
+    write_atomic(directory / "gain.svg", third_level_plot(gain, directory.name).svg.encode())
     title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
     for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
         sheet.print()
-    print(conclusion := verdict(runs, gain, times=times))
+    print(conclusion := third_level_verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 
 

@@ -22,6 +22,7 @@ from decode.policies.length import FixedLength
 from heads.model.head import AcceptanceHead
 from lm import CachedModel
 
+NO_DRAFT = "target alone"
 WINDOW = 10
 """K of HSDDW."""
 _UP_TO = f"K<={WINDOW}"
@@ -87,7 +88,7 @@ def contenders_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Con
         return lambda: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)
 
     contenders = [
-        _contender("target alone", 1, ("", alone("draft", FixedLength(0)))),
+        _contender(NO_DRAFT, 1, ("", alone("draft", FixedLength(0)))),
         _contender("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
         _contender("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
         _contender("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft))),

@@ -20,7 +20,7 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def gain_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
+def third_level_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
     """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one.
 
     `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
@@ -56,7 +56,7 @@ def paying(group: pd.DataFrame) -> str:
     return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
 
 
-def gain_plot(gain: pd.DataFrame, name: str) -> Plot:
+def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
     figure, axes = figure_of(3.4)
     for draft_ratio, group in gain.groupby("draft_ratio"):

@@ -157,7 +157,7 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 
-def times_of(runs: Sequence[Run]) -> Times:
+def trio_times(runs: Sequence[Run]) -> Times:
     """t_micro, t_draft and t_target, fitted over all generations."""
     return fit_times([one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded])
 

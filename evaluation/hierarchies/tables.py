@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evaluation.contest.sheet import Sheet
 from evaluation.hierarchies.gain import MICRO_RATIOS, paying
 from evaluation.hierarchies.runs import Run
 from evaluation.hierarchies.times import COUNTED, Times, break_even, redundancy, target_utilisation
 from evaluation.intervals import gain_over
+from evaluation.sheet import Sheet
 
 _ABLATION = {
     "sd": (False, False),
@@ -85,7 +85,7 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
     return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
 
 
-def verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
+def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
     """What the figures say, in words."""
     plain, hierarchical = (
         max((run for run in runs if run.contender.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)

@@ -84,7 +84,7 @@ def fitted(runs: Sequence[Run]) -> ModelledTimes:
     return ModelledTimes(*drafting.tolist(), *verifying.tolist())
 
 
-def merged(parts: Sequence[Sequence[Run]]) -> list[Run]:
+def joined(parts: Sequence[Sequence[Run]]) -> list[Run]:
     """The same contenders over several datasets, as one run each."""
     return [replace(same[0], decoded=tuple(one for run in same for one in run.decoded)) for same in zip(*parts, strict=True)]
 

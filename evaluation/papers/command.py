@@ -15,11 +15,11 @@ from typing import Literal
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.contest.sheet import Sheet
 from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.on_trees import tree_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
+from evaluation.sheet import Sheet
 
 _REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 

@@ -53,7 +53,7 @@ def lines_of(finalists: Finalists, runs: Runs) -> list[Line]:
     return [*lines, *(Line(stop.name, runs[stop.name, stop.settings[0].key], published, best, is_stop=True) for stop in finalists.stops)]
 
 
-def rows_of(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
+def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
     """Speed-ups over the target alone by category of the prompts, over all of them, and gains."""
     labels = np.array(categories)
     parts = {name: labels == name for name in sorted(set(categories))} | {"Avg.": np.full(len(labels), True)}
@@ -72,7 +72,7 @@ def rows_of(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> lis
     ]
 
 
-def verdict(lines: Sequence[Line]) -> str:
+def stop_verdict(lines: Sequence[Line]) -> str:
     """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do not.
 
     The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been an unlucky one.

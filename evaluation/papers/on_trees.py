@@ -20,12 +20,12 @@ from data_gen.prompts.splits import Split
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
-from evaluation.contest.sheet import Sheet
-from evaluation.hierarchies.contenders import Contender
+from evaluation.hierarchies.contenders import NO_DRAFT, Contender
 from evaluation.hierarchies.runs import Run, resumable_loop
-from evaluation.papers.choice import finalists_of, merged
-from evaluation.papers.drafts import ALONE, Kind, Models, Stop, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
+from evaluation.papers.choice import finalists_of, joined
+from evaluation.papers.drafts import Kind, Models, StopChoices, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
+from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 
@@ -65,7 +65,7 @@ class TreeTable:
     """Tables of one experiment."""
 
     def __init__(
-        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[Stop], lengths: Sequence[int], repeats: int
+        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[StopChoices], lengths: Sequence[int], repeats: int
     ) -> None:
         self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
         self._stops, self._lengths, self._models = stops, lengths, Models(experiment)
@@ -85,13 +85,13 @@ class TreeTable:
             f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on {num_dev} dev prompts, "
         )
         title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
-        return Sheet(title, rows_of(lines, runs[ALONE, ""], columns), verdict(lines))
+        return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""], columns), stop_verdict(lines))
 
     def _play(self, number: str, arms: Sequence[Contender], split: Split, *, repeats: int = 1) -> list[Run]:
         """All prompts of a split."""
         experiment = self._experiment
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
-        return merged(
+        return joined(
             [
                 resumable_loop(experiment, dataset, trio, folder=folder).play(arms, [ids for _, ids in members], repeats=repeats)
                 for dataset, members in self._prompts[split].items()

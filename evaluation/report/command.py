@@ -24,7 +24,7 @@ from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.results import parallel_results, results_of, yardstick_of
-from evaluation.contest.tables import NAMES, frame_of, lead_line, ordered, result_sheet, write_counts
+from evaluation.contest.tables import NAMES, lead_line, ordered, result_frame, result_sheet, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
@@ -146,7 +146,7 @@ def compare(
     home = None if terms.is_home else homes.get(cost.title)
     judged = judge(replays, decoded, terms, cost=cost, num_home=home.num_dev if home else 0)
     results, dataset = judged.results, terms.dataset
-    frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
+    frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
     result_sheet(results, cost, dataset=dataset, num_prompts=replays.num_prompts).print()
     wide_console().print(lead_line(judged.yardstick))
     if decoded:

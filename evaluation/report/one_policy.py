@@ -17,9 +17,9 @@ from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
 from evaluation.contest.arms import total
-from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace

@@ -11,7 +11,7 @@ import pandas as pd
 
 from configs.schema import Config
 from evaluation.console import announce
-from evaluation.contest.sheet import Sheet
+from evaluation.sheet import Sheet
 from evaluation.theory import closed_forms as forms
 from evaluation.theory.monte_carlo import (
     Estimate,

@@ -11,9 +11,9 @@ import numpy as np
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from evaluation.contest.sheet import Sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import Traces, trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import join

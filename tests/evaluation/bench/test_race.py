@@ -9,10 +9,11 @@ import pytest
 from configs.command import config_of, parser_for
 from evaluation.bench.choices import Choices
 from evaluation.bench.command import bench
-from evaluation.bench.race import ALONE, SAMPLINGS, Race
+from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from evaluation.bench.speeds import Speed, Stopwatch
-from evaluation.bench.standings import gain_plot, standings_of, summary_sheet, verdict_of
+from evaluation.bench.standings import race_plot, standings_of, summary_sheet, verdict_of
+from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, gain_over
 from heads import AcceptanceHead
@@ -134,7 +135,7 @@ def test_without_a_fixed_length_there_is_nothing_to_gain_from():
 
 def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
     cells = [(cell, standings_of(cell)) for cell in (CELL, CELL | {"sampling": "nucleus"})]
-    text = gain_plot(cells).svg
+    text = race_plot(cells).svg
     assert text.count("entropy (SVIP)") == 1
     assert "greedy" in text
     assert "top-p 0.9" in text

@@ -15,7 +15,7 @@ from evaluation.contest.grids import bounds, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel
 from evaluation.hierarchies.contenders import Contender, Setting
-from evaluation.hierarchies.gain import gain_frame, paying
+from evaluation.hierarchies.gain import paying, third_level_frame
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Run, best_on_dev
 from evaluation.hierarchies.times import Times
@@ -87,7 +87,7 @@ def test_a_decoded_row_compares_throughputs(arms):
 def test_a_third_level_pays_exactly_between_its_break_evens():
     """Two runs of ten tokens: T = 4 c + 2 + 20 c m against 10 c + 3, equal at m = (6 c + 1) / 20 c, which is 0.55 for c = 0.2."""
     plain = run_of(Contender("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
-    gain = gain_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
+    gain = third_level_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
     assert here["standard_error"].max() == pytest.approx(0.0)

@@ -11,9 +11,9 @@ from evaluation.__main__ import COMMANDS
 from evaluation.hierarchies.contenders import Contender, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Run
-from evaluation.papers.choice import Finalists, finalists_of, fitted, merged
+from evaluation.papers.choice import Finalists, finalists_of, fitted, joined
 from evaluation.papers.drafts import Contest
-from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
+from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
 
 SMALL = ("--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "10", "--decode.max_draft_length", "6")
 GRID = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}))
@@ -80,7 +80,7 @@ def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
     lines, alone = lines_at((1.6, 1.6, 3.2, 3.2))
-    rows = rows_of(lines, alone, ["a", "a", "b", "b"])
+    rows = line_rows(lines, alone, ["a", "a", "b", "b"])
     assert [(row["Methods"], row["a"], row["b"], row["Avg."], row["setting"]) for row in rows] == [
         ("chain, as published", "2.00", "1.00", "1.33", "k=4"),
         ("chain, best fixed", "4.00", "2.00", "2.67", "k=2"),
@@ -88,24 +88,27 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
     ]
     assert [row["over best fixed"].split()[0] for row in rows if row["over best fixed"]] == ["-50.0%", "+25.0%"]
     assert rows[-1]["over published"].startswith("+150.0%")
-    assert verdict(lines) == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+    assert (
+        stop_verdict(lines)
+        == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+    )
 
 
 def test_a_gain_whose_interval_holds_0_beats_nothing():
     lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
-    assert verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
+    assert stop_verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
 
 
 def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
     lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
-    assert rows_of(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
-    assert verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
+    assert line_rows(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
+    assert stop_verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
 
 
 def test_a_single_prompt_proves_nothing():
     lines, _ = lines_at((1.6, 1.6, 3.2, 3.2))
     single = [line._replace(run=alone_of(line.run), best=line.best and alone_of(line.best)) for line in lines]
-    assert verdict(single).startswith("No stop beats")
+    assert stop_verdict(single).startswith("No stop beats")
 
 
 def alone_of(run: Run) -> Run:
@@ -114,8 +117,8 @@ def alone_of(run: Run) -> Run:
 
 def test_datasets_are_merged_prompt_after_prompt():
     first, second = clocked(FIXED, SETTINGS[1], 1.0), clocked(FIXED, SETTINGS[1], 2.0, 3.0)
-    assert merged([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
-    assert merged([]) == []
+    assert joined([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
+    assert joined([]) == []
 
 
 def flags_of(directory: Path, *more: str) -> list[str]:
