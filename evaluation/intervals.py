@@ -6,7 +6,7 @@ draw of prompts for both, and the ratio is that of the totals.
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
 `gain_over` is for seconds that a clock measured. `Resamples` is for predictions (law 4.9): a resample draws dev prompts, on which every
-contestant chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all contestants
+competitor chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all competitors
 share the draws.
 """
 
@@ -104,7 +104,7 @@ class Work(NamedTuple):
         return self.drafting_s + self.stopping_s + self.verifying_s
 
 
-class Contestant(NamedTuple):
+class SplitWork(NamedTuple):
     """A policy and all its settings, on both splits."""
 
     dev: Work
@@ -112,14 +112,14 @@ class Contestant(NamedTuple):
 
 
 class Resamples:
-    """Draws of prompts and times that all contestants share."""
+    """Draws of prompts and times that all competitors share."""
 
     def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num_home: int = 0, num: int = _RESAMPLES, seed: int = 0) -> None:
         """Args:
         num_dev: prompts.
         num_test: prompts.
         errors: of the times.
-        num_home: dev prompts of another set, on which contestants that travelled were chosen.
+        num_home: dev prompts of another set, on which competitors that travelled were chosen.
         num: of the resamples.
         seed: of the draws.
         """
@@ -132,18 +132,18 @@ class Resamples:
         }
         self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
-    def throughput(self, contestants: Sequence[Contestant], *, is_from_home: bool = False) -> Float[np.ndarray, " resample"]:
-        """Tokens per second on the test prompts of each resample, of the contestant and setting that its dev prompts choose.
+    def throughput(self, competitors: Sequence[SplitWork], *, is_from_home: bool = False) -> Float[np.ndarray, " resample"]:
+        """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts choose.
 
         Args:
-            contestants: that compete on dev.
+            competitors: that compete on dev.
             is_from_home: their dev prompts are those of the home set.
         """
         dev = self._home if is_from_home else self._weights[0]
         assert dev is not None, "num_home was not given"
         rows = np.arange(len(self._drafting))
         best, reached = np.full(len(rows), -np.inf), np.zeros(len(rows))
-        for one in contestants:
+        for one in competitors:
             on_dev = self._of_all(one.dev, dev)
             chosen = on_dev.argmax(1)
             wins = on_dev[rows, chosen] > best

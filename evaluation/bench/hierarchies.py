@@ -17,7 +17,7 @@ from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
 from evaluation.bench.lengths import heading_of
-from evaluation.hierarchies.contenders import NO_DRAFT, contenders_of
+from evaluation.hierarchies.configurations import NO_DRAFT, competitors_of
 from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
@@ -58,5 +58,5 @@ def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
 
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
-    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in contenders_of(trio) if one.num_levels == 3}
+    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in competitors_of(trio) if one.num_levels == 3}
     return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

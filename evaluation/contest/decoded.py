@@ -15,10 +15,11 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
+from evaluation.competitors import Setting
 from evaluation.contest.results import Result, Yardstick, result_of
 from evaluation.costs.model import CostModel
-from evaluation.hierarchies.contenders import contenders_of
-from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, trio_times
+from evaluation.hierarchies.configurations import competitors_of
+from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, at_settings, best_on_dev, trio_times
 from evaluation.hierarchies.times import COUNTED, redundancy, target_utilisation
 from evaluation.intervals import Spent
 from evaluation.sheet import Sheet
@@ -32,7 +33,7 @@ FAMILIES = {
     "pre-verified, fixed lengths": "decoded_pre_verified",
     "interleaved (Chen)": "decoded_interleaved",
 }
-"""Contender of `evaluation hierarchy` -> family."""
+"""Competitor of `evaluation hierarchy` -> family."""
 HIERARCHY_NAMES = {
     "decoded_micro": "micro alone, fixed length *",
     "decoded_pre_verify": "HSDDW's pre-verify *",
@@ -49,7 +50,7 @@ class DecodedHierarchies:
 
     dev: list[Run]
     test: list[Run]
-    """Each contender at every setting that one of the evaluation's costs chose on dev."""
+    """Each competitor at every setting that one of the evaluation's costs chose on dev."""
     micro_ratio: float
     """t_micro / t_draft."""
     prompt_of_row: Int[np.ndarray, " decoded"]
@@ -57,10 +58,12 @@ class DecodedHierarchies:
 
     def picks(self, cost: CostModel) -> dict[str, Run]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""
-        contenders = list({run.contender.name: run.contender for run in self.dev}.values())
-        best = best_on_dev(contenders, self.dev, lambda run: self.spent(run, cost).tokens_per_s)
-        keys = {contender.name: contender.settings[0].key for contender in best}
-        return {FAMILIES[run.contender.name]: run for run in self.test if run.setting.key == keys[run.contender.name]}
+        best = self.best(cost)
+        return {FAMILIES[run.competitor.name]: run for run in self.test if run.setting.key == best[run.competitor.name].key}
+
+    def best(self, cost: CostModel) -> dict[str, Setting]:
+        """Competitor -> its setting that is fastest on dev at this cost."""
+        return best_on_dev(self.dev, lambda run: self.spent(run, cost).tokens_per_s)
 
     def spent(self, run: Run, cost: CostModel) -> Spent:
         """Tokens and T of every generation."""
@@ -73,11 +76,11 @@ class DecodedHierarchies:
         )
 
     def results(self, cost: CostModel, yardstick: Yardstick) -> list[Result]:
-        """One row per contender, in the form of the replayed ones, against the same yardstick."""
+        """One row per competitor, in the form of the replayed ones, against the same yardstick."""
         return [
             result_of(
                 family=family,
-                name=run.contender.name,
+                name=run.competitor.name,
                 setting=dict(part.split("=", 1) for part in run.label.split()),
                 counts=run.counts,
                 spent=Spent(*(np.bincount(self.prompt_of_row, amounts) for amounts in self.spent(run, cost))),
@@ -120,14 +123,14 @@ def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[C
         costs: of this machine first.
         t_micro_s: seconds of a micro forward; None: fitted over the generations on dev, in proportion to t_draft.
     """
-    contenders = [one for one in contenders_of(loop.trio) if one.name in FAMILIES]
+    competitors = [one for one in competitors_of(loop.trio) if one.name in FAMILIES]
     on_dev, on_test = ([list(trace.rows[row].prompt_ids) for row in trace.first_draws] for trace in traces)
-    dev = loop.play(contenders, on_dev)
+    dev = loop.play(competitors, on_dev)
     times = trio_times(dev) if t_micro_s is None else None
     ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
     decoded = DecodedHierarchies(dev, [], ratio, traces.test.prompt_of_row[traces.test.first_draws])
     for cost in costs:
-        done = {(run.contender.name, run.setting.key) for run in decoded.test}
-        best = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]
+        done = {(run.competitor.name, run.setting.key) for run in decoded.test}
+        best = at_settings(competitors, decoded.best(cost))
         decoded.test.extend(loop.play([one for one in best if (one.name, one.settings[0].key) not in done], on_test))
     return decoded

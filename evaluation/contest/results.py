@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from decode.loop.counts import Counts
 from decode.policies.registry import POLICIES
 from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
+from evaluation.contest.grids import label_of
 from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
@@ -48,12 +49,6 @@ class Result:
         return label_of(self.name, self.setting)
 
 
-def label_of(name: str, setting: Mapping[str, Any]) -> str:
-    """A grid's setting in a few characters."""
-    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
-    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
-
-
 class Yardstick(NamedTuple):
     """What results are measured by."""
 
@@ -64,7 +59,7 @@ class Yardstick(NamedTuple):
     reached: Mapping[str, Array]
     """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
     resamples: Resamples
-    """Those, for contestants that are yet to come."""
+    """Those, for competitors that are yet to come."""
     champions: Mapping[str, str]
     """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
 
@@ -72,16 +67,16 @@ class Yardstick(NamedTuple):
 def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:
     """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are made."""
     families, picks = by_family(arms), picks_of(arms, cost)
-    contestants = {family: [arm.contestant(cost) for arm in members] for family, members in families.items()}
-    one = contestants[BASELINE][0]
+    competitors = {family: [arm.work(cost) for arm in members] for family, members in families.items()}
+    one = competitors[BASELINE][0]
     resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
-    reached = {family: resamples.throughput(members) for family, members in contestants.items()}
+    reached = {family: resamples.throughput(members) for family, members in competitors.items()}
     champions = {}
     for group, belongs in _GROUPS.items():
         members = [family for family in families if belongs(family)]
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
-            reached[group] = resamples.throughput([each for family in members for each in contestants[family]])
+            reached[group] = resamples.throughput([each for family in members for each in competitors[family]])
     return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions)
 
 
@@ -99,7 +94,7 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
         result_of(
             family=family,
             name=pick.arm.grid.name,
-            setting=pick.arm.grid.settings[pick.setting],
+            setting=pick.values,
             counts=pick.counts,
             spent=yardstick.spent[family],
             yardstick=yardstick,

@@ -71,11 +71,11 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
     travelled = []
     for family, pick in picks_of(arms, cost).items():
         spent = pick.spent(cost)
-        reached = yardstick.resamples.throughput([arm.contestant(cost) for arm in members[family]], is_from_home=True)
+        reached = yardstick.resamples.throughput([arm.work(cost) for arm in members[family]], is_from_home=True)
         result = result_of(
             family=_TRAVELLED,
             name=pick.arm.grid.name,
-            setting=pick.arm.grid.settings[pick.setting],
+            setting=pick.values,
             counts=pick.counts,
             spent=spent,
             yardstick=yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached}),

@@ -26,7 +26,7 @@ def third_level_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
     `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
     """
     here = times.t_draft_s / times.t_target_s
-    sides = [[run for run in runs if (run.contender.num_levels == 3) == is_three] for is_three in (False, True)]
+    sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
     rows = []
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:

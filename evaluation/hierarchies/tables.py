@@ -19,14 +19,14 @@ _ABLATION = {
     "sd + pre-verify + self-verify": (True, True),
     "HSDDW": (True, True),
 }
-"""contender -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
+"""competitor -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 
 
 def arms_frame(runs: Sequence[Run], times: Times, *, given: Times) -> pd.DataFrame:
-    """One row per contender: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
-    plain = max((run for run in runs if run.contender.name == "sd"), key=lambda run: times.speedup(run.counts))
+    """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
+    plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: times.speedup(run.counts))
     return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
 
@@ -34,14 +34,14 @@ def ablation_sheet(frame: pd.DataFrame) -> Sheet:
     """HSDDW's Table 2."""
     rows = frame.set_index("arm")
     cells = [
-        {"": name, "pre-verify": "x" if pre else "", "self-verify": "x" if own else "", **_speed_ups(rows.loc[name])}
+        {"": name, "pre-verify": "x" if pre else "", "self-verify": "x" if own else "", **_speed_ups(rows.loc[name].to_dict())}
         for name, (pre, own) in _ABLATION.items()
     ]
     return Sheet("ablation (HSDDW, Table 2)", cells, names=3)
 
 
 def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -> Sheet:
-    """HSDDW's Table 4, for every contender."""
+    """HSDDW's Table 4, for every competitor."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
@@ -88,7 +88,7 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
 def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
     """What the figures say, in words."""
     plain, hierarchical = (
-        max((run for run in runs if run.contender.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
+        max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
     )
     here = gain_over(plain.measured, hierarchical.measured)
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
@@ -115,9 +115,9 @@ def _row(run: Run, times: Times, *, alone: Run, plain: Run, given: Times) -> dic
     counts = run.counts
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
-        "arm": run.contender.name,
+        "arm": run.competitor.name,
         "setting": run.label,
-        "num_levels": run.contender.num_levels,
+        "num_levels": run.competitor.num_levels,
         **{key: int(value) for key, value in vars(counts).items()},
         "redundancy": redundancy(counts),
         "target_utilisation": target_utilisation(counts),

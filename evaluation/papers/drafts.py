@@ -21,7 +21,8 @@ from decode.experiment import Experiment
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, read_spec
-from evaluation.hierarchies.contenders import NO_DRAFT, Contender, Setting, version_of
+from evaluation.competitors import Competitor, Setting
+from evaluation.hierarchies.configurations import NO_DRAFT, version_of
 
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 """Fixed lengths, unless decode.grid has fixed_length.k."""
@@ -53,12 +54,16 @@ def eagle_2(width: int, num_nodes: int) -> Kind:
 class Contest(NamedTuple):
     """One kind of draft: without a stop and with each."""
 
-    fixed: Contender
+    fixed: Competitor
+    """At fixed lengths."""
     published: Setting | None
-    stops: tuple[Contender, ...]
+    """The one of them that the paper fixes."""
+    stops: tuple[Competitor, ...]
+    best: Setting | None = None
+    """The fixed length that dev chose; None before the choice."""
 
     @property
-    def contenders(self) -> list[Contender]:
+    def competitors(self) -> list[Competitor]:
         """All."""
         return [self.fixed, *self.stops]
 
@@ -100,9 +105,9 @@ class Models:
         return ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
 
     @property
-    def alone(self) -> Contender:
+    def alone(self) -> Competitor:
         """The target without a draft."""
-        return Contender(NO_DRAFT, 1, (self.setting("", FixedLength(0)),))
+        return Competitor(NO_DRAFT, 1, (self.setting("", FixedLength(0)),))
 
 
 def contest_of(kind: Kind, stops: Sequence[StopChoices], models: Models, *, lengths: Sequence[int], version: str = "") -> Contest:
@@ -127,9 +132,9 @@ def contest_of(kind: Kind, stops: Sequence[StopChoices], models: Models, *, leng
             yield models.setting(", ".join(filter(None, (label, suffix))), policy, kind, every, f"{version} {stop.version}".strip())
 
     return Contest(
-        Contender(kind.name, 2, tuple(fixed.values())),
+        Competitor(kind.name, 2, tuple(fixed.values())),
         fixed[kind.published] if kind.published else None,
-        tuple(Contender(f"{kind.name} + {stop.name}", 2, tuple(settings(stop))) for stop in stops),
+        tuple(Competitor(f"{kind.name} + {stop.name}", 2, tuple(settings(stop))) for stop in stops),
     )
 
 

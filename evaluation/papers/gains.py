@@ -10,10 +10,10 @@ import numpy as np
 
 from evaluation.hierarchies.runs import Run
 from evaluation.intervals import Gain, Spent, gain_over
-from evaluation.papers.choice import Finalists
+from evaluation.papers.drafts import Contest
 
 Runs = Mapping[tuple[str, str], Run]
-"""(contender, key of its setting) -> what it did on the test prompts."""
+"""(competitor, key of its setting) -> what it did on the test prompts."""
 
 
 class Line(NamedTuple):
@@ -40,12 +40,13 @@ class Line(NamedTuple):
 
 def by_key(runs: Sequence[Run]) -> Runs:
     """Each setting once."""
-    return {(run.contender.name, run.setting.key): run for run in runs}
+    return {(run.competitor.name, run.setting.key): run for run in runs}
 
 
-def lines_of(finalists: Finalists, runs: Runs) -> list[Line]:
+def lines_of(finalists: Contest, runs: Runs) -> list[Line]:
     """One kind of draft: as published, at the fixed length that dev chose, and with every stop."""
-    name = finalists.name
+    name = finalists.fixed.name
+    assert finalists.best is not None, "dev has chosen"
     best = runs[name, finalists.best.key]
     published = runs[name, finalists.published.key] if finalists.published else None
     lines = [] if published is None else [Line(f"{name}, as published", published, best=best)]

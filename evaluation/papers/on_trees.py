@@ -20,7 +20,8 @@ from data_gen.prompts.splits import Split
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
-from evaluation.hierarchies.contenders import NO_DRAFT, Contender
+from evaluation.competitors import Competitor
+from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.runs import Run, resumable_loop
 from evaluation.papers.choice import finalists_of, joined
 from evaluation.papers.drafts import Kind, Models, StopChoices, contest_of, eagle_2, lengths_of, stops_of
@@ -73,10 +74,10 @@ class TreeTable:
     def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
         """One table: choose on dev, clock on test."""
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
-        # one contender after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
-        dev = [run for contest in contests for one in contest.contenders for run in self._play(number, [one], "dev")]
+        # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
+        dev = [run for contest in contests for one in contest.competitors for run in self._play(number, [one], "dev")]
         finalists = [finalists_of(contest, dev) for contest in contests]
-        arms = [self._models.alone, *(one for each in finalists for one in each.contenders)]
+        arms = [self._models.alone, *(one for each in finalists for one in each.competitors)]
         runs = by_key(self._play(number, arms, "test", repeats=self._repeats))
         lines = [line for each in finalists for line in lines_of(each, runs)]
         columns = [column for members in self._prompts["test"].values() for column, _ in members]
@@ -87,7 +88,7 @@ class TreeTable:
         title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
         return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""], columns), stop_verdict(lines))
 
-    def _play(self, number: str, arms: Sequence[Contender], split: Split, *, repeats: int = 1) -> list[Run]:
+    def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Run]:
         """All prompts of a split."""
         experiment = self._experiment
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)

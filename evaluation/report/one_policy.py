@@ -50,7 +50,7 @@ class Row:
         return {"dataset": self.dataset, "split": self.split, "num_prompts": self.num_prompts, **counts, **rates, **rest}
 
 
-def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
+def replay_policy(config: Config, *, policy: str, ratio: float | None = None) -> None:
     """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
 
     Args:

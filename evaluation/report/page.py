@@ -77,11 +77,11 @@ def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
 
 
 def report_hierarchies(decoded: DecodedHierarchies) -> list[ReportHierarchy]:
-    """Each contender for the page."""
-    on_dev = {(run.contender.name, run.setting.key): run for run in decoded.dev}
+    """Each competitor for the page."""
+    on_dev = {(run.competitor.name, run.setting.key): run for run in decoded.dev}
     runs: dict[str, list[tuple[Run, Run]]] = {}
     for run in decoded.test:
-        runs.setdefault(FAMILIES[run.contender.name], []).append((on_dev[run.contender.name, run.setting.key], run))
+        runs.setdefault(FAMILIES[run.competitor.name], []).append((on_dev[run.competitor.name, run.setting.key], run))
     return [ReportHierarchy(family, tuple(settings), decoded.micro_ratio) for family, settings in runs.items()]
 
 

@@ -49,7 +49,7 @@ class Replayed:
         return np.add.reduceat(amounts[:, order], starts, axis=1)
 
 
-def replayed_totals(trace: Trace, policy: Policy) -> Counts:
+def replay(trace: Trace, policy: Policy) -> Counts:
     """Totals of one policy over all prompts of a trace; their law is exactly that of real decoding."""
     counts = replay_settings(trace, policy).counts
     return Counts(**{f.name: int(np.sum(getattr(counts, f.name))) for f in fields(Counts)})

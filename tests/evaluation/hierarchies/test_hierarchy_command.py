@@ -10,7 +10,7 @@ import torch
 from configs.command import config_of, parser_for, run
 from evaluation.__main__ import COMMANDS
 from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
-from evaluation.hierarchies import contenders
+from evaluation.hierarchies import configurations
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling, load_pair
@@ -24,9 +24,9 @@ FEW = ["--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_toke
 def few_settings(monkeypatch):
     """One or two settings per arm, and the repository as working directory, where the config's paths start."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(contenders, "_LENGTHS", (2, 3))
-    monkeypatch.setattr(contenders, "_INNER", ((1, 2),))
-    monkeypatch.setattr(contenders, "_SCHEDULES", ((1, 1),))
+    monkeypatch.setattr(configurations, "_LENGTHS", (2, 3))
+    monkeypatch.setattr(configurations, "_INNER", ((1, 2),))
+    monkeypatch.setattr(configurations, "_SCHEDULES", ((1, 1),))
 
 
 def command(name: str, directory: Path, *flags: str) -> None:

@@ -8,20 +8,20 @@ import pytest
 from configs.command import run
 from decode.loop.counts import Counts
 from evaluation.__main__ import COMMANDS
-from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Run
-from evaluation.papers.choice import Finalists, finalists_of, fitted, joined
+from evaluation.papers.choice import finalists_of, fitted, joined
 from evaluation.papers.drafts import Contest
 from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
 
 SMALL = ("--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "10", "--decode.max_draft_length", "6")
 GRID = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}))
 SETTINGS = {k: Setting(f"k={k}", lambda: None) for k in (1, 2, 4)}
-FIXED = Contender("chain", 2, tuple(SETTINGS.values()))
-STOP = Contender("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
+FIXED = Competitor("chain", 2, tuple(SETTINGS.values()))
+STOP = Competitor("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
 CONTEST = Contest(FIXED, SETTINGS[4], (STOP,))
-ALONE = Contender("target alone", 1, (Setting("", lambda: None),))
+ALONE = Competitor("target alone", 1, (Setting("", lambda: None),))
 
 
 def decoded(*, rounds: int, length: int, emitted: int, draft_s: float = 0.0, target_s: float = 0.0, seconds: float = 1.0) -> Decoded:
@@ -55,17 +55,17 @@ def test_dev_chooses_what_counts_and_times_make_fastest_whatever_the_clock_stall
     chosen = finalists_of(CONTEST, dev_runs(stall))
     assert chosen.best is SETTINGS[2]
     assert [stop.settings for stop in chosen.stops] == [(STOP.settings[1],)]
-    assert [setting.label for setting in chosen.contenders[0].settings] == ["k=4", "k=2"]
+    assert [setting.label for setting in chosen.competitors[0].settings] == ["k=4", "k=2"]
 
 
 def test_a_choice_without_dev_prompts_is_refused_and_none_needs_none():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
         finalists_of(CONTEST, [])
-    alone = Contest(Contender("chain", 2, (SETTINGS[4],)), SETTINGS[4], ())
+    alone = Contest(Competitor("chain", 2, (SETTINGS[4],)), SETTINGS[4], ())
     assert finalists_of(alone, []).best is SETTINGS[4]
 
 
-def clocked(name: Contender, setting: Setting, *seconds: float) -> Run:
+def clocked(name: Competitor, setting: Setting, *seconds: float) -> Run:
     return Run(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
 
 
@@ -74,7 +74,7 @@ def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4
     times = ((4.0, 4.0, 8.0, 8.0), best_s)
     runs = [clocked(FIXED, SETTINGS[k], *seconds) for k, seconds in zip((4, 2), times, strict=True)]
     runs += [clocked(STOP, STOP.settings[0], *stop_s), clocked(ALONE, ALONE.settings[0], 8.0, 8.0, 8.0, 8.0)]
-    finalists = Finalists("chain", SETTINGS[4], SETTINGS[2], (Contender(STOP.name, 2, STOP.settings[:1]),))
+    finalists = Contest(FIXED, SETTINGS[4], (Competitor(STOP.name, 2, STOP.settings[:1]),), SETTINGS[2])
     return lines_of(finalists, by_key(runs)), runs[-1]
 
 
@@ -112,7 +112,7 @@ def test_a_single_prompt_proves_nothing():
 
 
 def alone_of(run: Run) -> Run:
-    return Run(run.contender, run.setting, run.decoded[:1])
+    return Run(run.competitor, run.setting, run.decoded[:1])
 
 
 def test_datasets_are_merged_prompt_after_prompt():

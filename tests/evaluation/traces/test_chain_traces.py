@@ -13,7 +13,7 @@ from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
-from evaluation.traces.replay import replay_settings, replayed_totals
+from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import Trace
 from lm import Sampling, TappedModel, acceptance_prob, entropy, feature_model, residual_probs
 from lm.uniforms import draw, uniforms
@@ -128,7 +128,7 @@ def test_the_loop_counts_what_replay_counts_for_every_kind_of_draft(kind, name):
 @pytest.mark.parametrize("name", ["fixed_length", "entropy", "drawn"])
 def test_at_temperature_0_replay_agrees_with_decoding(name):
     greedy = Sampling(temperature=0)
-    counts = replayed_totals(traced("eagle", greedy, num=1), RULES[name])
+    counts = replay(traced("eagle", greedy, num=1), RULES[name])
     real = decoder_of("eagle", RULES[name], greedy).generate(PROMPT, LIMIT).counts
     assert tuple(getattr(counts, f.name) for f in fields(counts)) == tuple(getattr(real, f.name) for f in fields(real))
 
@@ -162,11 +162,11 @@ def outcome_of(generation: Generation) -> tuple[tuple[int, ...], int, int]:
 
 
 def test_the_bounds_stand_where_they_should(recorded):
-    fixed = min(replayed_totals(recorded, FixedLength(k)).num_target for k in range(LENGTH + 1))
-    oracle = replayed_totals(recorded, Oracle())
+    fixed = min(replay(recorded, FixedLength(k)).num_target for k in range(LENGTH + 1))
+    oracle = replay(recorded, Oracle())
     assert oracle.num_drafted == oracle.num_accepted
     assert oracle.num_target <= fixed
-    perfect = replayed_totals(recorded, HeadPolicy(PerfectHead("drawn"), 0.5))
+    perfect = replay(recorded, HeadPolicy(PerfectHead("drawn"), 0.5))
     assert 0 < perfect.num_accepted <= perfect.num_drafted
 
 
@@ -175,5 +175,5 @@ def test_a_part_of_a_trace_has_the_drafts_of_its_rows(recorded):
     part = replay_settings(recorded.select([7, 2]), FixedLength(3)).counts
     assert part.num_target[0].tolist() == whole.num_target[0, [7, 2]].tolist()
     short = recorded.select([7], num_tokens=4)
-    assert replayed_totals(short, FixedLength(3)).num_emitted == min(4, len(recorded.rows[7].response_ids))
+    assert replay(short, FixedLength(3)).num_emitted == min(4, len(recorded.rows[7].response_ids))
     assert not rows_that_differ(decoder_of("eagle", FixedLength(3)), FixedLength(3), short)
