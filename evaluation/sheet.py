@@ -10,6 +10,8 @@ from evaluation.console import wide_console
 from evaluation.intervals import Gain
 
 WIDTH = 190
+Columns = Mapping[str, tuple[str, str]]
+"""Heading -> which value of a record is below it, and its format."""
 
 
 class Sheet(NamedTuple):
@@ -51,6 +53,14 @@ class Sheet(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return {"title": self.title, "rows": list(self.rows), "note": self.note}
+
+
+def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[str, str]]:
+    """Rows of a sheet: the values of records, in the form of their columns; None shows as nothing."""
+    return [
+        {heading: "" if record[name] is None else format(record[name], form) for heading, (name, form) in columns.items()}
+        for record in records
+    ]
 
 
 def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, str]]:

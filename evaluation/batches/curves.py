@@ -23,9 +23,9 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
         ValueError: a file that holds something else.
     """
     curves = _stored(experiment).get(key_of(experiment))
-    return curves and BatchCosts(
-        **{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()}
-    )
+    if curves is None:
+        return None
+    return BatchCosts(**{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()})
 
 
 def _stored(experiment: Experiment) -> KeyedStore:

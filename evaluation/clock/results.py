@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.clock.turns import Clocked, Runner
+from evaluation.clock.turns import Clocked
+from evaluation.contest.arms import Pick
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
 from evaluation.sheet import Sheet, flat
+from evaluation.traces.replay import Replayed
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
@@ -108,7 +110,7 @@ class ClockReport:
         return plot_of(f"clock-{self.dataset}", f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.", figure)
 
 
-def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
+def report_of(clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
     """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed length.
 
     Raises:
@@ -117,8 +119,9 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
     kept = clocked.agrees
     if not kept.any():
         raise ValueError(f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are now")
-    tokens = [runner.replayed.counts.num_emitted[0, kept] for runner in runners]
-    predicted = [Spent(each, cost.time_s(runner.replayed)[0, kept]) for each, runner in zip(tokens, runners, strict=True)]
+    replays = [runner.replayed(len(kept)) for runner in runners]
+    tokens = [replayed.counts.num_emitted[0, kept] for replayed in replays]
+    predicted = [Spent(each, cost.time_s(replayed)[0, kept]) for each, replayed in zip(tokens, replays, strict=True)]
     measured = [Spent(each, clocked.wall_s(number)) for number, each in enumerate(tokens)]
     base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
     rows = []
@@ -127,11 +130,11 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
         rows.append(
             ClockRow(
                 family=runner.family,
-                setting=runner.setting,
+                setting=runner.label,
                 predicted_tokens_per_s=ours.tokens_per_s,
                 clocked_tokens_per_s=theirs.tokens_per_s,
                 difference=theirs.tokens_per_s / ours.tokens_per_s - 1,
-                **_parts(clocked, number, runner, cost=cost),
+                **_parts(clocked, number, replays[number], cost=cost),
                 predicted_gain=gain_over(predicted[base], ours),
                 clocked_gain=gain_over(measured[base], theirs),
             )
@@ -143,9 +146,9 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
     return ClockReport(dataset=dataset, about=about, rows=tuple(rows))
 
 
-def _parts(clocked: Clocked, number: int, runner: Runner, *, cost: CostModel) -> dict[str, float]:
+def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel) -> dict[str, float]:
     """Clocked less predicted seconds of each part, over all predicted seconds."""
-    kept, replayed = clocked.agrees, runner.replayed
+    kept = clocked.agrees
     total_s = float(cost.time_s(replayed)[0, kept].sum())
     verify_s = float((replayed.lengths[0, kept] @ cost.target_s(np.arange(replayed.lengths.shape[-1]))).sum())
     wall_s = float(clocked.wall_s(number).sum())

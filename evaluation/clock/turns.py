@@ -16,24 +16,13 @@ from jaxtyping import Bool, Float
 from tqdm import tqdm
 
 from decode.loop.decoder import Generation, SpeculativeDecoder
-from decode.policies.base import Policy
 from evaluation.clock.primed import PrimedLoop
+from evaluation.contest.arms import Pick
 from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array, Trace
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runner:
-    """A policy at one setting, and its replay."""
-
-    family: str
-    setting: str
-    policy: Policy
-    replayed: Replayed
-    """On the prompts of the trace that is played; of one setting."""
 
 
 class Took(NamedTuple):
@@ -63,12 +52,12 @@ class Clocked:
         return float(totals[Took._fields.index(part)] / totals[0])
 
 
-def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats: int, name: str) -> Clocked:
+def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: int, name: str) -> Clocked:
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
     Args:
         loop: that is configured.
-        runners: with replays of this trace.
+        runners: whose test prompts begin with those of the trace.
         trace: the prompts.
         repeats: timed turns.
         name: of the dataset, for the progress bar.
@@ -77,7 +66,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats:
     seconds, agrees = np.zeros((len(runners), repeats, num, len(Took._fields))), np.ones(num, dtype=bool)
     with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
         bar.refresh()
-        decoders = [loop.decoder(runner.policy) for runner in runners]
+        decoders, replays = [loop.decoder(runner.policy) for runner in runners], [runner.replayed(num) for runner in runners]
         for turn in range(repeats + 1):
             for row in range(num):
                 loop.prime(trace.rows[row].prompt_ids)
@@ -86,7 +75,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats:
                     generation, timed = _timed(decoders[number], trace, row)
                     if turn:
                         seconds[number, turn - 1, row] = timed
-                    elif not _agrees(generation, runners[number].replayed, row):
+                    elif not _agrees(generation, replays[number], row):
                         agrees[row] = False
                     bar.update()
     return Clocked(seconds, agrees)

@@ -1,7 +1,7 @@
 """Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from evaluation.console import wide_console
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet, crossed
+from evaluation.sheet import Sheet, crossed, flat
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
@@ -214,12 +214,9 @@ def compare_in_batches(
 
 def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
     """Results as rows of batches.csv."""
-    frame = pd.DataFrame([asdict(each) for each in results])
     where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}
-    for column, value in reversed(where.items()):
-        frame.insert(0, column, value)
-    frame["setting"] = [", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results]
-    return frame
+    settings = (", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results)
+    return pd.DataFrame([{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)])
 
 
 def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Sheet:

@@ -35,7 +35,7 @@ class Line(NamedTuple):
     def gains(self) -> dict[str, str]:
         """Over both."""
         bases = {"over published": self.published, "over best fixed": self.best}
-        return {name: shown(gain_over(base.measured, self.run.measured)) if base else "" for name, base in bases.items()}
+        return {name: gain_over(base.measured, self.run.measured).text if base else "" for name, base in bases.items()}
 
 
 def by_key(runs: Sequence[Run]) -> Runs:
@@ -91,12 +91,7 @@ def stop_verdict(lines: Sequence[Line]) -> str:
 
 
 def _listed(gains: Mapping[str, Gain]) -> str:
-    return ", ".join(f"{name} {shown(gain)}" for name, gain in gains.items())
-
-
-def shown(gain: Gain) -> str:
-    """With its interval."""
-    return f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})"
+    return ", ".join(f"{name} {gain.text}" for name, gain in gains.items())
 
 
 def shown_speed_up(alone: Spent, own: Spent) -> str:

@@ -17,9 +17,9 @@ from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import Experiment
 from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
+from evaluation.clock.dataset import check_clock, clock_dataset
 from evaluation.console import announce, wide_console
 from evaluation.contest.arms import Replays, replay_dataset
-from evaluation.contest.clocked import check_clock, clock_dataset
 from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of

@@ -11,7 +11,7 @@ import pandas as pd
 
 from configs.schema import Config
 from evaluation.console import announce
-from evaluation.sheet import Sheet
+from evaluation.sheet import Sheet, shown
 from evaluation.theory import closed_forms as forms
 from evaluation.theory.monte_carlo import (
     Estimate,
@@ -24,6 +24,15 @@ from evaluation.theory.monte_carlo import (
 from evaluation.theory.plots import plot_interleaved
 
 _WIDTH = 110
+_COLUMNS = {
+    "form": ("form", ""),
+    "setting": ("setting", ""),
+    "closed form": ("expected", ".4f"),
+    "loop": ("measured", ".4f"),
+    "s.e.": ("standard_error", ".4f"),
+    "z": ("z_score", "+.2f"),
+    "speed-up": ("speedup", ".3f"),
+}
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
 _DISTRIBUTIONS = {
     "near": ((0.5, 0.3, 0.2), (0.45, 0.35, 0.2)),
@@ -171,16 +180,4 @@ def _check(form: str, setting: str, *, expected: float, estimate: Estimate, spee
 
 
 def _sheet(title: str, checks: Sequence[Check]) -> Sheet:
-    rows = [
-        {
-            "form": check.form,
-            "setting": check.setting,
-            "closed form": f"{check.expected:.4f}",
-            "loop": f"{check.measured:.4f}",
-            "s.e.": f"{check.standard_error:.4f}",
-            "z": f"{check.z_score:+.2f}",
-            "speed-up": "" if check.speedup is None else f"{check.speedup:.3f}",
-        }
-        for check in checks
-    ]
-    return Sheet(title, rows, names=2)
+    return Sheet(title, shown(map(asdict, checks), _COLUMNS), names=2)
