@@ -27,7 +27,7 @@ from data_gen.responses.spelling import Spelling
 from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest, settle
 from data_gen.store.rows import read_rows
-from evaluation.costs.machine import read_costs
+from evaluation.costs.machine import kept_costs
 from heads.batches.module import FeatureData
 from heads.command import load_sweep
 from heads.model.head import AcceptanceHead
@@ -146,9 +146,8 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
     features = whole / "data" / "features" / "drawn" / "train-00000.safetensors"
     manifest = whole / "data" / "manifest.json"
     settled = read_manifest(whole / "data")
-    costs = whole / "decode" / "costs.json"
-    costs.parent.mkdir(exist_ok=True)
-    costs.write_text(json.dumps([{"loop": {"a": 1}, "times": {"t_draft_s": 1.0, "t_target_s": [1.0], "stops": {}}}]))
+    costs = kept_costs(whole / "decode")
+    costs.keep([({"a": 1}, {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}})])
 
     def read_shard() -> None:
         list_shards(config.data.dir, "train")
@@ -171,7 +170,7 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
         Boundary("sidecar of features", read_features, features.with_name(features.name + ".json"), "json", features.stem),
         Boundary("shard of features", read_features, features, "safetensors", features.stem),
         Boundary("manifest", read_settled, manifest, "json", "manifest.json"),
-        Boundary("costs.json", lambda: read_costs(costs.parent), costs, "json", "costs.json"),
+        Boundary("costs.jsonl", costs.entries, costs.path, "jsonl", "costs.jsonl"),
     ]
 
 

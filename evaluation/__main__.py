@@ -6,7 +6,7 @@ from evaluation.costs.command import costs
 from evaluation.hierarchies.command import hierarchy
 from evaluation.papers.command import tables
 from evaluation.report.command import evaluate
-from evaluation.report.one_policy import replay
+from evaluation.report.one_policy import replay_policy
 from evaluation.theory.command import theory
 from evaluation.traces.command import trace
 from evaluation.tuning.command import tune
@@ -14,7 +14,7 @@ from evaluation.tuning.command import tune
 COMMANDS: dict[str, Command] = {
     "bench": bench,
     "trace": trace,
-    "replay": replay,
+    "replay": replay_policy,
     "evaluate": evaluate,
     "tune": tune,
     "costs": costs,

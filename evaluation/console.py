@@ -4,18 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Column
 
 
 def wide_console(width: int = 190) -> Console:
     """As wide as the terminal; in a pipe or a file `width`, so that no column folds."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
-
-
-def right(*names: str) -> list[Column]:
-    """Columns of numbers."""
-    return [Column(name, justify="right", no_wrap=True) for name in names]
 
 
 def announce(paths: Iterable[Path]) -> list[str]:

@@ -6,7 +6,7 @@ draw of prompts for both, and the ratio is that of the totals.
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
 `gain_over` is for seconds that a clock measured. `Resamples` is for predictions (law 4.9): a resample draws dev prompts, on which every
-contestant chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all contestants
+competitor chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all competitors
 share the draws.
 """
 
@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import bootstrap
 
-Array = np.ndarray
 _RESAMPLES = 2000
 _LEVELS = (2.5, 97.5)
 """Percentiles of a 95 % interval."""
@@ -27,9 +26,9 @@ _LEVELS = (2.5, 97.5)
 class Spent(NamedTuple):
     """What each prompt came to."""
 
-    tokens: Int[Array, " prompt"]
+    tokens: Int[np.ndarray, " prompt"]
     """Emitted."""
-    seconds: Float[Array, " prompt"]
+    seconds: Float[np.ndarray, " prompt"]
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,6 +45,11 @@ class Gain(NamedTuple):
     high: float
     standard_error: float
     """NaN for a single prompt, which cannot be resampled."""
+
+    @property
+    def text(self) -> str:
+        """In per cent, with its interval."""
+        return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
 
 def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
@@ -68,7 +72,7 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
     return Gain(value, float(interval.low), float(interval.high), float(resampled.standard_error))
 
 
-def _gain(base_tokens: Array, base_s: Array, own_tokens: Array, own_s: Array, *, axis: int) -> Any:
+def _gain(base_tokens: np.ndarray, base_s: np.ndarray, own_tokens: np.ndarray, own_s: np.ndarray, *, axis: int) -> Any:
     # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of times.
     return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
 
@@ -88,19 +92,19 @@ CERTAIN = TimeErrors()
 class Work(NamedTuple):
     """What the settings of one policy came to on each prompt, by law 4.9."""
 
-    tokens: Int[Array, "setting prompt"]
-    drafting_s: Float[Array, "setting prompt"]
-    stopping_s: Float[Array, "setting prompt"]
-    verifying_s: Float[Array, "setting prompt"]
+    tokens: Int[np.ndarray, "setting prompt"]
+    drafting_s: Float[np.ndarray, "setting prompt"]
+    stopping_s: Float[np.ndarray, "setting prompt"]
+    verifying_s: Float[np.ndarray, "setting prompt"]
     stop_kind: str
 
     @property
-    def seconds(self) -> Float[Array, "setting prompt"]:
+    def seconds(self) -> Float[np.ndarray, "setting prompt"]:
         """T."""
         return self.drafting_s + self.stopping_s + self.verifying_s
 
 
-class Contestant(NamedTuple):
+class SplitWork(NamedTuple):
     """A policy and all its settings, on both splits."""
 
     dev: Work
@@ -108,14 +112,14 @@ class Contestant(NamedTuple):
 
 
 class Resamples:
-    """Draws of prompts and times that all contestants share."""
+    """Draws of prompts and times that all competitors share."""
 
     def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num_home: int = 0, num: int = _RESAMPLES, seed: int = 0) -> None:
         """Args:
         num_dev: prompts.
         num_test: prompts.
         errors: of the times.
-        num_home: dev prompts of another set, on which contestants that travelled were chosen.
+        num_home: dev prompts of another set, on which competitors that travelled were chosen.
         num: of the resamples.
         seed: of the draws.
         """
@@ -128,18 +132,18 @@ class Resamples:
         }
         self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
-    def throughput(self, contestants: Sequence[Contestant], *, is_from_home: bool = False) -> Float[Array, " resample"]:
-        """Tokens per second on the test prompts of each resample, of the contestant and setting that its dev prompts choose.
+    def throughput(self, competitors: Sequence[SplitWork], *, is_from_home: bool = False) -> Float[np.ndarray, " resample"]:
+        """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts choose.
 
         Args:
-            contestants: that compete on dev.
+            competitors: that compete on dev.
             is_from_home: their dev prompts are those of the home set.
         """
         dev = self._home if is_from_home else self._weights[0]
         assert dev is not None, "num_home was not given"
         rows = np.arange(len(self._drafting))
         best, reached = np.full(len(rows), -np.inf), np.zeros(len(rows))
-        for one in contestants:
+        for one in competitors:
             on_dev = self._of_all(one.dev, dev)
             chosen = on_dev.argmax(1)
             wins = on_dev[rows, chosen] > best
@@ -147,25 +151,25 @@ class Resamples:
             reached = np.where(wins, self._of_all(one.test, self._weights[1])[rows, chosen], reached)
         return reached
 
-    def _of_all(self, work: Work, weights: Float[Array, "resample prompt"]) -> Float[Array, "resample setting"]:
+    def _of_all(self, work: Work, weights: Float[np.ndarray, "resample prompt"]) -> Float[np.ndarray, "resample setting"]:
         drafting, stopping, verifying = (weights @ seconds.T for seconds in (work.drafting_s, work.stopping_s, work.verifying_s))
         stops = self._stopping.get(work.stop_kind, 1.0)
         seconds = drafting * self._drafting + stopping * stops + verifying * self._verifying
         return np.asarray(weights @ work.tokens.T / seconds)
 
 
-def gain_of(value: float, base: Float[Array, " resample"], own: Float[Array, " resample"]) -> Gain:
+def gain_of(value: float, base: Float[np.ndarray, " resample"], own: Float[np.ndarray, " resample"]) -> Gain:
     """The gain `value` with the interval that the throughputs of both in the same resamples give."""
     gains = own / base - 1
     low, high = np.percentile(gains, _LEVELS)
     return Gain(value, min(value, float(low)), max(value, float(high)), float(gains.std(ddof=1)))
 
 
-def _weights(generator: np.random.Generator, count: int, num: int) -> Float[Array, "resample prompt"]:
+def _weights(generator: np.random.Generator, count: int, num: int) -> Float[np.ndarray, "resample prompt"]:
     """How often each prompt is drawn."""
     return generator.multinomial(count, np.full(count, 1 / count), num).astype(np.float64)
 
 
-def _factors(generator: np.random.Generator, error: float, num: int) -> Float[Array, "resample 1"]:
+def _factors(generator: np.random.Generator, error: float, num: int) -> Float[np.ndarray, "resample 1"]:
     """What a time is multiplied by in each resample; at least a tenth, since no time is negative."""
     return np.maximum(0.1, 1.0 + error * generator.standard_normal((num, 1)))

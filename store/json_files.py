@@ -30,6 +30,11 @@ def parse_json(text: bytes, *, place: str, remedy: str, keys: Collection[str] = 
         raise ValueError(f"{where}: no whole JSON ({error.msg} at column {error.colno}); {remedy}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: no JSON, its bytes are no text; {remedy}") from error
+    return checked_object(value, place=place, remedy=remedy, keys=keys)
+
+
+def checked_object(value: Any, *, place: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The value, which is a JSON object with these keys; else ValueError, as for `read_json`."""
     if not isinstance(value, dict):
         raise ValueError(f"{place}: expected a JSON object, got {type(value).__name__}; {remedy}")
     if missing := [key for key in keys if key not in value]:

@@ -1,23 +1,19 @@
-"""The curves of law 4.13 as `evaluation bench --batch` measured them, kept in DIR/batch_costs.json for `evaluation evaluate --batch`."""
+"""The curves of law 4.13 as `evaluation bench --batch` measured them, kept in DIR/batch_costs.jsonl for `evaluation evaluate --batch`."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.machine import key_of
-from store.shards import write_atomic
-
-_NAME = "batch_costs.json"
+from store.keyed import KeyedStore
 
 
 def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
     """Write them, with the loop that they are of; the file."""
-    path = experiment.directory / _NAME
-    document = {"loop": key_of(experiment), "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
-    write_atomic(path, json.dumps(document, indent=1).encode())
-    return path
+    store = _stored(experiment)
+    store.keep([(key_of(experiment), {name: asdict(curve) for name, curve in curves._asdict().items()})])
+    return store.path
 
 
 def kept_curves(experiment: Experiment) -> BatchCosts | None:
@@ -26,12 +22,12 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
     Raises:
         ValueError: a file that holds something else.
     """
-    path = experiment.directory / _NAME
-    if not path.is_file():
+    curves = _stored(experiment).get(key_of(experiment))
+    if curves is None:
         return None
-    try:
-        document = json.loads(path.read_text())
-        found = {name: Curve(*(tuple(curve[key]) for key in ("numbers", "seconds"))) for name, curve in document["curves"].items()}
-        return BatchCosts(**found) if document["loop"] == json.loads(json.dumps(key_of(experiment))) else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what `evaluation bench --batch` writes ({error}); delete it, and measure anew") from error
+    return BatchCosts(**{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()})
+
+
+def _stored(experiment: Experiment) -> KeyedStore:
+    remedy = "delete the line, and measure anew with `evaluation bench --batch`"
+    return KeyedStore(experiment.directory / "batch_costs.jsonl", remedy=remedy, fields=BatchCosts._fields)

@@ -18,7 +18,7 @@ _TURNOVER = 4
 """Requests per seat, at least: the first of all seats begin together, as no later ones do."""
 
 
-class Spent(NamedTuple):
+class LoadSpent(NamedTuple):
     """A load at some costs."""
 
     tokens: int
@@ -45,13 +45,13 @@ class Load(NamedTuple):
     ends: Int[Array, " request"]
     """The round after its last."""
 
-    def spent(self, costs: BatchCosts) -> Spent:
+    def spent(self, costs: BatchCosts) -> LoadSpent:
         """Tokens and seconds."""
         step_s = costs.draft(np.arange(int(self.steps.max(initial=0)) + 1))
         step_s[0] = 0.0
         seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)
         clock = np.append(0.0, seconds.cumsum())
-        return Spent(int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean()))
+        return LoadSpent(int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean()))
 
 
 def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:

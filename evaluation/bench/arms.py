@@ -13,12 +13,11 @@ import torch
 
 from decode.loop.decoder import SpeculativeDecoder
 
-Seconds = list[float]
 Timed = Callable[[list[int], int], float]
 """From a prompt and a seed to the seconds that one generation took."""
 
 
-class Arm(NamedTuple):
+class Racer(NamedTuple):
     """One competitor."""
 
     family: str
@@ -50,7 +49,7 @@ def turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, has_warm_u
         yield {name: timed(prompt, seed) for name, timed in arms.items()}
 
 
-def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, Seconds]:
+def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, list[float]]:
     """All turns."""
     rows = list(turns(arms, prompts))
     return {name: [row[name] for row in rows] for name in arms}

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from scipy.optimize import isotonic_regression
 
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop, typical
+from evaluation.sheet import Sheet, crossed
 
 _TURNS = 3
 _REQUESTS_PER_SEAT = 2
 _POINTS = 8
 
 
-class Run(NamedTuple):
+class BatchRun(NamedTuple):
     """One batch run."""
 
     tokens_per_s: float
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     """Of all rounds of fixed lengths, which look at no token."""
 
 
-def measure(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
+def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
     """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of fixed lengths gave.
 
     Args:
@@ -55,7 +55,7 @@ def measure(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) ->
     seen = [one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds]
     first, rows = curves_of(seen), []
     for size in sizes:
-        runs: dict[str, list[Run]] = defaultdict(list)
+        runs: dict[str, list[BatchRun]] = defaultdict(list)
         for turn in range(_TURNS + 1):
             for name, policy in policies.items():
                 runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
@@ -68,12 +68,12 @@ def measure(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) ->
     return Measured(rows, curves_of(seen))
 
 
-def _run(loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int) -> Run:
+def _run(loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int) -> BatchRun:
     decoder, generator = loop.decoder(policy), torch.Generator().manual_seed(seed)
     started_s = perf_counter()
     batch, played = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
     rounds = list(played)
-    return Run(sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds)
+    return BatchRun(sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds)
 
 
 def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
@@ -103,18 +103,11 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
     return Curve(tuple(float(numbers[at]) for at in wanted), tuple(float(fitted[at]) for at in wanted))
 
 
-def batch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """Policies down, sizes across."""
-    sizes = sorted({row["batch_size"] for row in rows})
-    table = Table(
-        title="tokens/s of continuous batches, all sequences together, medians over turns",
-        caption="in brackets: over the best fixed length's of the same turn",
+    ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
+    cells = (
+        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})") for row in ordered
     )
-    table.add_column("policy")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
-    by_place = {(row["policy"], row["batch_size"]): row for row in rows}
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = [by_place[policy, size] for size in sizes]
-        table.add_row(policy, *(f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})" for row in cells))
-    return table
+    title = "tokens/s of continuous batches, all sequences together, medians over turns"
+    return Sheet(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")

@@ -16,7 +16,6 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.contest.arms import Replays, picks_of, replay_dataset
 from evaluation.contest.grids import BOUNDS, grids_of
-from evaluation.contest.results import label_of
 from evaluation.costs.model import CostModel
 from evaluation.traces.recording import Traces, trace_folder
 from heads.model.head import AcceptanceHead
@@ -77,7 +76,7 @@ class Choices:
             if family not in known:
                 raise ValueError(f"there is no family {family!r} here; one of {', '.join(known)}")
         return {
-            family: Chosen(label_of(pick.arm.grid.name, pick.arm.grid.settings[pick.setting]), pick.policy, pick.tokens_per_s_on_dev(cost))
+            family: Chosen(pick.label, pick.policy, pick.tokens_per_s_on_dev(cost))
             for family, pick in known.items()
             if not families or family in (*families, "fixed_length")
         }

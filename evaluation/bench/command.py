@@ -3,7 +3,7 @@
     --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13 (`evaluation.bench.batch_sizes`)
     policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
                 (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
-                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.json
+                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.jsonl
     lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`evaluation.bench.lengths`)
     overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what stops add
 
@@ -26,17 +26,18 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench.batch_sizes import batch_table, measure
-from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_table
-from evaluation.bench.lengths import length_rows, length_table
+from evaluation.bench.batch_sizes import measure_sizes, size_sheet
+from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
+from evaluation.bench.lengths import length_rows, length_sheet
 from evaluation.bench.overheads import overheads_of
-from evaluation.bench.race import SAMPLINGS, Race, Terms
-from evaluation.bench.standings import gain_plot, standing_table, standings_of, summary_table, verdict_of
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
+from evaluation.bench.standings import race_plot, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.console import announce, wide_console
 from evaluation.contest.in_batches import Sizes, sizes_of
 from evaluation.costs.measure import Loop
 from store.shards import write_atomic
 
+_WIDTH = 240
 Part = Literal["policies", "lengths", "overheads"]
 _PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
 """Without warpers, which transformers applies to the draft twice: it would lose for another reason than its loop."""
@@ -79,7 +80,7 @@ def bench(
     sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)  # first: they refuse
     document: dict[str, Any] = {"where": where(config), **how}
     if "policies" in parts and sizes is None:
-        terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+        terms = RaceTerms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
     return _printed(document | (bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)))
 
@@ -91,15 +92,15 @@ def _printed(document: dict[str, Any]) -> dict[str, Any]:
 
 def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
     """Print each cell as soon as it is there; then the plot."""
-    cells, console = [], wide_console(240)
+    cells, console = [], wide_console(_WIDTH)
     print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
     for cell in race.cells(ratios, samplings):
         cells.append((cell, standings_of(cell)))
-        console.print(standing_table(*cells[-1]))
+        standing_sheet(*cells[-1]).print(_WIDTH)
         console.print(verdict_of(*cells[-1]), soft_wrap=True)
     if len(cells) > 1:
-        console.print(summary_table(cells))
-    plot, path = gain_plot(cells), race.experiment.directory / "plots" / "bench.svg"
+        summary_sheet(cells).print(_WIDTH)
+    plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])
     return [{**cell, "arms": [one.as_dict() for one in standings]} for cell, standings in cells]
@@ -127,9 +128,9 @@ class Bare:
             for kind, row in self._rows(parts):
                 rows[kind].append({"threads": num_threads, **row})
                 console.print(_line(rows[kind][-1]), soft_wrap=True)
-        for kind, table in (("lengths", length_table), ("hierarchies", hierarchy_table)):
+        for kind, sheet in (("lengths", length_sheet), ("hierarchies", hierarchy_sheet)):
             if rows[kind]:
-                console.print(table(rows[kind]))
+                sheet(rows[kind]).print()
         return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 
     def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
@@ -148,8 +149,8 @@ class Bare:
             max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
             max_new_tokens=self._num_tokens,
         )
-        rows, curves = measure(loop, policies, sizes)
-        wide_console().print(batch_table(rows))
+        rows, curves = measure_sizes(loop, policies, sizes)
+        size_sheet(rows).print()
         announce([keep_curves(experiment, curves)])
         return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from decode.drafters.hierarchies.trio import Trio
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
-from evaluation.hierarchies.contenders import contenders_of
+from evaluation.bench.lengths import heading_of
+from evaluation.hierarchies.configurations import NO_DRAFT, competitors_of
+from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
 
@@ -44,25 +44,19 @@ def hierarchy_rows(
                 "sampling": name,
                 "drafter": drafter_name,
                 "tokens_per_s": num_tokens / own_s,
-                "against_alone": seconds["target alone"] / own_s,
+                "against_alone": seconds[NO_DRAFT] / own_s,
                 "against_sd": best_s / own_s,
             }
 
 
-def hierarchy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """The rows, drafters down, threads and samplings across."""
-    table = Table(title="hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length")
-    table.add_column("drafter")
-    columns = sorted({(row["threads"], row["sampling"]) for row in rows})
-    for num_threads, name in columns:
-        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
-    for drafter in dict.fromkeys(row["drafter"] for row in rows):
-        by_column = {(row["threads"], row["sampling"]): row for row in rows if row["drafter"] == drafter}
-        table.add_row(drafter, *(f"{by_column[column]['tokens_per_s']:.1f} ({by_column[column]['against_sd']:.2f})" for column in columns))
-    return table
+    ordered = sorted(rows, key=lambda row: (row["threads"], row["sampling"]))
+    cells = ((row["drafter"], heading_of(row), f"{row['tokens_per_s']:.1f} ({row['against_sd']:.2f})") for row in ordered)
+    return Sheet("hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length", crossed("drafter", cells))
 
 
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
-    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in contenders_of(trio) if one.num_levels == 3}
-    return {"target alone": ModelDrafter(trio.draft, FixedLength(0)), **two, **three}
+    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in competitors_of(trio) if one.num_levels == 3}
+    return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

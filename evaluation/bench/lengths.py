@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, median_ratio, timed_in_turns
 from evaluation.bench.schedules import assisted, constant
 from evaluation.costs.measure import Loop
+from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
 
@@ -54,17 +53,16 @@ def num_differing(loop: Loop, other: Loop, k: int) -> int:
     return sum(one != another for one, another in texts)
 
 
-def length_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def length_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """Ratios against assisted generation: draft lengths down, threads and samplings across."""
-    table = Table(title="tokens/s of the loop / of assisted generation (compiled)")
-    table.add_column("K", justify="right")
-    columns = sorted({(row["threads"], row["sampling"]) for row in rows})
-    for num_threads, name in columns:
-        table.add_column(f"{name}, {num_threads} thread{'s' * (num_threads > 1)}", justify="right")
-    for k in sorted({row["k"] for row in rows}):
-        by_column = {(row["threads"], row["sampling"]): row for row in rows if row["k"] == k}
-        table.add_row(str(k), *(_ratios(by_column[column]) for column in columns))
-    return table
+    ordered = sorted(rows, key=lambda row: (row["k"], row["threads"], row["sampling"]))
+    cells = ((str(row["k"]), heading_of(row), _ratios(row)) for row in ordered)
+    return Sheet("tokens/s of the loop / of assisted generation (compiled)", crossed("K", cells), names=0)
+
+
+def heading_of(row: Mapping[str, Any]) -> str:
+    """The column of a row: its sampling and threads."""
+    return f"{row['sampling']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
 
 
 def _ratios(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Pair, Sampling
 
-Seconds = list[float]
 _DRAFT_LENGTH = 5
 
 
@@ -82,8 +81,8 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
     log: list[Call] = []
     drafter = ModelDrafter(TalliedModel("draft", pair, log), FixedLength(k))
     decoder = SpeculativeDecoder(TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
-    bare: dict[Call, Seconds] = defaultdict(list)
-    own: dict[Call, Seconds] = defaultdict(list)
+    bare: dict[Call, list[float]] = defaultdict(list)
+    own: dict[Call, list[float]] = defaultdict(list)
     runs = []
     for seed, prompt in enumerate([prompts[0], *prompts]):
         log.clear()
@@ -100,7 +99,7 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
 
 
 @torch.inference_mode()
-def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, Seconds]) -> None:
+def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, list[float]]) -> None:
     """Run the same forwards again and nothing else; adds the seconds of each to `bare`."""
     caches = {name: DynamicCache(config=getattr(pair, name).config) for name in ("target", "draft")}
     for call in calls:
@@ -114,7 +113,7 @@ def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, Seconds]) -
 
 
 @torch.inference_mode()
-def _repeat_own(pair: Pair, calls: Sequence[Call], own: dict[Call, Seconds]) -> None:
+def _repeat_own(pair: Pair, calls: Sequence[Call], own: dict[Call, list[float]]) -> None:
     """The same by the loop's own `CachedModel`s."""
     models = {name: CachedModel(getattr(pair, name), vocab_size=pair.vocab_size) for name in ("target", "draft")}
     for call in calls:

@@ -1,10 +1,9 @@
 """Every policy family and every schedule of transformers in turns, one cell per ratio of times and sampling; finished cells are kept.
 
-DIR/bench.json holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell that is there is not
+DIR/bench.jsonl holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell that is there is not
 measured again.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -13,28 +12,27 @@ from typing import Any
 from tqdm import tqdm
 
 from configs.schema import Config
-from data_gen.store.identity import ADDED
 from decode.experiment import Experiment
 from decode.policies import FixedLength
-from evaluation.bench.arms import Arm, Timed, generations_of, turns
+from evaluation.bench.arms import Racer, Timed, generations_of, turns
 from evaluation.bench.choices import Choices, Chosen
-from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about, assisted, constant
+from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about_default, assisted, constant
 from evaluation.bench.speeds import Speed, Stopwatch, speed_from
+from evaluation.contest.arms import ALONE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
 from lm import Pair, Sampling
-from store.shards import write_atomic
+from store.keyed import KeyedStore
 
 SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling(), "nucleus": Sampling(temperature=0.7, top_p=0.9)}
-ALONE = "target_alone"
 _KEPT = ("family", "setting", "is_foreign", "on_dev")
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class RaceTerms:
     """What every cell of a race has in common."""
 
     num_prompts: int
@@ -48,7 +46,7 @@ class Terms:
 class Race:
     """The cells of one config."""
 
-    def __init__(self, config: Config, terms: Terms) -> None:
+    def __init__(self, config: Config, terms: RaceTerms) -> None:
         """Raises:
         ValueError: a policy that there is not, a head that does not fit.
         FileNotFoundError: a head that is not there.
@@ -59,11 +57,8 @@ class Race:
         # made here, so that heads are checked before anything is measured
         self._checked = [self.experiment.policy(spec) for spec in terms.policies] or self.experiment.heads
         self._choices: dict[str, Choices] = {}
-        self.path = self.experiment.directory / "bench.json"
-
-    @cached_property
-    def _kept(self) -> dict[str, dict[str, Any]]:
-        return dict(json.loads(self.path.read_text())) if self.path.is_file() else {}
+        self.path = self.experiment.directory / "bench.jsonl"
+        self._store = KeyedStore(self.path, remedy="delete the line, and its cell is measured again")
 
     @cached_property
     def _cost(self) -> CostModel:
@@ -91,18 +86,14 @@ class Race:
         models = {level: self.experiment.described(level) for level in ("target", "draft")}
         layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
         decode = self.experiment.decode
-        setting: dict[str, Any] = {"compile": decode.compile, "threads": self.experiment.models.num_threads, "extra_layers": layers}
-        setting |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets), "heads": decode.heads}
-        key, former = (
-            json.dumps({"kind": kind, **asked, **setting, "models": described}, sort_keys=True)
-            for described in (models, {level: {name: one[name] for name in one if name not in ADDED} for level, one in models.items()})
-        )
-        if former in self._kept:  # of before descriptions had hashes of all weights
-            return self._kept[former]
-        if key not in self._kept:
-            self._kept[key] = make()
-            write_atomic(self.path, json.dumps(self._kept).encode())
-        return self._kept[key]
+        key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
+        key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
+        key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
+        kept = self._store.get(key)
+        if kept is None:
+            kept = make()
+            self._store.keep([(key, kept)])
+        return kept
 
     def _measured(self, ratio: float | None, name: str) -> dict[str, Any]:
         sampling, speed = self._samplings[name], Speed(0, 0, self._cost) if ratio is None else self._slowed(ratio)
@@ -118,7 +109,7 @@ class Race:
             "sampling": name,
             "speed": speed.as_dict(),
             "num_tokens": self._terms.num_tokens,
-            "default_schedule": about(),
+            "default_schedule": about_default(),
             "arms": [
                 {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]} for place, arm in arms.items()
             ],
@@ -141,7 +132,7 @@ class Race:
         choices = self._choices[name]
         return choices.named(self._terms.policies) if self._terms.policies else choices.at(cost, self._terms.families)
 
-    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Arm]:
+    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Racer]:
         """Every competitor by a name of its own."""
         num_tokens, decode = self._terms.num_tokens, self.experiment.decode
         loop = Loop(
@@ -153,7 +144,7 @@ class Race:
             compile=decode.compile,
         )
         arms = {
-            name: Arm(
+            name: Racer(
                 name.partition(":")[0],
                 one.setting,
                 generations_of(loop.decoder(one.policy), num_tokens),
@@ -168,7 +159,7 @@ class Race:
         schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)}
         for name, (setting, changes) in schedules.items():
             family = CONSTANT if name.startswith(CONSTANT) else name
-            arms[name] = Arm(family, setting, assisted(pair, num_tokens, sampling, changes))
+            arms[name] = Racer(family, setting, assisted(pair, num_tokens, sampling, changes))
         return arms
 
 

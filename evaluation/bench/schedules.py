@@ -33,7 +33,7 @@ def constant(k: int) -> dict[str, Any]:
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 
 
-def about() -> str:
+def about_default() -> str:
     """What the default schedule is here."""
     return f"confidence threshold {'moves (scikit-learn)' if is_sklearn_available() else 'fixed at 0.4 (no scikit-learn)'}"
 

@@ -12,18 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import median_ratio
-from evaluation.bench.race import ALONE
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
-from evaluation.console import right
-from evaluation.contest.arms import BASELINE
+from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.contest.results import TRAINING_FREE
 from evaluation.contest.tables import NAMES
 from evaluation.figure import GREY, Plot, panels_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.sheet import Sheet
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 _LABELS = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -82,38 +80,40 @@ def _spent(arm: Mapping[str, Any], num_tokens: int) -> Spent:
     return Spent(np.full(len(seconds), num_tokens), seconds)
 
 
-def standing_table(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Table:
+def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sheet:
     """One cell."""
     rivals = [name for name in (BASELINE, *SCHEDULES) if name in standings[0].over]
-    table = Table(title=title_of(cell), caption="gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts")
-    for name in ("policy", "setting"):
-        table.add_column(name, no_wrap=True)
-    for column in right("tokens/s", "alone", *(f"over {_name(rival)}" for rival in rivals)):
-        table.columns.append(column)
-    for one in standings:
-        gains = (_gain(one, rival) for rival in rivals)
-        table.add_row(
-            _name(one.family) + " (foreign head)" * one.is_foreign,
-            one.setting,
-            f"{one.tokens_per_s:.1f}",
-            f"x{1 + one.over[ALONE].value:.2f}",
-            *gains,
-        )
-    return table
+    rows = [
+        {
+            "policy": _name(one.family) + " (foreign head)" * one.is_foreign,
+            "setting": one.setting,
+            "tokens/s": f"{one.tokens_per_s:.1f}",
+            "alone": f"x{1 + one.over[ALONE].value:.2f}",
+            **{f"over {_name(rival)}": _gain(one, rival) for rival in rivals},
+        }
+        for one in standings
+    ]
+    return Sheet(title_of(cell), rows, "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts", names=2)
 
 
-def summary_table(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Table:
+def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Sheet:
     """One row per cell and family of heads: where trained heads stand."""
-    rivals = (BASELINE, TRAINING_FREE, *SCHEDULES)
-    table = Table(title="trained heads", caption="gain in per cent over each rival, and its 95 % interval over prompts")
-    for column in right("ratio", "sampling", "policy", "setting", *(f"over {_name(rival)}" for rival in rivals)):
-        table.columns.append(column)
-    for cell, standings in cells:
-        for one in standings:
-            if one.family.startswith(("head_", "auto_")):
-                gains = (_short(one.over[rival]) if rival in one.over else "" for rival in rivals)
-                table.add_row(f"{ratio_of(cell):.2f}", _LABELS[cell["sampling"]], _name(one.family), one.setting, *gains)
-    return table
+    rivals = {rival: f"over {_name(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES)}
+    rows = [
+        {
+            "ratio": f"{ratio_of(cell):.2f}",
+            "sampling": _LABELS[cell["sampling"]],
+            "policy": _name(one.family),
+            "setting": one.setting,
+            **{heading: _short(one.over[rival]) for rival, heading in rivals.items() if rival in one.over},
+        }
+        for cell, standings in cells
+        for one in standings
+        if one.family.startswith(("head_", "auto_"))
+    ]
+    headings = ("ratio", "sampling", "policy", "setting", *rivals.values())
+    note = "gain in per cent over each rival, and its 95 % interval over prompts"
+    return Sheet("trained heads", rows, note, names=4, headings=headings)
 
 
 def title_of(cell: Mapping[str, Any]) -> str:
@@ -146,7 +146,7 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     )
 
 
-def gain_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Plot:
+def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Plot:
     """Gain over the best fixed length against the ratio of times, one panel per sampling, one line per family."""
     samplings = list(dict.fromkeys(cell["sampling"] for cell, _ in cells))
     figure, panels = panels_of(len(samplings), width=4.4 * len(samplings), height=4.2)

@@ -7,30 +7,21 @@ common                the median of all differences: the machine's pace today ag
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from evaluation.clock.turns import Clocked, Runner
-from evaluation.console import right
+from evaluation.clock.turns import Clocked
+from evaluation.contest.arms import Pick
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.sheet import Sheet, flat
+from evaluation.traces.replay import Replayed
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
-COLUMNS = (
-    "policy",
-    "setting",
-    "predicted tokens/s",
-    "clocked tokens/s",
-    "difference",
-    "of it draft / verify / rest",
-    "predicted gain",
-    "clocked gain",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +45,18 @@ class ClockRow:
         """Where most of the difference lies."""
         return max(("draft", "verify", "rest"), key=lambda part: abs(getattr(self, part)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it; gains with their 95 % intervals."""
-        gains = {name: getattr(self, name) for name in ("predicted_gain", "clocked_gain")}
-        numbers = {f"{name}{end}": value for name, gain in gains.items() for end, value in zip(("", "_low", "_high"), gain, strict=False)}
-        return {name: value for name, value in asdict(self).items() if name not in gains} | numbers
-
-    def cells(self, names: Mapping[str, str]) -> list[str]:
-        """In the order of `COLUMNS`."""
-        gains = (self.predicted_gain, self.clocked_gain)
-        return [
-            names.get(self.family, self.family),
-            self.setting,
-            f"{self.predicted_tokens_per_s:.1f}",
-            f"{self.clocked_tokens_per_s:.1f}",
-            f"{self.difference:+.1%}",
-            " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
-            *(f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})" for gain in gains),
-        ]
+    def cells(self, names: Mapping[str, str]) -> dict[str, str]:
+        """As tables have it."""
+        return {
+            "policy": names.get(self.family, self.family),
+            "setting": self.setting,
+            "predicted tokens/s": f"{self.predicted_tokens_per_s:.1f}",
+            "clocked tokens/s": f"{self.clocked_tokens_per_s:.1f}",
+            "difference": f"{self.difference:+.1%}",
+            "of it draft / verify / rest": " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
+            "predicted gain": self.predicted_gain.text,
+            "clocked gain": self.clocked_gain.text,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +87,13 @@ class ClockReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        rows = [row.as_dict() for row in self.rows]
+        rows = [flat(row) for row in self.rows]
         return {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common, "rows": rows}
 
-    def table(self, names: Mapping[str, str]) -> Table:
+    def sheet(self, names: Mapping[str, str]) -> Sheet:
         """Every family."""
-        caption = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        table = Table(*COLUMNS[:2], *right(*COLUMNS[2:]), title=f"{self.dataset} on a clock: {self.about}", caption=caption)
-        for row in self.rows:
-            table.add_row(*row.cells(names))
-        return table
+        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+        return Sheet(f"{self.dataset} on a clock: {self.about}", [row.cells(names) for row in self.rows], note, names=2)
 
     def plot(self, names: Mapping[str, str]) -> Plot:
         """Clocked over predicted tokens/s."""
@@ -128,7 +110,7 @@ class ClockReport:
         return plot_of(f"clock-{self.dataset}", f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.", figure)
 
 
-def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
+def report_of(clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
     """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed length.
 
     Raises:
@@ -137,8 +119,9 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
     kept = clocked.agrees
     if not kept.any():
         raise ValueError(f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are now")
-    tokens = [runner.replayed.counts.num_emitted[0, kept] for runner in runners]
-    predicted = [Spent(each, cost.time_s(runner.replayed)[0, kept]) for each, runner in zip(tokens, runners, strict=True)]
+    replays = [runner.replayed(len(kept)) for runner in runners]
+    tokens = [replayed.counts.num_emitted[0, kept] for replayed in replays]
+    predicted = [Spent(each, cost.time_s(replayed)[0, kept]) for each, replayed in zip(tokens, replays, strict=True)]
     measured = [Spent(each, clocked.wall_s(number)) for number, each in enumerate(tokens)]
     base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
     rows = []
@@ -147,11 +130,11 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
         rows.append(
             ClockRow(
                 family=runner.family,
-                setting=runner.setting,
+                setting=runner.label,
                 predicted_tokens_per_s=ours.tokens_per_s,
                 clocked_tokens_per_s=theirs.tokens_per_s,
                 difference=theirs.tokens_per_s / ours.tokens_per_s - 1,
-                **_parts(clocked, number, runner, cost=cost),
+                **_parts(clocked, number, replays[number], cost=cost),
                 predicted_gain=gain_over(predicted[base], ours),
                 clocked_gain=gain_over(measured[base], theirs),
             )
@@ -163,9 +146,9 @@ def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, d
     return ClockReport(dataset=dataset, about=about, rows=tuple(rows))
 
 
-def _parts(clocked: Clocked, number: int, runner: Runner, *, cost: CostModel) -> dict[str, float]:
+def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel) -> dict[str, float]:
     """Clocked less predicted seconds of each part, over all predicted seconds."""
-    kept, replayed = clocked.agrees, runner.replayed
+    kept = clocked.agrees
     total_s = float(cost.time_s(replayed)[0, kept].sum())
     verify_s = float((replayed.lengths[0, kept] @ cost.target_s(np.arange(replayed.lengths.shape[-1]))).sum())
     wall_s = float(clocked.wall_s(number).sum())

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float
 from tqdm import tqdm
 
 from decode.loop.decoder import Generation, SpeculativeDecoder
-from decode.policies.base import Policy
 from evaluation.clock.primed import PrimedLoop
+from evaluation.contest.arms import Pick
 from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array, Trace
@@ -25,18 +25,7 @@ from evaluation.traces.trace import Array, Trace
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runner:
-    """A policy at one setting, and its replay."""
-
-    family: str
-    setting: str
-    policy: Policy
-    replayed: Replayed
-    """On the prompts of the trace that is played; of one setting."""
-
-
-class Timed(NamedTuple):
+class Took(NamedTuple):
     """One generation."""
 
     wall_s: float
@@ -49,7 +38,7 @@ class Clocked:
     """What all runners took."""
 
     seconds: Float[Array, "runner repeat prompt part"]
-    """Parts as `Timed` names them."""
+    """Parts as `Took` names them."""
     agrees: Bool[Array, " prompt"]
     """Whether every runner did what its replay says."""
 
@@ -60,24 +49,24 @@ class Clocked:
     def share(self, runner: int, part: str) -> float:
         """Share of a runner's seconds that went into one part."""
         totals = self.seconds[runner][:, self.agrees].sum((0, 1))
-        return float(totals[Timed._fields.index(part)] / totals[0])
+        return float(totals[Took._fields.index(part)] / totals[0])
 
 
-def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats: int, name: str) -> Clocked:
+def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: int, name: str) -> Clocked:
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
     Args:
         loop: that is configured.
-        runners: with replays of this trace.
+        runners: whose test prompts begin with those of the trace.
         trace: the prompts.
         repeats: timed turns.
         name: of the dataset, for the progress bar.
     """
     num = len(trace.rows)
-    seconds, agrees = np.zeros((len(runners), repeats, num, len(Timed._fields))), np.ones(num, dtype=bool)
+    seconds, agrees = np.zeros((len(runners), repeats, num, len(Took._fields))), np.ones(num, dtype=bool)
     with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
         bar.refresh()
-        decoders = [loop.decoder(runner.policy) for runner in runners]
+        decoders, replays = [loop.decoder(runner.policy) for runner in runners], [runner.replayed(num) for runner in runners]
         for turn in range(repeats + 1):
             for row in range(num):
                 loop.prime(trace.rows[row].prompt_ids)
@@ -86,18 +75,18 @@ def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats:
                     generation, timed = _timed(decoders[number], trace, row)
                     if turn:
                         seconds[number, turn - 1, row] = timed
-                    elif not _agrees(generation, runners[number].replayed, row):
+                    elif not _agrees(generation, replays[number], row):
                         agrees[row] = False
                     bar.update()
     return Clocked(seconds, agrees)
 
 
-def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Timed]:
+def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Took]:
     asked, draws = trace.rows[row], PlayedDraws(trace, row)
     started_s = perf_counter()
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s
-    return generation, Timed(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
+    return generation, Took(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
 
 
 def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:

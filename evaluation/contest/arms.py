@@ -6,7 +6,7 @@ does not: replay once, choose at every cost. Only the rule of law 4.11 is anothe
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -14,15 +14,17 @@ from tqdm import tqdm
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
 from decode.policies.bounds import Oracle
-from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid
+from evaluation.competitors import chosen
+from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid, label_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Contestant, Spent
+from evaluation.intervals import Spent, SplitWork
 from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 
-BASELINE = "fixed_length"
+ALONE, BASELINE = "target_alone", "fixed_length"
+"""Families: the target without a draft, and what gains are measured from."""
 _HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",), "prefix": ("head_prefix",)}
 """timing -> the families of its heads."""
 
@@ -35,9 +37,9 @@ class Arm:
     dev: Replayed
     test: Replayed
 
-    def contestant(self, cost: CostModel) -> Contestant:
+    def work(self, cost: CostModel) -> SplitWork:
         """All its settings at this cost."""
-        return Contestant(cost.work(self.dev), cost.work(self.test))
+        return SplitWork(cost.work(self.dev), cost.work(self.test))
 
 
 class Pick(NamedTuple):
@@ -45,6 +47,21 @@ class Pick(NamedTuple):
 
     arm: Arm
     setting: int
+
+    @property
+    def family(self) -> str:
+        """Which it stands for."""
+        return self.arm.grid.family
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The parameters of the setting."""
+        return self.arm.grid.settings[self.setting]
+
+    @property
+    def label(self) -> str:
+        """Head and setting in a few characters."""
+        return label_of(self.arm.grid.name, self.values)
 
     @property
     def counts(self) -> Counts:
@@ -58,8 +75,7 @@ class Pick(NamedTuple):
     @property
     def policy(self) -> Policy:
         """As the loop runs it."""
-        grid = self.arm.grid
-        return replace(grid.policy, **grid.settings[self.setting])  # type: ignore[type-var]
+        return replace(self.arm.grid.policy, **self.values)  # type: ignore[type-var]
 
     def replayed(self, num_prompts: int) -> Replayed:
         """This setting alone on the first test prompts."""
@@ -170,14 +186,17 @@ def by_family(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
 
 def picks_of(arms: Iterable[Arm], cost: CostModel) -> dict[str, Pick]:
     """Family -> its arm and setting of the highest throughput on dev."""
-    return {family: fastest_on_dev(members, cost) for family, members in by_family(arms).items()}
+    return chosen(_at_best(arms, cost), of=lambda pick: pick.family, speed=lambda pick: pick.tokens_per_s_on_dev(cost))
 
 
-def fastest_on_dev(arms: Sequence[Arm], cost: CostModel) -> Pick:
-    """The arm and setting of the highest throughput on dev, the first of equals."""
-    best = [(float(values.max()), arm, int(values.argmax())) for arm in arms for values in [cost.tokens_per_s(arm.dev)]]
-    _, arm, setting = max(best, key=lambda entry: entry[0])
-    return Pick(arm, setting)
+def fastest_on_dev(arms: Iterable[Arm], cost: CostModel) -> Pick:
+    """The arm and setting of the highest throughput on dev, whatever their families; the first of equals."""
+    return max(_at_best(arms, cost), key=lambda pick: pick.tokens_per_s_on_dev(cost))
+
+
+def _at_best(arms: Iterable[Arm], cost: CostModel) -> list[Pick]:
+    """Each arm at the setting that is fastest on dev."""
+    return [Pick(arm, int(cost.tokens_per_s(arm.dev).argmax())) for arm in arms]
 
 
 def total(counts: Counts, setting: int) -> Counts:

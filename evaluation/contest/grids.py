@@ -31,6 +31,12 @@ class Grid:
     """What each setting is called in tables."""
 
 
+def label_of(name: str, setting: Mapping[str, Any]) -> str:
+    """A grid's setting in a few characters."""
+    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
+    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
+
+
 def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]:
     """policy -> parameter -> values, as the registry has them."""
     return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}

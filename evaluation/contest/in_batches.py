@@ -1,22 +1,22 @@
 """Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import pandas as pd
-from rich.table import Table
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
-from evaluation.batches.load import Load, Spent, load_of, queue_of
+from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.batches.rule import batch_auto_for
 from evaluation.console import wide_console
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet, crossed, flat
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
@@ -93,7 +93,7 @@ class Entry:
         return load_of(own._replace(lane=own.lane - setting * num_rows), queue_of(num_rows, size), size)
 
 
-class Contest:
+class BatchContest:
     """One dataset in batches."""
 
     def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
@@ -131,13 +131,13 @@ class Contest:
                 ]
             yield setup, found
 
-    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], Spent]:
+    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], LoadSpent]:
         costs = setup.curves(dev.grid.policy.stop_kind)
         on_dev = [load.spent(costs).tokens_per_s for load in loads]
         best = on_dev.index(max(on_dev))
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
-    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
+    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], LoadSpent]]:
         """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a perfect one."""
         traces, variants = self._replays.traces, {}
         for timing, heads in self._rivals(setup.cost).items():
@@ -206,37 +206,27 @@ def compare_in_batches(
             wide_console().print(
                 f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
             )
-        for setup, results in Contest(replays, setups, sizes).results():
-            wide_console().print(table_of(setup, results, names, dataset=dataset))
-            frames.append(frame_of(setup, results, dataset=dataset))
+        for setup, results in BatchContest(replays, setups, sizes).results():
+            batch_sheet(setup, results, names, dataset=dataset).print()
+            frames.append(batch_frame(setup, results, dataset=dataset))
     return pd.concat(frames)
 
 
-def frame_of(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
+def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
     """Results as rows of batches.csv."""
-    frame = pd.DataFrame([asdict(each) for each in results])
     where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}
-    for column, value in reversed(where.items()):
-        frame.insert(0, column, value)
-    frame["setting"] = [", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results]
-    return frame
+    settings = (", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results)
+    return pd.DataFrame([{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)])
 
 
-def table_of(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Table:
+def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Sheet:
     """Families down, batch sizes across."""
-    sizes = sorted({each.batch_size for each in results})
-    table = Table(
-        title=f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
-        caption="setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
+    ordered = sorted(results, key=lambda result: (list(names).index(result.family), result.batch_size))
+    return Sheet(
+        f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
+        crossed("policy", ((names[each.family], f"batch {each.batch_size}", _cell(each)) for each in ordered)),
+        "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
     )
-    table.add_column("policy")
-    for size in sizes:
-        table.add_column(f"batch {size}", justify="right")
-    families = sorted({each.family for each in results}, key=list(names).index)
-    by_place = {(each.family, each.batch_size): each for each in results}
-    for family in families:
-        table.add_row(names[family], *(_cell(by_place[family, size]) for size in sizes))
-    return table
 
 
 def _cell(result: BatchResult) -> str:

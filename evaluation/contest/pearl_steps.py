@@ -20,9 +20,7 @@ from jaxtyping import Bool, Int
 from decode.loop.counts import Counts
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent
-from evaluation.traces.trace import Trace
-
-Array = np.ndarray
+from evaluation.traces.trace import Array, Trace
 
 
 @dataclass(frozen=True)

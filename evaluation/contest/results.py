@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from decode.loop.counts import Counts
 from decode.policies.registry import POLICIES
 from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
+from evaluation.contest.grids import label_of
 from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
@@ -23,7 +24,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One family on test; its fields are the columns of results.csv."""
+    """One family on test; its fields are the columns of results.csv (`evaluation.sheet.flat`)."""
 
     family: str
     name: str
@@ -34,15 +35,10 @@ class Result:
     mean_draft_length: float
     tokens_per_s: float
     speed_up: float
-    gain: float
-    """Throughput over that of the best fixed length, minus 1."""
-    gain_low: float
-    """95 % interval (`evaluation.intervals`)."""
-    gain_high: float
-    lead: float
-    """Throughput over that of the best training-free policy, minus 1; NaN where there is none."""
-    lead_low: float
-    lead_high: float
+    gain: Gain
+    """Over the best fixed length."""
+    lead: Gain
+    """Over the best training-free policy."""
     percent_of_oracle: float
     percent_of_perfect: float
     """Of the perfect head without the lag; NaN where the trace does not know it."""
@@ -51,12 +47,6 @@ class Result:
     def label(self) -> str:
         """The setting in a few characters."""
         return label_of(self.name, self.setting)
-
-
-def label_of(name: str, setting: Mapping[str, Any]) -> str:
-    """A grid's setting in a few characters."""
-    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
-    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
 
 
 class Yardstick(NamedTuple):
@@ -69,7 +59,7 @@ class Yardstick(NamedTuple):
     reached: Mapping[str, Array]
     """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
     resamples: Resamples
-    """Those, for contestants that are yet to come."""
+    """Those, for competitors that are yet to come."""
     champions: Mapping[str, str]
     """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
 
@@ -77,16 +67,16 @@ class Yardstick(NamedTuple):
 def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:
     """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are made."""
     families, picks = by_family(arms), picks_of(arms, cost)
-    contestants = {family: [arm.contestant(cost) for arm in members] for family, members in families.items()}
-    one = contestants[BASELINE][0]
+    competitors = {family: [arm.work(cost) for arm in members] for family, members in families.items()}
+    one = competitors[BASELINE][0]
     resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
-    reached = {family: resamples.throughput(members) for family, members in contestants.items()}
+    reached = {family: resamples.throughput(members) for family, members in competitors.items()}
     champions = {}
     for group, belongs in _GROUPS.items():
         members = [family for family in families if belongs(family)]
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
-            reached[group] = resamples.throughput([each for family in members for each in contestants[family]])
+            reached[group] = resamples.throughput([each for family in members for each in competitors[family]])
     return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions)
 
 
@@ -104,7 +94,7 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
         result_of(
             family=family,
             name=pick.arm.grid.name,
-            setting=pick.arm.grid.settings[pick.setting],
+            setting=pick.values,
             counts=pick.counts,
             spent=yardstick.spent[family],
             yardstick=yardstick,
@@ -128,8 +118,6 @@ def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, e
 def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
     """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
     rivals = yardstick.spent
-    gain = _gain(family, spent, BASELINE, BASELINE, yardstick)
-    lead = _gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick)
     return Result(
         family=family,
         name=name,
@@ -140,12 +128,8 @@ def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Cou
         mean_draft_length=counts.num_drafted / counts.num_target,
         tokens_per_s=spent.tokens_per_s,
         speed_up=spent.tokens_per_s * yardstick.t_target_s,
-        gain=gain.value,
-        gain_low=gain.low,
-        gain_high=gain.high,
-        lead=lead.value,
-        lead_low=lead.low,
-        lead_high=lead.high,
+        gain=_gain(family, spent, BASELINE, BASELINE, yardstick),
+        lead=_gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick),
         percent_of_oracle=_percent_of(rivals["oracle"], spent),
         percent_of_perfect=_percent_of(rivals["perfect_drawn"], spent) if "perfect_drawn" in rivals else float("nan"),
     )

@@ -2,20 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
-from rich.table import Table
 
 from decode.policies.registry import POLICIES
-from evaluation.contest.arms import Arm
-from evaluation.contest.decoded import NAMES as HIERARCHY_NAMES
+from evaluation.contest.arms import ALONE, BASELINE, Arm
+from evaluation.contest.decoded import HIERARCHY_NAMES
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet, flat
 
 NAMES = {
-    "target_alone": "target alone",
+    ALONE: "target alone",
     **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
     "head_specdec": "SpecDec++",
     "head_fed": "best head, fed-time with scalars",
@@ -38,7 +37,6 @@ NAMES = {
     "oracle": "oracle",
 }
 """Family -> what tables and plots call it, in the order of the rows: baselines, training-free policies, heads, the rule, bounds."""
-_COLUMNS = ("policy", "setting", "discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up", "gain", "% of oracle")
 
 
 def ordered(results: Sequence[Result]) -> list[Result]:
@@ -47,31 +45,32 @@ def ordered(results: Sequence[Result]) -> list[Result]:
     return sorted(results, key=lambda result: places.get(result.family, len(places)))
 
 
-def table_of(results: Sequence[Result], cost: CostModel, *, dataset: str, num_prompts: int) -> Table:
-    """One dataset at one cost."""
-    table = Table(
-        title=f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
-        caption="predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % interval: prompts "
-        "resampled in pairs, settings chosen anew on dev, times within their errors",
-    )
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("policy", "setting") else "right", overflow="fold")
+def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, num_prompts: int) -> Sheet:
+    """One dataset at one cost; the target alone stands above the families."""
     alone = 1 / cost.t_target_s[0]
     oracle = next(result.tokens_per_s for result in results if result.family == "oracle")
-    table.add_row("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}")
-    for result in results:
-        table.add_row(
-            NAMES.get(result.family, result.family),
-            result.label,
-            f"{result.discard_rate:.3f}",
-            f"{result.verification_rate:.3f}",
-            f"{result.acceptance_length:.2f}",
-            f"{result.tokens_per_s:.1f}",
-            f"{result.speed_up:.2f}",
-            "" if result.family == "fixed_length" else f"{result.gain:+.1%} ({result.gain_low:+.1%}, {result.gain_high:+.1%})",
-            f"{result.percent_of_oracle:.1f}",
-        )
-    return table
+    first = ("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}")
+    rows = [
+        {
+            "policy": NAMES.get(result.family, result.family),
+            "setting": result.label,
+            "discard rate": f"{result.discard_rate:.3f}",
+            "verification rate": f"{result.verification_rate:.3f}",
+            "acceptance length": f"{result.acceptance_length:.2f}",
+            "tokens/s": f"{result.tokens_per_s:.1f}",
+            "speed-up": f"{result.speed_up:.2f}",
+            "gain": "" if result.family == BASELINE else result.gain.text,
+            "% of oracle": f"{result.percent_of_oracle:.1f}",
+        }
+        for result in results
+    ]
+    return Sheet(
+        f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
+        [dict(zip(rows[0], first, strict=True)), *rows],
+        "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % interval: prompts "
+        "resampled in pairs, settings chosen anew on dev, times within their errors",
+        names=2,
+    )
 
 
 def lead_line(yardstick: Yardstick) -> str:
@@ -80,12 +79,12 @@ def lead_line(yardstick: Yardstick) -> str:
     if lead is None:
         return ""
     own, base = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
-    return f"best head ({own}) over best training-free policy ({base}): {lead.value:+.1%} ({lead.low:+.1%}, {lead.high:+.1%})"
+    return f"best head ({own}) over best training-free policy ({base}): {lead.text}"
 
 
-def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
+def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
     """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
-    rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
+    rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **flat(result)} for result in results]
     for row in rows:
         row["setting"] = json.dumps(row["setting"])
     return pd.DataFrame(rows)

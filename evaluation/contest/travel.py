@@ -14,15 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from rich.table import Table
 
-from evaluation.console import right
 from evaluation.contest.arms import Arm, by_family, picks_of
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
-from evaluation.contest.tables import NAMES, frame_of, ordered
+from evaluation.contest.tables import NAMES, ordered, result_frame
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, gain_of
+from evaluation.sheet import Sheet, spread
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads.measures.calibration import recalibrated
@@ -44,9 +43,9 @@ class Judged:
         """Prompts that choose."""
         return self.arms[0].dev.per_prompt(self.arms[0].dev.counts.num_target).shape[1]
 
-    def gain(self, family: str) -> float | None:
-        """Over the best fixed length; None where the family did not compete."""
-        return next((result.gain for result in self.results if result.family == family), None)
+    def gain(self, family: str) -> str:
+        """Over the best fixed length; empty where the family did not compete."""
+        return next((f"{result.gain.value:+.1%}" for result in self.results if result.family == family), "")
 
 
 class Travelled(NamedTuple):
@@ -72,11 +71,11 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
     travelled = []
     for family, pick in picks_of(arms, cost).items():
         spent = pick.spent(cost)
-        reached = yardstick.resamples.throughput([arm.contestant(cost) for arm in members[family]], is_from_home=True)
+        reached = yardstick.resamples.throughput([arm.work(cost) for arm in members[family]], is_from_home=True)
         result = result_of(
             family=_TRAVELLED,
             name=pick.arm.grid.name,
-            setting=pick.arm.grid.settings[pick.setting],
+            setting=pick.values,
             counts=pick.counts,
             spent=spent,
             yardstick=yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached}),
@@ -123,46 +122,34 @@ def _moved(home: Sequence[Arm], there: Sequence[Arm], test: Trace) -> Iterator[A
             yield Arm(arm.grid, arm.dev, replay_settings(test, arm.grid.policy) if known is None else known)
 
 
-def travel_table(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> Table:
+def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> Sheet:
     """At home, travelled and tuned there, side by side."""
-    table = Table(
-        "policy",
-        "setting from home",
-        *right("at home", "travelled", "tuned there", "travelled over tuned there", "lead"),
-        title=f"from {home.dataset} to {there.dataset}; {cost.title}",
-        caption="gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
+    rows = [
+        {
+            "policy": NAMES.get(result.family, result.family),
+            "setting from home": result.label,
+            "at home": home.gain(result.family),
+            "travelled": result.gain.text,
+            "tuned there": there.gain(result.family),
+            "travelled over tuned there": kept.text if kept else "",
+            "lead": result.lead.text,
+        }
+        for result, kept in travelled
+    ]
+    gains = {"at home": home.gain("perfect_drawn"), "tuned there": there.gain("perfect_drawn")}
+    champion = NAMES[there.yardstick.champions[TRAINING_FREE]]
+    return Sheet(
+        f"from {home.dataset} to {there.dataset}; {cost.title}",
+        [*rows, {"policy": "perfect head", "setting from home": "tuned there", **gains}],
+        "gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
         f"{home.dataset}, tuned there: of {there.dataset}; lead: of the travelled over the best training-free policy tuned there "
-        f"({_champion(there)})",
+        f"({champion})",
+        names=2,
     )
-    for result, kept in travelled:
-        table.add_row(
-            NAMES.get(result.family, result.family),
-            result.label,
-            _percent(home.gain(result.family)),
-            _interval(Gain(result.gain, result.gain_low, result.gain_high, 0.0)),
-            _percent(there.gain(result.family)),
-            _interval(kept),
-            _interval(Gain(result.lead, result.lead_low, result.lead_high, 0.0)),
-        )
-    table.add_row("perfect head", "tuned there", _percent(home.gain("perfect_drawn")), "", _percent(there.gain("perfect_drawn")), "", "")
-    return table
 
 
 def travel_frame(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> pd.DataFrame:
     """Rows of results.csv: those of the foreign set, chosen at home."""
-    frame = frame_of([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
+    frame = result_frame([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
     nothing = Gain(*[float("nan")] * 4)
-    kept = pd.DataFrame([(each.kept or nothing)._asdict() for each in travelled])
-    return frame.assign(kept=kept["value"], kept_low=kept["low"], kept_high=kept["high"])
-
-
-def _champion(there: Judged) -> str:
-    return NAMES[there.yardstick.champions[TRAINING_FREE]]
-
-
-def _percent(gain: float | None) -> str:
-    return "" if gain is None else f"{gain:+.1%}"
-
-
-def _interval(gain: Gain | None) -> str:
-    return "" if gain is None else f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})"
+    return frame.join(pd.DataFrame([spread("kept", each.kept or nothing) for each in travelled]))

@@ -1,10 +1,9 @@
-"""The times of this machine, measured once and kept in DIR/costs.json, so that a second evaluation agrees with the first.
+"""The times of this machine, measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the first.
 
 The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, device, threads. What an entry lacks (stops of heads that were
 trained since) is measured and added.
 """
 
-import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -20,10 +19,11 @@ from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.intervals import TimeErrors
-from store.shards import write_atomic
+from store.keyed import KeyedStore
 
 _PROMPTS = 4
 _TOKENS = 96
+_MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
 
 
 def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = ()) -> CostModel:
@@ -73,24 +73,23 @@ def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: 
 
 
 def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
-    """This loop's entry in DIR/costs.json, with the stops of all these policies; what is missing is measured and kept.
+    """This loop's entry in DIR/costs.jsonl, with the stops of all these policies; what is missing is measured and kept.
 
     Args:
         experiment: whose loop it is.
         policies: by kind of stop.
         again: measure everything anew.
     """
-    entries, key = read_costs(experiment.directory), json.loads(json.dumps(key_of(experiment)))
-    times = next((entry["times"] for entry in entries if entry["loop"] == key and not again), None)
+    store, key = kept_costs(experiment.directory), key_of(experiment)
+    times = None if again else store.get(key)
     missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
-    if times is not None and not missing:
-        return dict(times)
-    print("costs: timing generations on this machine", flush=True)
-    loop = loop_of(experiment)
-    times = measure(loop) if times is None else times
-    times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
-    keep_costs(experiment.directory, [*(entry for entry in entries if entry["loop"] != key), {"loop": key, "times": times}])
-    return dict(times)
+    if times is None or missing:
+        print("costs: timing generations on this machine", flush=True)
+        loop = loop_of(experiment)
+        times = measure_loop(loop) if times is None else times
+        times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
+        store.keep([(key, times)])
+    return times
 
 
 def loop_of(experiment: Experiment) -> Loop:
@@ -124,7 +123,7 @@ def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in ADDED}
 
 
-def measure(loop: Loop) -> dict[str, Any]:
+def measure_loop(loop: Loop) -> dict[str, Any]:
     """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
     generations = time_generations(loop)
     cost = costs_of(generations, loop.max_draft_length, in_steps=loop.compile is True)
@@ -138,20 +137,6 @@ def measure(loop: Loop) -> dict[str, Any]:
     }
 
 
-def read_costs(directory: Path) -> list[dict[str, Any]]:
-    """The entries of DIR/costs.json; none where it was not written.
-
-    Raises:
-        ValueError: a file that holds something else.
-    """
-    path = directory / "costs.json"
-    try:
-        entries = json.loads(path.read_text()) if path.is_file() else []
-        return [{"loop": dict(entry["loop"]), "times": dict(entry["times"])} for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what `evaluation costs` writes ({error}); delete it, and the times are measured anew") from error
-
-
-def keep_costs(directory: Path, entries: list[dict[str, Any]]) -> None:
-    """Write DIR/costs.json."""
-    write_atomic(directory / "costs.json", json.dumps(entries, indent=1).encode())
+def kept_costs(directory: Path) -> KeyedStore:
+    """The times of every loop that was timed for this directory."""
+    return KeyedStore(directory / "costs.jsonl", remedy="delete the line, and the times are measured anew", fields=_MEASURED)

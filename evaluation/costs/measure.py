@@ -27,7 +27,7 @@ from evaluation.intervals import TimeErrors
 from evaluation.traces.trace import Array
 from lm import KINDS, CachedModel, Compile, CompiledModel, DraftModel, FeatureDraft, Pair, Sampling
 
-LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
+TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
 """Generations per prompt and length."""
 _RESAMPLES = 200
@@ -84,7 +84,7 @@ class Loop:
         return made
 
 
-def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Generation]:
+def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
     """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
     decoders = [loop.decoder(FixedLength(length)) for length in sorted({min(length, loop.max_draft_length) for length in lengths})]
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
 """python -m evaluation hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
 
-Every contender runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on dev, by the modelled
+Every competitor runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on dev, by the modelled
 throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give at other times, and, from dev, at which
 ratios of times the best hierarchy beats the best plain speculation. Generations are stored (`evaluation.hierarchies.generations`), so a killed
 run resumes; times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `evaluation evaluate` shows hierarchies
@@ -23,11 +23,12 @@ from configs.schema import Config
 from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import BETWEEN, Experiment
 from decode.policies.head import HeadPolicy
-from evaluation.console import announce, wide_console
-from evaluation.hierarchies.contenders import Contender, LevelPolicies, contenders_of, version_of
-from evaluation.hierarchies.gain import gain_frame, gain_plot
-from evaluation.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
-from evaluation.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from evaluation.competitors import Competitor
+from evaluation.console import announce
+from evaluation.hierarchies.configurations import LevelPolicies, competitors_of, version_of
+from evaluation.hierarchies.gain import third_level_frame, third_level_plot
+from evaluation.hierarchies.runs import ResumableLoop, Run, at_settings, best_on_dev, resumable_loop, trio_times
+from evaluation.hierarchies.tables import ablation_sheet, arms_frame, arms_sheet, gain_sheet, third_level_verdict
 from evaluation.hierarchies.times import Times
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
@@ -46,7 +47,7 @@ def hierarchy(
 
     Args:
         config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
-        level_heads: exported heads for two further contenders: one trained on (micro, draft), one on (draft, target).
+        level_heads: exported heads for two further competitors: one trained on (micro, draft), one on (draft, target).
         max_rejection_prob: threshold of both heads, on their calibrated probabilities.
         ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
     """
@@ -61,33 +62,33 @@ def hierarchy(
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
-        dev, runs = play(loop, contenders_of(trio, policies), prompts)
+        dev, runs = play(loop, competitors_of(trio, policies), prompts)
         documents[dataset] = report(runs, dev, given=given, directory=loop.directory)
     written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
     print(json.dumps({"datasets": documents, "written": written}))
 
 
-def play(loop: ResumableLoop, contenders: Sequence[Contender], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
-    """(every setting of every contender on dev, each contender at its setting on test)."""
+def play(loop: ResumableLoop, competitors: Sequence[Competitor], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
+    """(every setting of every competitor on dev, each competitor at its setting on test)."""
     if not prompts["test"]:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
-    dev = loop.play(contenders, prompts["dev"]) if prompts["dev"] else []
-    times = times_of(dev) if dev else None
-    best = best_on_dev(contenders, dev, lambda run: times.speedup(run.counts) if times else 0.0)
-    return dev, loop.play(best, prompts["test"])
+    dev = loop.play(competitors, prompts["dev"]) if prompts["dev"] else []
+    times = trio_times(dev) if dev else None
+    best = best_on_dev(dev, lambda run: times.speedup(run.counts)) if times else {}
+    return dev, loop.play(at_settings(competitors, best), prompts["test"])
 
 
 def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: Path) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    times = times_of([*dev, *runs])
-    frame, gain = arms_frame(runs, times, given=given), gain_frame(dev or runs, times)
+    times = trio_times([*dev, *runs])
+    frame, gain = arms_frame(runs, times, given=given), third_level_frame(dev or runs, times)
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
-    write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
+    write_atomic(directory / "gain.svg", third_level_plot(gain, directory.name).svg.encode())
     title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
-    for table in (ablation_table(frame), arms_table(frame, times, given=given, title=title), gain_table(gain)):
-        wide_console().print(table)
-    print(conclusion := verdict(runs, gain, times=times))
+    for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
+        sheet.print()
+    print(conclusion := third_level_verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 
 

@@ -20,13 +20,13 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def gain_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
+def third_level_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
     """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one.
 
     `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
     """
     here = times.t_draft_s / times.t_target_s
-    sides = [[run for run in runs if (run.contender.num_levels == 3) == is_three] for is_three in (False, True)]
+    sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
     rows = []
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:
@@ -56,7 +56,7 @@ def paying(group: pd.DataFrame) -> str:
     return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
 
 
-def gain_plot(gain: pd.DataFrame, name: str) -> Plot:
+def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
     figure, axes = figure_of(3.4)
     for draft_ratio, group in gain.groupby("draft_ratio"):

@@ -1,14 +1,13 @@
 """Generations that a run of the hierarchies keeps on disk, so that it resumes and that `evaluation evaluate` and `evaluation hierarchy` share them.
 
     DIR/manifest.json        what decides the tokens
-    DIR/decoded.jsonl        one generation a line: prompt (a hash of its token ids), arm, setting, counts, draft lengths, seconds, repeats
+    DIR/decoded.jsonl        prompt (a hash of its token ids), arm and setting -> counts, draft lengths, seconds, repeats (`store.keyed`)
 
 Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from hashlib import sha256
 from operator import add
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation
-from store.json_files import parse_json
+from store.keyed import KeyedStore
 
 
 class Key(NamedTuple):
@@ -62,10 +61,6 @@ class Decoded:
         )
 
 
-_FIELDS = (*Key._fields, *(field.name for field in fields(Decoded) if field.default is MISSING))
-"""That a line must have: the first lines knew no repeats."""
-
-
 def prompt_key(prompt_ids: Sequence[int]) -> str:
     """The same for the same tokens, whatever their prompt is called."""
     return sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]
@@ -73,29 +68,23 @@ def prompt_key(prompt_ids: Sequence[int]) -> str:
 
 def append_decoded(directory: Path, decoded: Mapping[Key, Decoded]) -> None:
     """Add generations, in one write."""
-    lines = [json.dumps(key._asdict() | asdict(one)) + "\n" for key, one in decoded.items()]
-    with (directory / "decoded.jsonl").open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
+    _stored(directory).keep((key._asdict(), asdict(generation)) for key, generation in decoded.items())
 
 
 def read_decoded(directory: Path) -> dict[Key, Decoded]:
-    """What is there; a last line that a killed run left unfinished is cut off."""
-    path = directory / "decoded.jsonl"
-    if not path.is_file():
-        return {}
-    whole = path.read_bytes()
-    finished = whole[: whole.rfind(b"\n") + 1]
-    if len(finished) < len(whole):
-        with path.open("r+b") as file:
-            file.truncate(len(finished))
+    """What is there.
+
+    Raises:
+        ValueError: a line that is no generation.
+    """
+    return {Key(**key): _parsed(value) for key, value in _stored(directory).entries()}
+
+
+def _stored(directory: Path) -> KeyedStore:
     remedy = "delete the line, and its prompt is decoded again"
-    return dict(
-        _parsed(parse_json(line, place=f"{path}:{number}", remedy=remedy, keys=_FIELDS))
-        for number, line in enumerate(finished.splitlines(), start=1)
-    )
+    return KeyedStore(directory / "decoded.jsonl", remedy=remedy, fields=[field.name for field in fields(Decoded)])
 
 
-def _parsed(line: dict[str, Any]) -> tuple[Key, Decoded]:
-    key = Key(*(str(line.pop(name)) for name in Key._fields))
-    counts, later = (Counts(**line.pop(name)) for name in ("counts", "later"))  # type: ignore[arg-type]
-    return key, Decoded(counts=counts, later=later, lengths=tuple(line.pop("lengths")), **line)  # type: ignore[arg-type]
+def _parsed(value: Mapping[str, Any]) -> Decoded:
+    counts = {name: Counts(**value[name]) for name in ("counts", "later")}
+    return Decoded(**{**value, **counts, "lengths": tuple(value["lengths"])})

@@ -1,4 +1,4 @@
-"""Contenders (of `evaluation hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if it slows down, all do."""
+"""Competitors (of `evaluation hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if it slows down, all do."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from decode.drafters.trees.drafter import TreeDrafter
 from decode.experiment import LEVELS, Experiment
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
-from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.competitors import Competitor, Setting, chosen
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
@@ -32,9 +32,9 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """One contender in one setting over the prompts."""
+    """One competitor in one setting over the prompts."""
 
-    contender: Contender
+    competitor: Competitor
     setting: Setting
     decoded: tuple[Decoded, ...]
 
@@ -44,13 +44,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Contender and setting."""
-        return f"{self.contender.name} {self.label}".strip()
+        """Competitor and setting."""
+        return f"{self.competitor.name} {self.label}".strip()
 
     @property
     def is_micro(self) -> bool:
         """Whether the micro alone drafted."""
-        return self.contender.name == MICRO_ALONE
+        return self.competitor.name == MICRO_ALONE
 
     @cached_property
     def each(self) -> list[Counts]:
@@ -87,27 +87,27 @@ class ResumableLoop:
     max_new_tokens: int
     seed: int
 
-    def play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[Run]:
-        """Every setting of every contender over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
+    def play(self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[Run]:
+        """Every setting of every competitor over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
 
         A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
 
         Args:
-            contenders: that take turns, another one first each time.
+            competitors: that take turns, another one first each time.
             prompts: token ids of each.
             repeats: times that each decodes a prompt; medians of its seconds are kept.
         """
         with only_writer(self.directory, setting="decode.dir"):
-            return self._play(contenders, prompts, repeats)
+            return self._play(competitors, prompts, repeats)
 
-    def _play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
-        pairs = [(contender, setting) for contender in contenders for setting in contender.settings]
-        keys = [[Key(prompt_key(ids), contender.name, setting.key) for contender, setting in pairs] for ids in prompts]
+    def _play(self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
+        pairs = [(competitor, setting) for competitor in competitors for setting in competitor.settings]
+        keys = [[Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts]
         stored = read_decoded(self.directory)
         is_there = {key for key, one in stored.items() if one.repeats >= repeats}
         missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not is_there.issuperset(row)]
         if missing:
-            decoders = {(contender.name, setting.key): self._decoder(setting) for contender, setting in pairs}
+            decoders = {(competitor.name, setting.key): self._decoder(setting) for competitor, setting in pairs}
             for decoder in decoders.values():
                 decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
             for turn, (ids, row) in enumerate(tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")):
@@ -115,7 +115,7 @@ class ResumableLoop:
                 append_decoded(self.directory, decoded)
                 stored |= decoded
         columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
-        return [Run(contender, setting, tuple(column)) for (contender, setting), column in zip(pairs, columns, strict=True)]
+        return [Run(competitor, setting, tuple(column)) for (competitor, setting), column in zip(pairs, columns, strict=True)]
 
     def _decode(
         self, decoders: Mapping[tuple[str, str], SpeculativeDecoder], prompt_ids: Sequence[int], row: Sequence[Key], *, turns: range
@@ -158,14 +158,16 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 
-def times_of(runs: Sequence[Run]) -> Times:
+def trio_times(runs: Sequence[Run]) -> Times:
     """t_micro, t_draft and t_target, fitted over all generations."""
     return fit_times([one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded])
 
 
-def best_on_dev(contenders: Sequence[Contender], dev: Sequence[Run], speed: Callable[[Run], float]) -> list[Contender]:
-    """Each contender with the one setting that is fastest on dev; with its first where there is no dev."""
-    if not dev:
-        return [replace(contender, settings=contender.settings[:1]) for contender in contenders]
-    best = {run.contender.name: run.setting.key for run in sorted(dev, key=speed)}  # the last of a name is its fastest
-    return [replace(one, settings=tuple(setting for setting in one.settings if setting.key == best[one.name])) for one in contenders]
+def best_on_dev(dev: Sequence[Run], speed: Callable[[Run], float]) -> dict[str, Setting]:
+    """Competitor -> its setting that is fastest on dev; of equals the one that is built last."""
+    return {name: run.setting for name, run in chosen(reversed(dev), of=lambda run: run.competitor.name, speed=speed).items()}
+
+
+def at_settings(competitors: Sequence[Competitor], best: Mapping[str, Setting]) -> list[Competitor]:
+    """Each competitor with its one setting; where there is none, because there was no dev, with its first."""
+    return [replace(one, settings=(best.get(one.name, one.settings[0]),)) for one in competitors]

@@ -1,16 +1,16 @@
 """The tables of `evaluation hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a third level pays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.table import Table
 
-from evaluation.console import right
 from evaluation.hierarchies.gain import MICRO_RATIOS, paying
 from evaluation.hierarchies.runs import Run
-from evaluation.hierarchies.times import Times, break_even, redundancy, target_utilisation
+from evaluation.hierarchies.times import COUNTED, Times, break_even, redundancy, target_utilisation
 from evaluation.intervals import gain_over
+from evaluation.sheet import Sheet
 
 _ABLATION = {
     "sd": (False, False),
@@ -19,73 +19,76 @@ _ABLATION = {
     "sd + pre-verify + self-verify": (True, True),
     "HSDDW": (True, True),
 }
-"""contender -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
-_COUNTS = {
-    "N": "num_emitted",
-    "N_micro": "num_micro",
-    "N_draft": "num_drafted",
-    "N_target": "num_target",
-    "F_micro": "num_micro_forwards",
-    "F_draft": "num_draft_forwards",
-}
+"""competitor -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 
 
 def arms_frame(runs: Sequence[Run], times: Times, *, given: Times) -> pd.DataFrame:
-    """One row per contender: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
-    plain = max((run for run in runs if run.contender.name == "sd"), key=lambda run: times.speedup(run.counts))
+    """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
+    plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: times.speedup(run.counts))
     return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
 
-def ablation_table(frame: pd.DataFrame) -> Table:
+def ablation_sheet(frame: pd.DataFrame) -> Sheet:
     """HSDDW's Table 2."""
-    names = ("speed-up measured", "s.e.", "modelled", "at given ratios")
-    table = Table("", "pre-verify", "self-verify", *right(*names), title="ablation (HSDDW, Table 2)")
     rows = frame.set_index("arm")
-    for name, (pre, own) in _ABLATION.items():
-        row = rows.loc[name]
-        speeds = (f"{row[key]:.3f}" for key in ("speedup", "speedup_se", "speedup_modelled", "speedup_at_ratios"))
-        table.add_row(name, "x" if pre else "", "x" if own else "", *speeds)
-    return table
+    cells = [
+        {"": name, "pre-verify": "x" if pre else "", "self-verify": "x" if own else "", **_speed_ups(rows.loc[name].to_dict())}
+        for name, (pre, own) in _ABLATION.items()
+    ]
+    return Sheet("ablation (HSDDW, Table 2)", cells, names=3)
 
 
-def arms_table(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -> Table:
-    """HSDDW's Table 4, for every contender."""
+def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -> Sheet:
+    """HSDDW's Table 4, for every competitor."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
         f"R² {times.r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
-    names = (*_COUNTS, "sigma %", "eta %", "tok/s", "speed-up", "s.e.", "modelled", "given", "pays below")
-    caption = (
+    note = (
         "N: tokens, F: forwards. Speed-up over the target alone, measured (s.e.: bootstrap over prompts), and from the counts at fitted "
         f"and at given times. Pays below: of t_micro / t_draft, here {times.t_micro_s / times.t_draft_s:.2f}, against sd, from the counts"
     )
-    table = Table("drafter", "setting", *right(*names), title=title, caption=caption)
-    for row in frame.to_dict("records"):
-        rates = (f"{100 * row[key]:.2f}" for key in ("redundancy", "target_utilisation"))
-        speeds = (f"{row[key]:.3f}" for key in ("speedup", "speedup_se", "speedup_modelled", "speedup_at_ratios"))
-        counts = (str(row[key]) for key in _COUNTS.values())
-        table.add_row(row["arm"], row["setting"], *counts, *rates, f"{row['tokens_per_s']:.0f}", *speeds, _below(row["break_even"]))
-    return table
+    rows = [
+        {
+            "drafter": row["arm"],
+            "setting": row["setting"],
+            **{heading: str(row[name]) for heading, name in COUNTED.items()},
+            "sigma %": f"{100 * row['redundancy']:.2f}",
+            "eta %": f"{100 * row['target_utilisation']:.2f}",
+            "tok/s": f"{row['tokens_per_s']:.0f}",
+            **_speed_ups(row),
+            "pays below": _below(row["break_even"]),
+        }
+        for row in frame.to_dict("records")
+    ]
+    return Sheet(title, rows, note, names=2)
 
 
-def gain_table(gain: pd.DataFrame) -> Table:
+def gain_sheet(gain: pd.DataFrame) -> Sheet:
     """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive."""
-    title = "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: t_micro / t_draft"
-    table = Table("t_draft / t_target", *right(*(f"{ratio:g}" for ratio in MICRO_RATIOS)), "pays at", title=title)
+    rows = []
     for draft_ratio, group in gain.groupby("draft_ratio"):
         shown = group.set_index("micro_ratio")
-        cells = (f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})" for ratio in MICRO_RATIOS)
-        table.add_row(f"{draft_ratio:.3g}" + (" (here)" if group["is_here"].any() else ""), *cells, paying(group))
-    return table
+        here = " (here)" if group["is_here"].any() else ""
+        gains = {f"{ratio:g}": f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})" for ratio in MICRO_RATIOS}
+        rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{here}", **gains, "pays at": paying(group)})
+    title = "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: t_micro / t_draft"
+    return Sheet(title, rows)
 
 
-def verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
+def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
+    """Over the target alone."""
+    names = {"speed-up": "speedup", "s.e.": "speedup_se", "modelled": "speedup_modelled", "given": "speedup_at_ratios"}
+    return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
+
+
+def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
     """What the figures say, in words."""
     plain, hierarchical = (
-        max((run for run in runs if run.contender.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
+        max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
     )
     here = gain_over(plain.measured, hierarchical.measured)
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
@@ -112,9 +115,9 @@ def _row(run: Run, times: Times, *, alone: Run, plain: Run, given: Times) -> dic
     counts = run.counts
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
-        "arm": run.contender.name,
+        "arm": run.competitor.name,
         "setting": run.label,
-        "num_levels": run.contender.num_levels,
+        "num_levels": run.competitor.num_levels,
         **{key: int(value) for key, value in vars(counts).items()},
         "redundancy": redundancy(counts),
         "target_utilisation": target_utilisation(counts),

@@ -26,6 +26,15 @@ from scipy.optimize import nnls
 from decode.loop.counts import Counts
 from evaluation.hierarchies.generations import Decoded
 
+COUNTED = {
+    "N": "num_emitted",
+    "N_micro": "num_micro",
+    "N_draft": "num_drafted",
+    "N_target": "num_target",
+    "F_micro": "num_micro_forwards",
+    "F_draft": "num_draft_forwards",
+}
+"""What tables call the counts of three models."""
 _REWEIGHTINGS = 30
 
 

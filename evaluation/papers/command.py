@@ -15,12 +15,11 @@ from typing import Literal
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.console import wide_console
 from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.on_trees import tree_tables
-from evaluation.papers.sheet import Sheet
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
+from evaluation.sheet import Sheet
 
 _REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 
@@ -51,5 +50,5 @@ def tables(
     clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
     made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
     for each in made:
-        wide_console().print(each.table())
-    print(json.dumps({"paper": paper, "tables": [each._asdict() for each in made]}))
+        each.print()
+    print(json.dumps({"paper": paper, "tables": [each.as_dict() for each in made]}))

@@ -21,13 +21,13 @@ from decode.experiment import Experiment
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, read_spec
-from evaluation.hierarchies.contenders import Contender, Setting, version_of
+from evaluation.competitors import Competitor, Setting
+from evaluation.hierarchies.configurations import NO_DRAFT, version_of
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
+FIXED_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
 """Fixed lengths, unless decode.grid has fixed_length.k."""
 NUM_CHOICES = 7
 """Settings of a stop, from the middle of its grid."""
-ALONE = "target alone"
 
 
 class Kind(NamedTuple):
@@ -54,17 +54,21 @@ def eagle_2(width: int, num_nodes: int) -> Kind:
 class Contest(NamedTuple):
     """One kind of draft: without a stop and with each."""
 
-    fixed: Contender
+    fixed: Competitor
+    """At fixed lengths."""
     published: Setting | None
-    stops: tuple[Contender, ...]
+    """The one of them that the paper fixes."""
+    stops: tuple[Competitor, ...]
+    best: Setting | None = None
+    """The fixed length that dev chose; None before the choice."""
 
     @property
-    def contenders(self) -> list[Contender]:
+    def competitors(self) -> list[Competitor]:
         """All."""
         return [self.fixed, *self.stops]
 
 
-class Stop(NamedTuple):
+class StopChoices(NamedTuple):
     """One stop that was asked for."""
 
     name: str
@@ -101,12 +105,12 @@ class Models:
         return ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
 
     @property
-    def alone(self) -> Contender:
+    def alone(self) -> Competitor:
         """The target without a draft."""
-        return Contender(ALONE, 1, (self.setting("", FixedLength(0)),))
+        return Competitor(NO_DRAFT, 1, (self.setting("", FixedLength(0)),))
 
 
-def contest_of(kind: Kind, stops: Sequence[Stop], models: Models, *, lengths: Sequence[int], version: str = "") -> Contest:
+def contest_of(kind: Kind, stops: Sequence[StopChoices], models: Models, *, lengths: Sequence[int], version: str = "") -> Contest:
     """Fixed lengths and stops of one kind of draft.
 
     Args:
@@ -122,15 +126,15 @@ def contest_of(kind: Kind, stops: Sequence[Stop], models: Models, *, lengths: Se
     lengths = sorted({*(k for k in lengths if k <= most), *published})
     fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in lengths}
 
-    def settings(stop: Stop) -> Iterator[Setting]:
+    def settings(stop: StopChoices) -> Iterator[Setting]:
         for (label, policy), every in product(stop.settings.items(), kind.read_every):
             suffix = f"every {every}" if len(kind.read_every) > 1 else ""
             yield models.setting(", ".join(filter(None, (label, suffix))), policy, kind, every, f"{version} {stop.version}".strip())
 
     return Contest(
-        Contender(kind.name, 2, tuple(fixed.values())),
+        Competitor(kind.name, 2, tuple(fixed.values())),
         fixed[kind.published] if kind.published else None,
-        tuple(Contender(f"{kind.name} + {stop.name}", 2, tuple(settings(stop))) for stop in stops),
+        tuple(Competitor(f"{kind.name} + {stop.name}", 2, tuple(settings(stop))) for stop in stops),
     )
 
 
@@ -144,11 +148,11 @@ def lengths_of(experiment: Experiment, kinds: Sequence[Kind]) -> list[int]:
     published = max((kind.published or 1 for kind in kinds), default=1)
     if longest < published:
         raise ValueError(f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; raise it")
-    own = experiment.decode.grid.get("fixed_length", {}).get("k", LENGTHS)
+    own = experiment.decode.grid.get("fixed_length", {}).get("k", FIXED_LENGTHS)
     return [length for length in own if 0 < length <= longest]
 
 
-def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Stop]:
+def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[StopChoices]:
     """Each with its choices, under a short name.
 
     Raises:
@@ -166,7 +170,7 @@ def _short(spec: str) -> str:
     return spec if path is None else spec.replace(str(path), Path(str(path)).name)
 
 
-def _stop_of(experiment: Experiment, spec: str, name: str) -> Stop:
+def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
     policy, (kind, given) = experiment.policy(spec), read_spec(spec)
     own = experiment.decode.grid.get(kind)
     grid = {key: values for key, values in (own or POLICIES[kind].values(experiment.decode.max_draft_length)).items() if key not in given}
@@ -177,4 +181,4 @@ def _stop_of(experiment: Experiment, spec: str, name: str) -> Stop:
     if not choices:
         raise ValueError(f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out")
     settings = {", ".join(f"{key}={value}" for key, value in one.items()): replace(policy, **one) for one in choices}  # type: ignore[type-var]
-    return Stop(name, settings, version_of(policy.heads))
+    return StopChoices(name, settings, version_of(policy.heads))

@@ -21,7 +21,7 @@ from decode.loop.decoder import Generation
 from decode.policies import FixedLength, HeadPolicy
 from evaluation.costs.machine import loop_of
 from evaluation.costs.measure import fit_costs
-from evaluation.papers.sheet import Sheet
+from evaluation.sheet import Sheet
 from heads.model.head import AcceptanceHead
 
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)
@@ -32,7 +32,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
 
 
-class Times(NamedTuple):
+class ForwardTimes(NamedTuple):
     """Seconds per forward, and how well they explain the clock."""
 
     t_draft_s: float
@@ -47,19 +47,19 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
         experiment: whose pair and datasets are timed.
         head: stops the drafts of the rows of SpecDec++.
     """
-    times: dict[str, dict[str, Times]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    times: dict[str, dict[str, ForwardTimes]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
         (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
-        times["stand-alone"][dataset] = Times(t_draft, t_target, f"{r2_draft:.4f} & {r2_target:.4f}")
+        times["stand-alone"][dataset] = ForwardTimes(t_draft, t_target, f"{r2_draft:.4f} & {r2_target:.4f}")
         for setting in ("SpecDec", "SpecDec++"):
             fit = fit_costs(generated[setting])
-            times[setting][dataset] = Times(fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}")
-    rows = [row for setting, by_dataset in times.items() for row in rows_of(setting, by_dataset)]
+            times[setting][dataset] = ForwardTimes(fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}")
+    rows = [row for setting, by_dataset in times.items() for row in time_rows(setting, by_dataset)]
     return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def rows_of(setting: str, times: Mapping[str, Times]) -> list[dict[str, str]]:
+def time_rows(setting: str, times: Mapping[str, ForwardTimes]) -> list[dict[str, str]]:
     """One row per dataset, and their average with its deviation."""
     rows = [
         {"Setting": setting, "Dataset": dataset, "t_draft": f"{each.t_draft_s:.5f}", "t_target": f"{each.t_target_s:.5f}", "R^2": each.r2}

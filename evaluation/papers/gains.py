@@ -10,10 +10,10 @@ import numpy as np
 
 from evaluation.hierarchies.runs import Run
 from evaluation.intervals import Gain, Spent, gain_over
-from evaluation.papers.choice import Finalists
+from evaluation.papers.drafts import Contest
 
 Runs = Mapping[tuple[str, str], Run]
-"""(contender, key of its setting) -> what it did on the test prompts."""
+"""(competitor, key of its setting) -> what it did on the test prompts."""
 
 
 class Line(NamedTuple):
@@ -35,17 +35,18 @@ class Line(NamedTuple):
     def gains(self) -> dict[str, str]:
         """Over both."""
         bases = {"over published": self.published, "over best fixed": self.best}
-        return {name: shown(gain_over(base.measured, self.run.measured)) if base else "" for name, base in bases.items()}
+        return {name: gain_over(base.measured, self.run.measured).text if base else "" for name, base in bases.items()}
 
 
 def by_key(runs: Sequence[Run]) -> Runs:
     """Each setting once."""
-    return {(run.contender.name, run.setting.key): run for run in runs}
+    return {(run.competitor.name, run.setting.key): run for run in runs}
 
 
-def lines_of(finalists: Finalists, runs: Runs) -> list[Line]:
+def lines_of(finalists: Contest, runs: Runs) -> list[Line]:
     """One kind of draft: as published, at the fixed length that dev chose, and with every stop."""
-    name = finalists.name
+    name = finalists.fixed.name
+    assert finalists.best is not None, "dev has chosen"
     best = runs[name, finalists.best.key]
     published = runs[name, finalists.published.key] if finalists.published else None
     lines = [] if published is None else [Line(f"{name}, as published", published, best=best)]
@@ -53,7 +54,7 @@ def lines_of(finalists: Finalists, runs: Runs) -> list[Line]:
     return [*lines, *(Line(stop.name, runs[stop.name, stop.settings[0].key], published, best, is_stop=True) for stop in finalists.stops)]
 
 
-def rows_of(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
+def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
     """Speed-ups over the target alone by category of the prompts, over all of them, and gains."""
     labels = np.array(categories)
     parts = {name: labels == name for name in sorted(set(categories))} | {"Avg.": np.full(len(labels), True)}
@@ -72,7 +73,7 @@ def rows_of(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> lis
     ]
 
 
-def verdict(lines: Sequence[Line]) -> str:
+def stop_verdict(lines: Sequence[Line]) -> str:
     """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do not.
 
     The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been an unlucky one.
@@ -90,12 +91,7 @@ def verdict(lines: Sequence[Line]) -> str:
 
 
 def _listed(gains: Mapping[str, Gain]) -> str:
-    return ", ".join(f"{name} {shown(gain)}" for name, gain in gains.items())
-
-
-def shown(gain: Gain) -> str:
-    """With its interval."""
-    return f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})"
+    return ", ".join(f"{name} {gain.text}" for name, gain in gains.items())
 
 
 def shown_speed_up(alone: Spent, own: Spent) -> str:

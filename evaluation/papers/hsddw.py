@@ -11,7 +11,7 @@ EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, 
 PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
 and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
 
-`evaluation hierarchy` compares more contenders at their best settings. Generations are stored and shared with it (`evaluation.hierarchies.runs`).
+`evaluation hierarchy` compares more competitors at their best settings. Generations are stored and shared with it (`evaluation.hierarchies.runs`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,18 @@ import torch
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.parallel.pearl import PearlDecoder
 from decode.experiment import Experiment
-from evaluation.hierarchies.contenders import WINDOW, Contender, contenders_of
-from evaluation.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
+from evaluation.competitors import Competitor
+from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_of
+from evaluation.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, trio_times
 from evaluation.hierarchies.times import Times, redundancy, target_utilisation
-from evaluation.papers.choice import Finalists, finalists_of, merged
-from evaluation.papers.drafts import ALONE, EAGLE_1, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, lines_of, shown_speed_up, verdict
-from evaluation.papers.sheet import Sheet
+from evaluation.papers.choice import finalists_of, joined
+from evaluation.papers.drafts import EAGLE_1, Contest, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, lines_of, shown_speed_up, stop_verdict
+from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
 
-Runs = dict[str, Run]
-"""contender -> what it did on the prompts of one dataset."""
+RunsByName = dict[str, Run]
+"""competitor -> what it did on the prompts of one dataset."""
 _ABLATION = {
     "sd": ("", "", ""),
     "sd + pre-verify": ("x", "", ""),
@@ -56,11 +57,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
         ValueError: no test prompts; of EAGLE: no dev prompts, no EAGLE draft of this target.
     """
     trio = Trio(lambda: experiment.pair)
-    names = [ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
-    contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
+    names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
+    competitors = [at_window(each) for each in competitors_of(trio) if each.name in names]
     finalists = eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
-    arms = [*contenders, *(one for each in finalists for one in each.contenders)]
-    runs: dict[str, Runs] = {}
+    arms = [*competitors, *(one for each in finalists for one in each.competitors)]
+    runs: dict[str, RunsByName] = {}
     played: list[list[Run]] = []
     pearl: dict[str, str] = {}
     categories: dict[str, list[str]] = {}
@@ -70,9 +71,9 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         categories[dataset] = [prompt.category for prompt, _ in encoded]
         played.append(resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats))
-        own = played[-1][: len(contenders)]
-        runs[dataset] = {run.contender.name: run for run in own}
-        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], times_of(own)):.2f}x"
+        own = played[-1][: len(competitors)]
+        runs[dataset] = {run.competitor.name: run for run in own}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(own)):.2f}x"
     rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
     return [
         Sheet(f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}", [*rows, {"": _PEARL, **pearl}], note),
@@ -82,11 +83,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
     ]
 
 
-_METHODS = {"AT": ALONE, "HSDDW": "HSDDW"}
+_METHODS = {"AT": NO_DRAFT, "HSDDW": "HSDDW"}
 _PEARL = "PEARL, two devices, predicted"
 
 
-def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]) -> list[Finalists]:
+def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]) -> list[Contest]:
     """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
     beside = experiment.with_feature_draft(path)
     if not isinstance(beside.pair.drafting, Eagle):
@@ -95,16 +96,16 @@ def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequen
     version = str(beside.described("draft")["weights"])[:8]
     contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
     loops = [(resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev")) for dataset in experiment.datasets]
-    every = [one for contest in contests for one in contest.contenders]
-    dev = [run for one in every for run in merged([loop.play([one], prompts) for loop, prompts in loops if prompts])]
+    every = [one for contest in contests for one in contest.competitors]
+    dev = [run for one in every for run in joined([loop.play([one], prompts) for loop, prompts in loops if prompts])]
     return [finalists_of(contest, dev) for contest in contests]
 
 
-def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Finalists]) -> tuple[list[dict[str, str]], str]:
+def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Contest]) -> tuple[list[dict[str, str]], str]:
     """Table 1 with intervals over prompts, and whether a stop pays."""
     columns = {dataset: by_key(runs) for dataset, runs in played.items()}
-    lines = [line for each in finalists for line in lines_of(each, by_key(merged(list(played.values()))))]
-    keys = {line.method: (line.run.contender.name, line.run.setting.key) for line in lines}
+    lines = [line for each in finalists for line in lines_of(each, by_key(joined(list(played.values()))))]
+    keys = {line.method: (line.run.competitor.name, line.run.setting.key) for line in lines}
     labels = {line.method: line.run.label for line in lines}
     for method, name in _METHODS.items():
         keys[method] = next(key for runs in columns.values() for key in runs if key[0] == name)
@@ -114,7 +115,7 @@ def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Finalis
         gains = next((line.gains for line in lines if line.method == method), {})
         return {"": method, **{name: shown_speed_up(*each) for name, each in spent.items()}, "setting": labels.get(method, ""), **gains}
 
-    return [row(method) for method in ("AT", *labels, "HSDDW")], verdict(lines)
+    return [row(method) for method in ("AT", *labels, "HSDDW")], stop_verdict(lines)
 
 
 def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
@@ -127,18 +128,18 @@ def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[in
     return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
 
 
-def at_window(contender: Contender) -> Contender:
-    """With the paper's window, where a contender has several settings."""
-    at = tuple(setting for setting in contender.settings if setting.label == f"K={WINDOW}")
-    return replace(contender, settings=at or contender.settings)
+def at_window(competitor: Competitor) -> Competitor:
+    """With the paper's window, where a competitor has several settings."""
+    at = tuple(setting for setting in competitor.settings if setting.label == f"K={WINDOW}")
+    return replace(competitor, settings=at or competitor.settings)
 
 
-def speed_up(runs: Runs, name: str) -> str:
+def speed_up(runs: RunsByName, name: str) -> str:
     """Over the target alone, by the clock."""
-    return f"{runs[name].measured.tokens_per_s / runs[ALONE].measured.tokens_per_s:.2f}x"
+    return f"{runs[name].measured.tokens_per_s / runs[NO_DRAFT].measured.tokens_per_s:.2f}x"
 
 
-def ablation_rows(runs: Mapping[str, Runs]) -> list[dict[str, str]]:
+def ablation_rows(runs: Mapping[str, RunsByName]) -> list[dict[str, str]]:
     """Table 2."""
     columns = ("Pre-verify", "Self-verify", "HSDDW")
     return [
@@ -147,7 +148,7 @@ def ablation_rows(runs: Mapping[str, Runs]) -> list[dict[str, str]]:
     ]
 
 
-def mathematics(runs: Mapping[str, Runs], categories: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, str]]]:
+def mathematics(runs: Mapping[str, RunsByName], categories: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, str]]]:
     """Table 3 of each dataset in which some categories, and not all, are mathematics."""
     tables = {}
     for dataset, each in runs.items():
@@ -155,12 +156,12 @@ def mathematics(runs: Mapping[str, Runs], categories: Mapping[str, Sequence[str]
         if 0 < sum(is_math) < len(is_math):
             columns = {"All": [True] * len(is_math), "only Math": is_math, "rm Math": [not one for one in is_math]}
             parts = {column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()}
-            arms = {"AT": ALONE, "SD": "sd", "HSDDW": "HSDDW"}
+            arms = {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}
             tables[dataset] = [{"": row, **{column: speed_up(part, arm) for column, part in parts.items()}} for row, arm in arms.items()]
     return tables
 
 
-def utilisation_rows(runs: Runs) -> list[dict[str, str]]:
+def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
     """Table 4."""
     return [
         {
@@ -175,4 +176,4 @@ def utilisation_rows(runs: Runs) -> list[dict[str, str]]:
 
 def _part(run: Run, chosen: Sequence[bool]) -> Run:
     """The run over some of its prompts."""
-    return Run(run.contender, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen))
+    return Run(run.competitor, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen))

@@ -20,12 +20,13 @@ from data_gen.prompts.splits import Split
 from decode.drafters.hierarchies.trio import Trio
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
-from evaluation.hierarchies.contenders import Contender
+from evaluation.competitors import Competitor
+from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.runs import Run, resumable_loop
-from evaluation.papers.choice import finalists_of, merged
-from evaluation.papers.drafts import ALONE, Kind, Models, Stop, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
-from evaluation.papers.sheet import Sheet
+from evaluation.papers.choice import finalists_of, joined
+from evaluation.papers.drafts import Kind, Models, StopChoices, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
+from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 
@@ -65,7 +66,7 @@ class TreeTable:
     """Tables of one experiment."""
 
     def __init__(
-        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[Stop], lengths: Sequence[int], repeats: int
+        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[StopChoices], lengths: Sequence[int], repeats: int
     ) -> None:
         self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
         self._stops, self._lengths, self._models = stops, lengths, Models(experiment)
@@ -73,10 +74,10 @@ class TreeTable:
     def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
         """One table: choose on dev, clock on test."""
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
-        # one contender after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
-        dev = [run for contest in contests for one in contest.contenders for run in self._play(number, [one], "dev")]
+        # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
+        dev = [run for contest in contests for one in contest.competitors for run in self._play(number, [one], "dev")]
         finalists = [finalists_of(contest, dev) for contest in contests]
-        arms = [self._models.alone, *(one for each in finalists for one in each.contenders)]
+        arms = [self._models.alone, *(one for each in finalists for one in each.competitors)]
         runs = by_key(self._play(number, arms, "test", repeats=self._repeats))
         lines = [line for each in finalists for line in lines_of(each, runs)]
         columns = [column for members in self._prompts["test"].values() for column, _ in members]
@@ -85,13 +86,13 @@ class TreeTable:
             f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on {num_dev} dev prompts, "
         )
         title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
-        return Sheet(title, rows_of(lines, runs[ALONE, ""], columns), verdict(lines))
+        return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""], columns), stop_verdict(lines))
 
-    def _play(self, number: str, arms: Sequence[Contender], split: Split, *, repeats: int = 1) -> list[Run]:
+    def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Run]:
         """All prompts of a split."""
         experiment = self._experiment
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
-        return merged(
+        return joined(
             [
                 resumable_loop(experiment, dataset, trio, folder=folder).play(arms, [ids for _, ids in members], repeats=repeats)
                 for dataset, members in self._prompts[split].items()

@@ -16,7 +16,7 @@ from evaluation.contest.grids import family_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.papers.forward_times import LENGTHS, THRESHOLDS, forward_times
-from evaluation.papers.sheet import Sheet
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
@@ -51,7 +51,7 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
     plain = {dataset: best_length(test, cost) for dataset, test in tests.items()}
     best = {name: {dataset: best_threshold(head, test, cost) for dataset, test in tests.items()} for name, head in heads.items()}
     fastest = max(best, key=lambda name: sum(each.tokens_per_s / plain[dataset].tokens_per_s for dataset, each in best[name].items()))
-    return [throughput_sheet(plain, best, cost), forward_times(experiment, heads[fastest]), ablation_sheet(heads, best, cost)]
+    return [throughput_sheet(plain, best, cost), forward_times(experiment, heads[fastest]), heads_sheet(heads, best, cost)]
 
 
 def best_length(trace: Trace, cost: CostModel) -> Best:
@@ -76,7 +76,7 @@ def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, 
     return Sheet(f"SpecDec++ Table 1: best tokens/s (speed-up), {described(cost)}", rows)
 
 
-def ablation_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], cost: CostModel) -> Sheet:
+def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], cost: CostModel) -> Sheet:
     """Table 3: KL and best throughput of every head. KL is of raw probabilities, as printed; without the official code's sign slip."""
     ordered = sorted(heads, key=lambda name: (heads[name].provenance.reject_weight, heads[name].depth))
     largest = {dataset: max(of_head[dataset].tokens_per_s for of_head in best.values()) for dataset in best[ordered[0]]}

@@ -18,7 +18,7 @@ from decode.experiment import Experiment
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.papers.sheet import Sheet
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
@@ -44,7 +44,10 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
     lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [experiment.decode.max_new_tokens]
     return [
         Sheet(f"SVIP Table {1 if is_greedy else 5}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
-        Sheet(f"SVIP Table {6 if is_greedy else 2}: speed-up by generation length, {figures}", length_rows(tests, methods, lengths, cost)),
+        Sheet(
+            f"SVIP Table {6 if is_greedy else 2}: speed-up by generation length, {figures}",
+            rows_by_length(tests, methods, lengths, cost),
+        ),
     ]
 
 
@@ -64,7 +67,7 @@ def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cos
     rows: list[dict[str, str]] = []
     averages: dict[str, float] = {}
     for method, policy in methods.items():
-        speed_ups = {name: speed_up(part, policy, cost) for name, part in parts.items()}
+        speed_ups = {name: replayed_speed_up(part, policy, cost) for name, part in parts.items()}
         averages[method] = float(np.mean(list(speed_ups.values())))
         gain = f" ({averages['SVIP'] / averages['Const.'] - 1:+.1%})" if method == "SVIP" else ""
         rows.append({"Methods": method, **_cells(speed_ups), "Avg.": f"{averages[method]:.2f}{gain}"})
@@ -79,18 +82,20 @@ def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
     return {name: trace.select(members[name]) for name in sorted(members)}
 
 
-def length_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: CostModel) -> list[dict[str, str]]:
+def rows_by_length(
+    tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: CostModel
+) -> list[dict[str, str]]:
     """A column per generation length, of each dataset a block of rows."""
     rows = []
     for dataset, trace in tests.items():
         cut = {str(length): trace.select(range(len(trace.rows)), num_tokens=length) for length in lengths}
         for method, policy in methods.items():
-            speed_ups = {length: speed_up(part, policy, cost) for length, part in cut.items()}
+            speed_ups = {length: replayed_speed_up(part, policy, cost) for length, part in cut.items()}
             rows.append({"Methods": f"{dataset}: {method}" if len(tests) > 1 else method, **_cells(speed_ups)})
     return rows
 
 
-def speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
+def replayed_speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
     """Over the target alone, all prompts together."""
     return float(cost.tokens_per_s(replay_settings(trace, policy))[0] * cost.t_target_s[0])
 

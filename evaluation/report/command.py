@@ -17,15 +17,15 @@ from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import Experiment
 from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
+from evaluation.clock.dataset import check_clock, clock_dataset
 from evaluation.console import announce, wide_console
 from evaluation.contest.arms import Replays, replay_dataset
-from evaluation.contest.clocked import check_clock, clock_dataset
 from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.results import parallel_results, results_of, yardstick_of
-from evaluation.contest.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
-from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_table
+from evaluation.contest.tables import NAMES, lead_line, ordered, result_frame, result_sheet, write_counts
+from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
@@ -146,16 +146,16 @@ def compare(
     home = None if terms.is_home else homes.get(cost.title)
     judged = judge(replays, decoded, terms, cost=cost, num_home=home.num_dev if home else 0)
     results, dataset = judged.results, terms.dataset
-    frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
-    wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
+    frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
+    result_sheet(results, cost, dataset=dataset, num_prompts=replays.num_prompts).print()
     wide_console().print(lead_line(judged.yardstick))
     if decoded:
-        wide_console().print(decoded.table(cost))
+        decoded.sheet(cost).print()
         frame = decoded.annotated(frame, cost)
     homes.setdefault(cost.title, judged)
     if home is not None:
         travelled = travel(home, judged, test=replays.traces.test, cost=cost)
-        wide_console().print(travel_table(travelled, home, judged, cost))
+        travel_sheet(travelled, home, judged, cost).print()
         frame = pd.concat([frame, travel_frame(travelled, home, judged, cost)])
     return frame, speed_up_bars(results, cost, names=NAMES)
 
@@ -224,7 +224,7 @@ def clocked(
     """Time every dataset; what the clock said, printed and written, and the page with it."""
     for dataset, replays in every.items():
         page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats))
-        wide_console().print(page.clocks[-1].table(NAMES))
+        page.clocks[-1].sheet(NAMES).print()
     path = experiment.directory / "clock.json"
     write_atomic(path, json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
     write_plots(experiment.directory / "plots", [report.plot(NAMES) for report in page.clocks])

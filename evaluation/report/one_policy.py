@@ -5,54 +5,42 @@ and takes the times of this run: the measured ones, those of the YAML, or those 
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from decode.loop.counts import Counts
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from evaluation.console import wide_console
 from evaluation.contest.arms import total
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet, shown
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_RATES = ("discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up")
-_COLUMNS = ("prompts", "N", "N_draft", "accepted", "N_target", *_RATES)
+_COLUMNS = {
+    "dataset": ("dataset", ""),
+    "split": ("split", ""),
+    "prompts": ("num_prompts", ","),
+    "N": ("num_emitted", ","),
+    "N_draft": ("num_drafted", ","),
+    "accepted": ("num_accepted", ","),
+    "N_target": ("num_target", ","),
+    "discard rate": ("discard_rate", ".3f"),
+    "verification rate": ("verification_rate", ".3f"),
+    "acceptance length": ("acceptance_length", ".2f"),
+    "tokens/s": ("tokens_per_s", ".1f"),
+    "speed-up": ("speed_up", ".2f"),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One policy on one split of one dataset."""
-
-    dataset: str
-    split: str
-    num_prompts: int
-    counts: Counts
-    tokens_per_s: float
-    speed_up: float
-    """Over the target alone."""
-    rounds_by_length: list[int]
-    """Rounds that drafted 0, 1, … tokens."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Counts and rates as JSON."""
-        rates = {name: float(getattr(self.counts, name)) for name in ("discard_rate", "verification_rate", "acceptance_length")}
-        counts = {name: int(value) for name, value in asdict(self.counts).items() if "micro" not in name}
-        rest = {name: getattr(self, name) for name in ("tokens_per_s", "speed_up", "rounds_by_length")}
-        return {"dataset": self.dataset, "split": self.split, "num_prompts": self.num_prompts, **counts, **rates, **rest}
-
-
-def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
+def replay_policy(config: Config, *, policy: str, ratio: float | None = None) -> None:
     """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
 
     Args:
@@ -69,14 +57,14 @@ def replay(config: Config, *, policy: str, ratio: float | None = None) -> None:
     cost = costs_for(experiment, ratio, others=[rule])
     rule = at_costs(rule, cost)
     rows = [
-        row_of(rule, part, cost=cost, dataset=dataset, split=split)
+        played(rule, part, cost=cost, dataset=dataset, split=split)
         for dataset, splits in traces.items()
         for split, part in splits._asdict().items()
     ]
-    wide_console().print(table_of(rows, policy=policy, cost=cost))
+    row_sheet(rows, policy=policy, cost=cost).print()
     for row in rows:
-        print(f"draft lengths, {row.dataset} {row.split}: {histogram(row.rounds_by_length)}")
-    print(json.dumps({"policy": policy, "costs": asdict(cost), "played": [row.as_dict() for row in rows]}))
+        print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
+    print(json.dumps({"policy": policy, "costs": asdict(cost), "played": rows}))
 
 
 def at_costs(policy: Policy, cost: CostModel) -> Policy:
@@ -89,32 +77,25 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     return replace(policy, **line._asdict(), throughput=None, prior_profit=None)
 
 
-def row_of(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split: str) -> Row:
-    """Totals of the policy over the prompts of one split."""
+def played(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split: str) -> dict[str, Any]:
+    """Counts and rates of the policy over the prompts of one split; `rounds_by_length`: rounds that drafted 0, 1, … tokens."""
     replayed = replay_settings(trace, policy)
-    speed = float(cost.tokens_per_s(replayed)[0])
-    return Row(
-        dataset=dataset,
-        split=split,
-        num_prompts=trace.num_prompts,
-        counts=total(replayed.counts, 0),
-        tokens_per_s=speed,
-        speed_up=speed * cost.t_target_s[0],
-        rounds_by_length=replayed.lengths[0].sum(0).tolist(),
-    )
+    counts, speed = total(replayed.counts, 0), float(cost.tokens_per_s(replayed)[0])
+    return {
+        "dataset": dataset,
+        "split": split,
+        "num_prompts": trace.num_prompts,
+        **{name: int(value) for name, value in asdict(counts).items() if "micro" not in name},
+        **{name: float(getattr(counts, name)) for name in ("discard_rate", "verification_rate", "acceptance_length")},
+        "tokens_per_s": speed,
+        "speed_up": speed * cost.t_target_s[0],
+        "rounds_by_length": replayed.lengths[0].sum(0).tolist(),
+    }
 
 
-def table_of(rows: Sequence[Row], *, policy: str, cost: CostModel) -> Table:
+def row_sheet(rows: Sequence[Mapping[str, Any]], *, policy: str, cost: CostModel) -> Sheet:
     """One row per dataset and split."""
-    table = Table(title=f"{policy}; {cost.title}")
-    for name in ("dataset", "split", *_COLUMNS):
-        table.add_column(name, justify="left" if name in ("dataset", "split") else "right")
-    for row in rows:
-        counts = row.counts
-        numbers = (row.num_prompts, counts.num_emitted, counts.num_drafted, counts.num_accepted, counts.num_target)
-        rates = (f"{counts.discard_rate:.3f}", f"{counts.verification_rate:.3f}", f"{counts.acceptance_length:.2f}")
-        table.add_row(row.dataset, row.split, *(f"{n:,}" for n in numbers), *rates, f"{row.tokens_per_s:.1f}", f"{row.speed_up:.2f}")
-    return table
+    return Sheet(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2)
 
 
 def histogram(rounds_by_length: Sequence[int]) -> str:

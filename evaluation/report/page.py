@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.policies.base import JOINT
-from evaluation.clock.results import COLUMNS, ClockReport
+from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Arm, Replays
 from evaluation.contest.decoded import FAMILIES, DecodedHierarchies
 from evaluation.contest.grids import BOUNDS
@@ -77,11 +77,11 @@ def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
 
 
 def report_hierarchies(decoded: DecodedHierarchies) -> list[ReportHierarchy]:
-    """Each contender for the page."""
-    on_dev = {(run.contender.name, run.setting.key): run for run in decoded.dev}
+    """Each competitor for the page."""
+    on_dev = {(run.competitor.name, run.setting.key): run for run in decoded.dev}
     runs: dict[str, list[tuple[Run, Run]]] = {}
     for run in decoded.test:
-        runs.setdefault(FAMILIES[run.contender.name], []).append((on_dev[run.contender.name, run.setting.key], run))
+        runs.setdefault(FAMILIES[run.competitor.name], []).append((on_dev[run.competitor.name, run.setting.key], run))
     return [ReportHierarchy(family, tuple(settings), decoded.micro_ratio) for family, settings in runs.items()]
 
 
@@ -128,10 +128,11 @@ def _plot(plot: Plot) -> dict[str, str]:
 
 
 def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
+    sheet = report.sheet(names)
     return {
         "title": f"{report.dataset}: {report.about}",
-        "columns": COLUMNS,
-        "rows": [row.cells(names) for row in report.rows],
+        "columns": sheet.columns,
+        "rows": [list(row.values()) for row in sheet.rows],
         "verdict": report.verdict,
         "plot": _plot(report.plot(names)),
     }

@@ -35,7 +35,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[
     base = next(result.speed_up for result in results if result.family == "fixed_length")
     shown = sorted(results, key=lambda result: result.speed_up)
     values = np.array([result.speed_up for result in shown])
-    low, high = (base * (1 + np.array([getattr(result, end) for result in shown])) for end in ("gain_low", "gain_high"))
+    low, high = (base * (1 + np.array([getattr(result.gain, end) for result in shown])) for end in ("low", "high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
     labels, colours = [names.get(result.family, result.family) for result in shown], [_colour(result.family) for result in shown]
     axes.barh(labels, values, xerr=errors, color=colours, ecolor=DARK, capsize=2)

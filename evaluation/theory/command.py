@@ -1,17 +1,17 @@
 """python -m evaluation theory: the closed forms as tables and as Chen's Figure 1, each beside a Monte Carlo run of the real loop."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
 from pathlib import Path
 
 import pandas as pd
-from rich.table import Table
 
 from configs.schema import Config
-from evaluation.console import announce, right, wide_console
+from evaluation.console import announce
+from evaluation.sheet import Sheet, shown
 from evaluation.theory import closed_forms as forms
 from evaluation.theory.monte_carlo import (
     Estimate,
@@ -24,7 +24,15 @@ from evaluation.theory.monte_carlo import (
 from evaluation.theory.plots import plot_interleaved
 
 _WIDTH = 110
-_NUMBERS = ("closed form", "loop", "s.e.", "z", "speed-up")
+_COLUMNS = {
+    "form": ("form", ""),
+    "setting": ("setting", ""),
+    "closed form": ("expected", ".4f"),
+    "loop": ("measured", ".4f"),
+    "s.e.": ("standard_error", ".4f"),
+    "z": ("z_score", "+.2f"),
+    "speed-up": ("speedup", ".3f"),
+}
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
 _DISTRIBUTIONS = {
     "near": ((0.5, 0.3, 0.2), (0.45, 0.35, 0.2)),
@@ -78,10 +86,9 @@ def theory(
     pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(table, index=False)
     plot_interleaved(figure, rates=(small, medium), costs=costs, num_rounds=num_rounds)
     best = best_settings((small, medium, inner), costs)
-    console = wide_console(_WIDTH)
-    console.print(_table("tokens per target forward, i.i.d. acceptance", checks))
-    console.print(_table("SVIP's lower bounds of the acceptance rate", bounds))
-    console.print(best_table(best))
+    _sheet("tokens per target forward, i.i.d. acceptance", checks).print(_WIDTH)
+    _sheet("SVIP's lower bounds of the acceptance rate", bounds).print(_WIDTH)
+    best_sheet(best).print(_WIDTH)
     written = announce([table, figure])
     largest = max(abs(check.z_score) for check in checks)
     print(json.dumps({"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}))
@@ -104,13 +111,17 @@ def best_settings(rates: tuple[float, float, float], costs: tuple[float, float])
     return best
 
 
-def best_table(best: dict[str, dict[str, int | float]]) -> Table:
+def best_sheet(best: dict[str, dict[str, int | float]]) -> Sheet:
     """What to run, by the closed forms."""
-    table = Table("drafter", "setting", "speed-up", title="the fastest setting of each, by the closed forms")
-    for name, values in best.items():
-        setting = ", ".join(f"{key} = {value}" for key, value in values.items() if key != "speedup")
-        table.add_row(name, setting, f"{values['speedup']:.3f}")
-    return table
+    rows = [
+        {
+            "drafter": name,
+            "setting": ", ".join(f"{key} = {value}" for key, value in values.items() if key != "speedup"),
+            "speed-up": f"{values['speedup']:.3f}",
+        }
+        for name, values in best.items()
+    ]
+    return Sheet("the fastest setting of each, by the closed forms", rows, names=2)
 
 
 def _two_level_checks(costs: dict[float, float], num_rounds: int) -> Iterator[Check]:
@@ -168,9 +179,5 @@ def _check(form: str, setting: str, *, expected: float, estimate: Estimate, spee
     )
 
 
-def _table(title: str, checks: list[Check]) -> Table:
-    table = Table("form", "setting", *right(*_NUMBERS), title=title)
-    for check in checks:
-        numbers = [f"{check.expected:.4f}", f"{check.measured:.4f}", f"{check.standard_error:.4f}", f"{check.z_score:+.2f}"]
-        table.add_row(check.form, check.setting, *numbers, "" if check.speedup is None else f"{check.speedup:.3f}")
-    return table
+def _sheet(title: str, checks: Sequence[Check]) -> Sheet:
+    return Sheet(title, shown(map(asdict, checks), _COLUMNS), names=2)

@@ -1,19 +1,19 @@
 """python -m evaluation tune: each head's best threshold for this hardware, by replay, beside the rule that needs none (law 4.11)."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from evaluation.console import wide_console
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
+from evaluation.sheet import Sheet
 from evaluation.traces.recording import Traces, trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import join
@@ -72,7 +72,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     folder.complete()
     dev, test = (join(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
     tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
-    wide_console().print(table_of(tuned, cost))
+    threshold_sheet(tuned, cost).print()
     for each in tuned if write else []:
         path = experiment.head_paths[each.head]
         if not Path(path).is_dir():
@@ -110,22 +110,21 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostMode
     )
 
 
-def table_of(tuned: list[Tuned], cost: CostModel) -> Table:
-    """Threshold and rule side by side."""
-    table = Table(title=f"thresholds for {cost.title}; tokens/s on test")
-    columns = ("head", "max_rejection_prob", "tokens/s", "best on test", "auto", "against best", "auto online", "against best")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "head" else "right")
-    for each in sorted(tuned, key=lambda each: -each.tokens_per_s):
-        best = each.best_tokens_per_s
-        table.add_row(
-            each.head,
-            f"{each.max_rejection_prob:.4f}",
-            f"{each.tokens_per_s:.2f}",
-            f"{best:.2f}",
-            f"{each.auto_tokens_per_s:.2f}",
-            f"{each.auto_tokens_per_s / best - 1:+.2%}",
-            f"{each.online_tokens_per_s:.2f}",
-            f"{each.online_tokens_per_s / best - 1:+.2%}",
-        )
-    return table
+def threshold_sheet(tuned: Sequence[Tuned], cost: CostModel) -> Sheet:
+    """Threshold and rule side by side, each rule against the threshold that would have been best on test."""
+
+    def over_best(speed: float, head: Tuned) -> str:
+        return f"{speed:.2f} ({speed / head.best_tokens_per_s - 1:+.2%})"
+
+    rows = [
+        {
+            "head": head.head,
+            "max_rejection_prob": f"{head.max_rejection_prob:.4f}",
+            "tokens/s": f"{head.tokens_per_s:.2f}",
+            "best on test": f"{head.best_tokens_per_s:.2f}",
+            "auto (against best)": over_best(head.auto_tokens_per_s, head),
+            "auto online (against best)": over_best(head.online_tokens_per_s, head),
+        }
+        for head in sorted(tuned, key=lambda head: -head.tokens_per_s)
+    ]
+    return Sheet(f"thresholds for {cost.title}; tokens/s on test", rows)

@@ -70,7 +70,7 @@ def index_of(trace: Trace, head: Any) -> Index:
 
 def pairs_of(trace: Trace, head: Any) -> Pairs:
     """Every accepted token of the responses with the token that the draft drew after it."""
-    score = scores_of(trace, head)
+    score = token_scores(trace, head)
     at, following, is_accepted = _followed(trace) if trace.num_passing is None else _followed_in_drafts(trace, trace.num_passing)
     pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
@@ -94,7 +94,7 @@ def _followed_in_drafts(trace: Trace, num_passing: Array) -> tuple[Array, Array,
     return at, at + 1, places[chosen] + 1 < passing[chosen]
 
 
-def scores_of(trace: Trace, head: Any) -> Float[Array, " drafts"]:
+def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     """The calibrated score of each token itself; NaN for what a fed-time head never scored, the ends of branches and rows."""
     scored = expit(head.calibrated_logit(trace.logit(head).astype(np.float64)))
     if head.timing != "fed":

@@ -68,7 +68,7 @@ def test_what_an_evaluation_cannot_use_is_refused_before_it_records(own, tmp_pat
         run(COMMANDS, argv=["evaluate", *flags(tmp_path), *own])
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert not (tmp_path / "decode" / "trace").exists()
-    assert not (tmp_path / "decode" / "costs.json").exists()
+    assert not (tmp_path / "decode" / "costs.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", [*ENTRANCES, "hierarchy"])

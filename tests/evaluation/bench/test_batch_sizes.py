@@ -7,7 +7,7 @@ from decode.policies import FixedLength, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto
 from evaluation.bench import batch_sizes
-from evaluation.bench.batch_sizes import batch_table, curves_of, measure
+from evaluation.bench.batch_sizes import curves_of, measure_sizes, size_sheet
 from evaluation.costs.measure import Loop
 from heads import AcceptanceHead
 from lm import Sampling
@@ -15,11 +15,11 @@ from lm import Sampling
 
 def test_every_policy_has_a_row_at_every_size(pair):
     loop = Loop(pair=pair, prompts=[[1, 2], [3, 4, 5]], sampling=Sampling(), max_draft_length=4, max_new_tokens=6)
-    rows, curves = measure(loop, {"none": FixedLength(0), "two": FixedLength(2), "own": TokenProb(0.4)}, [1, 3])
+    rows, curves = measure_sizes(loop, {"none": FixedLength(0), "two": FixedLength(2), "own": TokenProb(0.4)}, [1, 3])
     assert [(row["batch_size"], row["policy"]) for row in rows] == [(size, name) for size in (1, 3) for name in ("none", "two", "own")]
     for size in (1, 3):
         assert max(row["against_fixed"] for row in rows if row["batch_size"] == size and row["policy"] != "own") >= 1.0
-    assert batch_table(rows).row_count == 3
+    assert len(size_sheet(rows).rows) == 3
     assert curves.draft.seconds[0] > 0
 
 
@@ -33,7 +33,7 @@ def test_auto_runs_with_the_curves_of_batches_and_every_request_is_written_to_it
     monkeypatch.setattr(batch_sizes, "_run", run)
     loop = Loop(pair=pair, prompts=[[1, 2], [3, 4, 5]], sampling=Sampling(), max_draft_length=4, max_new_tokens=6)
     head = AcceptanceHead(pair.draft.config.hidden_size, 0, "drawn", scalars=True)
-    measure(loop, {"two": FixedLength(2), "auto": Auto(head, 1.0, 2.0)}, [3])
+    measure_sizes(loop, {"two": FixedLength(2), "auto": Auto(head, 1.0, 2.0)}, [3])
     rules = [policy for policy, _ in ran if isinstance(policy, BatchAuto)]
     assert len(rules) == 4
     assert all(rule.costs.draft(3) < 1.0 for rule in rules)  # seconds; a toy takes less than the 1 that it was told

@@ -9,10 +9,11 @@ import pytest
 from configs.command import config_of, parser_for
 from evaluation.bench.choices import Choices
 from evaluation.bench.command import bench
-from evaluation.bench.race import ALONE, SAMPLINGS, Race
+from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from evaluation.bench.speeds import Speed, Stopwatch
-from evaluation.bench.standings import gain_plot, standings_of, summary_table, verdict_of
+from evaluation.bench.standings import race_plot, standings_of, summary_sheet, verdict_of
+from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, gain_over
 from heads import AcceptanceHead
@@ -122,9 +123,9 @@ def test_the_best_training_free_policy_is_what_heads_have_to_lead():
     assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), "over entropy, and not over a head that was named"
     of_dev = [arm | {"on_dev": {"entropy": 1.0, "max_prob": 2.0}.get(arm["family"], 0.5)} for arm in cell["arms"]]
     assert standings_of(cell | {"arms": of_dev})[-2].over["training-free"].value == pytest.approx(2.0), "the one that dev chose"
-    table = summary_table([(cell, standings_of(cell))])
-    assert list(table.columns[2].cells) == ["best head, drawn-time", "auto, drawn-time head"]
-    assert list(table.columns[5].cells) == ["+100.0 (+0, +200)"] * 2
+    sheet = summary_sheet([(cell, standings_of(cell))])
+    assert sheet.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
+    assert sheet.column("over best training-free") == ["+100.0 (+0, +200)"] * 2
 
 
 def test_without_a_fixed_length_there_is_nothing_to_gain_from():
@@ -134,7 +135,7 @@ def test_without_a_fixed_length_there_is_nothing_to_gain_from():
 
 def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
     cells = [(cell, standings_of(cell)) for cell in (CELL, CELL | {"sampling": "nucleus"})]
-    text = gain_plot(cells).svg
+    text = race_plot(cells).svg
     assert text.count("entropy (SVIP)") == 1
     assert "greedy" in text
     assert "top-p 0.9" in text

@@ -1,23 +1,21 @@
 """On the clock every family plays the same prompts; what it took is held against what was predicted, part by part."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
+from evaluation.clock.dataset import check_clock
 from evaluation.clock.primed import PrimedCompiledModel, PrimedLoop, PrimedModel
 from evaluation.clock.results import report_of
-from evaluation.clock.turns import Clocked, Runner, clock
-from evaluation.contest.arms import picks_of, replay_arms
-from evaluation.contest.clocked import check_clock, runner_of
-from evaluation.contest.grids import make_grid
+from evaluation.clock.turns import Clocked, clock
+from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
+from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
 from evaluation.report.page import Page, write_report
 from evaluation.traces.recording import Traces
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
 from tests.decode.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
@@ -32,8 +30,12 @@ def recorded() -> Trace:
     return trace(WARM).select(range(5))
 
 
-def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Runner]:
-    return [Runner(family=name, setting="-", policy=each, replayed=replay_settings(recorded, each)) for name, each in policies.items()]
+def runner_of(name: str, policy: Policy, replayed: Replayed) -> Pick:
+    return Pick(Arm(Grid(name, name, policy, ({},)), replayed, replayed), 0)
+
+
+def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Pick]:
+    return [runner_of(name, policy, replay_settings(recorded, policy)) for name, policy in policies.items()]
 
 
 class Words(PreTrainedTokenizerBase):
@@ -59,9 +61,9 @@ def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(record
 def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
     runners = runners_on(recorded)
     other = replay_settings(recorded, CumulativeTokenProb(0.9))
-    differs = (other.lengths != runners[1].replayed.lengths)[0].any(-1)
+    differs = (other.lengths != runners[1].arm.test.lengths)[0].any(-1)
     assert differs.any()
-    runners[1] = replace(runners[1], replayed=other)
+    runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
     assert np.array_equal(clock(loop(), runners, recorded, repeats=1, name="made").agrees, ~differs)
 
 
@@ -92,8 +94,8 @@ def test_a_primed_model_reads_its_prompt_once():
 
 def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recorded, tmp_path):
     runners = runners_on(recorded)
-    predicted = [COST.time_s(runner.replayed)[0] for runner in runners]
-    verify_s = [0.005 * runner.replayed.counts.num_target[0] for runner in runners]
+    predicted = [COST.time_s(runner.arm.test)[0] for runner in runners]
+    verify_s = [0.005 * runner.arm.test.counts.num_target[0] for runner in runners]
     # drafts a tenth slower than predicted and 1 ms between rounds of each generation, but for the first family
     slower = [np.zeros(5), *(0.1 * (total - verify) for total, verify in zip(predicted[1:], verify_s[1:], strict=True))]
     rest = [0.0, 0.001, 0.001]
@@ -120,9 +122,9 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     (arm,) = replay_arms([grid], Traces(recorded, recorded))
     write_report(path, Page(about="", ratio=5.0, clocks=[report]), names={"ada_edl": "AdaEDL"})
     assert "AdaEDL" in path.read_text()
-    runner = runner_of("fixed_length", picks_of([arm], COST)["fixed_length"], 3)
+    runner = picks_of([arm], COST)["fixed_length"]
     assert runner.policy == FixedLength(2)
-    assert np.array_equal(runner.replayed.lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths)
+    assert np.array_equal(runner.replayed(3).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths)
 
 
 @pytest.mark.parametrize(("num_prompts", "repeats", "word"), [(-1, 3, "clock"), (2, 0, "repeats")])

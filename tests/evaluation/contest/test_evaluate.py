@@ -67,9 +67,9 @@ def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
     results = {result.family: result for result in results_at(COST, arms)}
     assert results["oracle"].percent_of_oracle == pytest.approx(100)
     assert max(result.percent_of_oracle for result in results.values()) == pytest.approx(100)
-    assert results["fixed_length"].gain == 0
+    assert results["fixed_length"].gain.value == 0
     for result in results.values():
-        assert result.gain_low <= result.gain <= result.gain_high
+        assert result.gain.low <= result.gain.value <= result.gain.high
         assert result.speed_up == pytest.approx(result.tokens_per_s * 1.0)
 
 

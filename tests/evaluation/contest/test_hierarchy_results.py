@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from decode import Counts
+from evaluation.competitors import Competitor, Setting
 from evaluation.contest.arms import replay_arms
 from evaluation.contest.decoded import DecodedHierarchies
 from evaluation.contest.grids import bounds, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel
-from evaluation.hierarchies.contenders import Contender, Setting
-from evaluation.hierarchies.gain import gain_frame, paying
+from evaluation.hierarchies.gain import paying, third_level_frame
 from evaluation.hierarchies.generations import Decoded
-from evaluation.hierarchies.runs import Run, best_on_dev
+from evaluation.hierarchies.runs import Run, at_settings, best_on_dev
 from evaluation.hierarchies.times import Times
 from evaluation.report.page import Page, ReportArm, report_hierarchies, write_report
 from evaluation.traces.recording import Traces
@@ -26,11 +26,11 @@ from tests.decode.small_pair import trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHORT, LONG = (Setting(label, lambda: None) for label in ("n=1 K=3", "n=4 K=10"))
-HSDDW = Contender("HSDDW", 3, (Setting("K<=10", lambda: None),))
-FIXED = Contender("pre-verified, fixed lengths", 3, (SHORT, LONG))
+HSDDW = Competitor("HSDDW", 3, (Setting("K<=10", lambda: None),))
+FIXED = Competitor("pre-verified, fixed lengths", 3, (SHORT, LONG))
 
 
-def run_of(contender: Contender, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40) -> Run:
+def run_of(competitor: Competitor, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40) -> Run:
     """Every prompt: ten tokens, `target` rounds of five handed over, three accepted."""
     counts = Counts(
         num_emitted=10,
@@ -41,7 +41,7 @@ def run_of(contender: Contender, setting: Setting, micro: int, draft: int, targe
         num_draft_forwards=draft,
     )
     decoded = Decoded(counts=counts, lengths=(5,) * target, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5)
-    return Run(contender, setting, (decoded,) * num_prompts)
+    return Run(competitor, setting, (decoded,) * num_prompts)
 
 
 def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
@@ -79,15 +79,15 @@ def test_a_decoded_row_compares_throughputs(arms):
     fixed = next(row for row in replayed if row.family == "fixed_length")
     row = rows["decoded_hsddw"]
     assert row.tokens_per_s == pytest.approx(10 / (0.1 * (0.25 * 20 + 4) + 2))
-    assert row.gain == pytest.approx(row.tokens_per_s / fixed.tokens_per_s - 1)
-    assert row.gain_low < row.gain < row.gain_high
+    assert row.gain.value == pytest.approx(row.tokens_per_s / fixed.tokens_per_s - 1)
+    assert row.gain.low < row.gain.value < row.gain.high
     assert (row.verification_rate, row.acceptance_length, row.label) == (0.2, 4.0, "K<=10")
 
 
 def test_a_third_level_pays_exactly_between_its_break_evens():
     """Two runs of ten tokens: T = 4 c + 2 + 20 c m against 10 c + 3, equal at m = (6 c + 1) / 20 c, which is 0.55 for c = 0.2."""
-    plain = run_of(Contender("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
-    gain = gain_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
+    plain = run_of(Competitor("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
+    gain = third_level_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
     assert here["standard_error"].max() == pytest.approx(0.0)
@@ -95,8 +95,9 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
 
 def test_dev_decides_and_without_dev_the_first_setting_stands():
     runs = hierarchies().dev
-    assert [one.settings for one in best_on_dev([FIXED], runs[1:], lambda run: run.counts.num_draft_forwards)] == [(LONG,)]
-    assert [one.settings for one in best_on_dev([FIXED], [], lambda run: 0.0)] == [(SHORT,)]
+    best = best_on_dev(runs[1:], lambda run: run.counts.num_draft_forwards)
+    assert [one.settings for one in at_settings([FIXED], best)] == [(LONG,)]
+    assert [one.settings for one in at_settings([FIXED], {})] == [(SHORT,)]
 
 
 @pytest.mark.browser

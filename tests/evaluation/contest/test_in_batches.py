@@ -11,7 +11,7 @@ from evaluation.batches.lockstep import step_through
 from evaluation.batches.rule import batch_auto_for
 from evaluation.contest.arms import Replays, replay_arms
 from evaluation.contest.grids import bounds, default_values, head_grid, make_grid
-from evaluation.contest.in_batches import Contest, Entry, Setup, compare_in_batches, setups_of, sizes_of
+from evaluation.contest.in_batches import BatchContest, Entry, Setup, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.traces.recording import Traces
@@ -30,7 +30,7 @@ def replays():
 
 
 def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
-    ((_, results),) = Contest(replays, [Setup(COST, 0.0)], [1]).results()
+    ((_, results),) = BatchContest(replays, [Setup(COST, 0.0)], [1]).results()
     for result in results[:-1]:
         arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
         on_dev, on_test = COST.tokens_per_s(arm.dev), COST.tokens_per_s(arm.test)
@@ -40,7 +40,7 @@ def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
 
 def test_the_reported_setting_is_fastest_on_dev_at_its_size_and_gains_are_over_the_fixed_length(replays):
     setup = Setup(COST, 0.3)
-    ((_, results),) = Contest(replays, [setup], [2, 6]).results()
+    ((_, results),) = BatchContest(replays, [setup], [2, 6]).results()
     for result in results:
         if result.family == "perfect_drawn":
             continue
@@ -70,7 +70,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
     heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
     cost = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": dear}))
     arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces))
-    contest = Contest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
+    contest = BatchContest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
     ((_, results),) = contest.results()
     assert [each.family for each in results[-4:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning", "perfect_drawn"]
     rules = [batch_auto_for(head, replays.traces.dev, Setup(cost, 0.3).curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]

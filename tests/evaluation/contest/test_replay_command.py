@@ -12,7 +12,7 @@ from decode.policies import Entropy
 from decode.policies.auto import Auto
 from evaluation.__main__ import COMMANDS
 from evaluation.console import wide_console
-from evaluation.costs.machine import read_costs
+from evaluation.costs.machine import kept_costs
 from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
 from evaluation.traces.recording import trace_folder
@@ -118,10 +118,9 @@ def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
 def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
     one = printed(capsys, "costs", *flags)[1]
     other = printed(capsys, "costs", *flags, "--decode.max_draft_length", "5")[1]
-    path = Path(flags[3]) / "costs.json"
-    entries = json.loads(path.read_text())
-    assert [entry["loop"]["max_draft_length"] for entry in entries] == [6, 5]
-    assert [entry["times"]["t_draft_s"] for entry in entries] == [one["t_draft_s"], other["t_draft_s"]]
+    entries = kept_costs(Path(flags[3])).entries()
+    assert [loop["max_draft_length"] for loop, _ in entries] == [6, 5]
+    assert [times["t_draft_s"] for _, times in entries] == [one["t_draft_s"], other["t_draft_s"]]
 
 
 def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
@@ -134,12 +133,12 @@ def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
 
 
 def test_broken_costs_name_their_file(flags, capsys):
-    path = Path(flags[3]) / "costs.json"
-    for text in ('[{"loop": {', '{"t_draft_s": 1.0}', "null"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"costs\.json is not what `evaluation costs` writes .* delete it"):
-            read_costs(path.parent)
-    path.unlink()
+    store = kept_costs(Path(flags[3]) / "broken")
+    store.path.parent.mkdir()
+    for text in ('{"loop": {', '{"key": {}, "value": {"t_draft_s": 1.0}}', "null"):
+        store.path.write_text(f"{text}\n")
+        with pytest.raises(ValueError, match=r"costs\.jsonl:1: .*; delete the line"):
+            store.entries()
 
 
 def test_a_histogram_shows_every_draft_length():

@@ -9,8 +9,8 @@ import torch
 
 from configs.command import config_of, parser_for, run
 from evaluation.__main__ import COMMANDS
-from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_table
-from evaluation.hierarchies import contenders
+from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
+from evaluation.hierarchies import configurations
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling, load_pair
@@ -24,9 +24,9 @@ FEW = ["--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_toke
 def few_settings(monkeypatch):
     """One or two settings per arm, and the repository as working directory, where the config's paths start."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(contenders, "_LENGTHS", (2, 3))
-    monkeypatch.setattr(contenders, "_INNER", ((1, 2),))
-    monkeypatch.setattr(contenders, "_SCHEDULES", ((1, 1),))
+    monkeypatch.setattr(configurations, "_LENGTHS", (2, 3))
+    monkeypatch.setattr(configurations, "_INNER", ((1, 2),))
+    monkeypatch.setattr(configurations, "_SCHEDULES", ((1, 1),))
 
 
 def command(name: str, directory: Path, *flags: str) -> None:
@@ -106,7 +106,7 @@ def test_bench_times_three_models_beside_two():
     rows = list(hierarchy_rows(load_pair(config.pair), [[5, 6, 7]], {"greedy": Sampling(temperature=0)}, lengths=(2,), num_tokens=6))
     assert {row["drafter"] for row in rows} >= {"target alone", "sd K=2", "HSDDW K<=10", "interleaved (Chen) m=1 n=1"}
     assert all(row["against_sd"] == pytest.approx(1) for row in rows if row["drafter"] == "sd K=2")
-    assert hierarchy_table([{"threads": 1, **row} for row in rows]).row_count == len(rows)
+    assert len(hierarchy_sheet([{"threads": 1, **row} for row in rows]).rows) == len(rows)
 
 
 def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp_path):

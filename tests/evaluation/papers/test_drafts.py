@@ -8,20 +8,20 @@ import pytest
 from configs.command import run
 from decode.loop.counts import Counts
 from evaluation.__main__ import COMMANDS
-from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Run
-from evaluation.papers.choice import Finalists, finalists_of, fitted, merged
+from evaluation.papers.choice import finalists_of, fitted, joined
 from evaluation.papers.drafts import Contest
-from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
+from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
 
 SMALL = ("--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "10", "--decode.max_draft_length", "6")
 GRID = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}))
 SETTINGS = {k: Setting(f"k={k}", lambda: None) for k in (1, 2, 4)}
-FIXED = Contender("chain", 2, tuple(SETTINGS.values()))
-STOP = Contender("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
+FIXED = Competitor("chain", 2, tuple(SETTINGS.values()))
+STOP = Competitor("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
 CONTEST = Contest(FIXED, SETTINGS[4], (STOP,))
-ALONE = Contender("target alone", 1, (Setting("", lambda: None),))
+ALONE = Competitor("target alone", 1, (Setting("", lambda: None),))
 
 
 def decoded(*, rounds: int, length: int, emitted: int, draft_s: float = 0.0, target_s: float = 0.0, seconds: float = 1.0) -> Decoded:
@@ -55,17 +55,17 @@ def test_dev_chooses_what_counts_and_times_make_fastest_whatever_the_clock_stall
     chosen = finalists_of(CONTEST, dev_runs(stall))
     assert chosen.best is SETTINGS[2]
     assert [stop.settings for stop in chosen.stops] == [(STOP.settings[1],)]
-    assert [setting.label for setting in chosen.contenders[0].settings] == ["k=4", "k=2"]
+    assert [setting.label for setting in chosen.competitors[0].settings] == ["k=4", "k=2"]
 
 
 def test_a_choice_without_dev_prompts_is_refused_and_none_needs_none():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
         finalists_of(CONTEST, [])
-    alone = Contest(Contender("chain", 2, (SETTINGS[4],)), SETTINGS[4], ())
+    alone = Contest(Competitor("chain", 2, (SETTINGS[4],)), SETTINGS[4], ())
     assert finalists_of(alone, []).best is SETTINGS[4]
 
 
-def clocked(name: Contender, setting: Setting, *seconds: float) -> Run:
+def clocked(name: Competitor, setting: Setting, *seconds: float) -> Run:
     return Run(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
 
 
@@ -74,13 +74,13 @@ def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4
     times = ((4.0, 4.0, 8.0, 8.0), best_s)
     runs = [clocked(FIXED, SETTINGS[k], *seconds) for k, seconds in zip((4, 2), times, strict=True)]
     runs += [clocked(STOP, STOP.settings[0], *stop_s), clocked(ALONE, ALONE.settings[0], 8.0, 8.0, 8.0, 8.0)]
-    finalists = Finalists("chain", SETTINGS[4], SETTINGS[2], (Contender(STOP.name, 2, STOP.settings[:1]),))
+    finalists = Contest(FIXED, SETTINGS[4], (Competitor(STOP.name, 2, STOP.settings[:1]),), SETTINGS[2])
     return lines_of(finalists, by_key(runs)), runs[-1]
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
     lines, alone = lines_at((1.6, 1.6, 3.2, 3.2))
-    rows = rows_of(lines, alone, ["a", "a", "b", "b"])
+    rows = line_rows(lines, alone, ["a", "a", "b", "b"])
     assert [(row["Methods"], row["a"], row["b"], row["Avg."], row["setting"]) for row in rows] == [
         ("chain, as published", "2.00", "1.00", "1.33", "k=4"),
         ("chain, best fixed", "4.00", "2.00", "2.67", "k=2"),
@@ -88,34 +88,37 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
     ]
     assert [row["over best fixed"].split()[0] for row in rows if row["over best fixed"]] == ["-50.0%", "+25.0%"]
     assert rows[-1]["over published"].startswith("+150.0%")
-    assert verdict(lines) == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+    assert (
+        stop_verdict(lines)
+        == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+    )
 
 
 def test_a_gain_whose_interval_holds_0_beats_nothing():
     lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
-    assert verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
+    assert stop_verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
 
 
 def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
     lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
-    assert rows_of(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
-    assert verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
+    assert line_rows(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
+    assert stop_verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
 
 
 def test_a_single_prompt_proves_nothing():
     lines, _ = lines_at((1.6, 1.6, 3.2, 3.2))
     single = [line._replace(run=alone_of(line.run), best=line.best and alone_of(line.best)) for line in lines]
-    assert verdict(single).startswith("No stop beats")
+    assert stop_verdict(single).startswith("No stop beats")
 
 
 def alone_of(run: Run) -> Run:
-    return Run(run.contender, run.setting, run.decoded[:1])
+    return Run(run.competitor, run.setting, run.decoded[:1])
 
 
 def test_datasets_are_merged_prompt_after_prompt():
     first, second = clocked(FIXED, SETTINGS[1], 1.0), clocked(FIXED, SETTINGS[1], 2.0, 3.0)
-    assert merged([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
-    assert merged([]) == []
+    assert joined([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
+    assert joined([]) == []
 
 
 def flags_of(directory: Path, *more: str) -> list[str]:
@@ -134,11 +137,11 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
     (first,) = printed(capsys, argv)
     path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    tests = [line for line in lines if line["repeats"] == 2]
-    assert not {line["prompt"] for line in tests} & {line["prompt"] for line in lines if line["repeats"] == 1}
+    tests = [line for line in lines if line["value"]["repeats"] == 2]
+    assert not {line["key"]["prompt"] for line in tests} & {line["key"]["prompt"] for line in lines if line not in tests}
     paces = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
     for line in tests:
-        line["seconds"] = paces[line["arm"]] * line["counts"]["num_emitted"]
+        line["value"]["seconds"] = paces[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (second,) = printed(capsys, argv)
     assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]

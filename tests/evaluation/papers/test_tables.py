@@ -13,7 +13,7 @@ from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
 from evaluation.papers.forward_times import LENGTHS, THRESHOLDS
 from evaluation.papers.specdec import best_threshold
-from evaluation.papers.svip import CHOICES, by_category, category_rows, length_rows, speed_up, threshold_for
+from evaluation.papers.svip import CHOICES, by_category, category_rows, replayed_speed_up, rows_by_length, threshold_for
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -118,8 +118,8 @@ def test_a_generation_length_ends_every_response_there(played):
         drafted = replay_settings(cut, policy).lengths[0].sum(0)
         assert drafted[5:].sum() == 0, "the token that the target adds must fit, so that at most 4 are drafted"
     longest = max(len(row.response_ids) for row in played.rows) + 1000
-    rows = length_rows({"made": played}, METHODS, [5, longest], COST)
-    assert rows[2][str(longest)] == f"{speed_up(played, METHODS['SVIP'], COST):.2f}"
+    rows = rows_by_length({"made": played}, METHODS, [5, longest], COST)
+    assert rows[2][str(longest)] == f"{replayed_speed_up(played, METHODS['SVIP'], COST):.2f}"
 
 
 def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(played):

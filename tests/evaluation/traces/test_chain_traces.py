@@ -1,4 +1,4 @@
-"""The trace of a feature draft: each draft in it is that of a round by itself, and played to the real loop it has replay's counts."""
+"""The trace of a feature draft: each draft in it is that of a round by itself, and played to the real loop it has its replay's counts."""
 
 from dataclasses import fields
 

@@ -11,7 +11,7 @@ from decode.policies.bounds import PerfectHead
 from decode.policies.scores import Scores, sigmoid
 from evaluation.costs.model import CostModel
 from evaluation.traces.replay import replay_settings
-from evaluation.tuning.index import Pairs, index_of, pairs_of, scores_of, solve
+from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
 from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
 from lm import Sampling
@@ -72,7 +72,7 @@ def test_where_all_tokens_are_alike_the_index_is_their_acceptance():
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timing):
     traced, head = trace(Sampling(temperature=0.6)), PerfectHead(timing)
-    score = scores_of(traced, head)
+    score = token_scores(traced, head)
     known = ~np.isnan(score)
     assert score[known] == pytest.approx(traced.signals["acceptance_prob"][known].astype(float), abs=1e-9)
     pairs = pairs_of(traced, head)

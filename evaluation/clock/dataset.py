@@ -7,13 +7,12 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.results import ClockReport, report_of
-from evaluation.clock.turns import Runner, clock
-from evaluation.contest.arms import BASELINE, Pick, Replays, picks_of
-from evaluation.contest.grids import BOUNDS
-from evaluation.contest.results import label_of
+from evaluation.clock.turns import clock
+from evaluation.contest.arms import ALONE, BASELINE, Pick, Replays, picks_of, replay_arms
+from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.recording import Traces
 
 
 def check_clock(num_prompts: int, repeats: int) -> None:
@@ -36,17 +35,7 @@ def clock_dataset(
     )
     trace = replays.traces.test.select(range(min(num_prompts, replays.num_prompts)))
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
-    alone = FixedLength(0)
-    runners = [
-        Runner(family="target_alone", setting="-", policy=alone, replayed=replay_settings(trace, alone)),
-        *(runner_of(family, picks[family], len(trace.rows)) for family in NAMES if family in picks and family not in BOUNDS),
-    ]
+    alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
+    families = [family for family in NAMES if family in picks and family not in BOUNDS]
+    runners = [Pick(next(replay_arms([alone], Traces(trace, trace))), 0), *(picks[family] for family in families)]
     return report_of(clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE)
-
-
-def runner_of(family: str, pick: Pick, num_prompts: int) -> Runner:
-    """What dev chose, with its replay of the first test prompts."""
-    grid = pick.arm.grid
-    setting = grid.settings[pick.setting]
-    replayed = pick.replayed(num_prompts)
-    return Runner(family=family, setting=label_of(grid.name, setting), policy=pick.policy, replayed=replayed)

@@ -1,0 +1,85 @@
+"""The one printer of every comparison: rows of cells to a terminal, the same rows to JSON, and records to the columns of a CSV."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from evaluation.console import wide_console
+from evaluation.intervals import Gain
+
+WIDTH = 190
+Columns = Mapping[str, tuple[str, str]]
+"""Heading -> which value of a record is below it, and its format."""
+
+
+class Sheet(NamedTuple):
+    """One table."""
+
+    title: str
+    """What is compared, where and at which costs; and whether its figures are replayed, decoded or clocked."""
+    rows: Sequence[Mapping[str, Any]]
+    """Column -> cell; a cell may be in rich's markup, for bold."""
+    note: str = ""
+    """Below the table: what it says, in words."""
+    names: int = 1
+    """How many columns, from the left, hold names; all others hold numbers."""
+    headings: Sequence[str] = ()
+    """The columns, in order; where there are none given, those of the rows."""
+
+    @property
+    def columns(self) -> list[str]:
+        """In the order in which the rows have them."""
+        return list(self.headings or dict.fromkeys(column for row in self.rows for column in row))
+
+    def column(self, heading: str) -> list[str]:
+        """The cells of one column, from the top."""
+        return [str(row.get(heading, "")) for row in self.rows]
+
+    def table(self) -> Table:
+        """As it prints. What is too wide folds: a figure that is cut says nothing."""
+        table = Table(title=self.title, caption=self.note or None, caption_justify="left")
+        for place, heading in enumerate(self.columns):
+            table.add_column(heading, justify="left" if place < self.names else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(str(row.get(column, "")) for column in self.columns))
+        return table
+
+    def print(self, width: int = WIDTH) -> None:
+        """To the terminal; `width` is that of a pipe or a file."""
+        wide_console(width).print(self.table())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"title": self.title, "rows": list(self.rows), "note": self.note}
+
+
+def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[str, str]]:
+    """Rows of a sheet: the values of records, in the form of their columns; None shows as nothing."""
+    return [
+        {heading: "" if record[name] is None else format(record[name], form) for heading, (name, form) in columns.items()}
+        for record in records
+    ]
+
+
+def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, str]]:
+    """Rows of (row, column, cell), in order of first appearance; `name` heads the rows' own column."""
+    rows: dict[str, dict[str, str]] = {}
+    for row, column, cell in cells:
+        rows.setdefault(row, {name: row})[column] = cell
+    return list(rows.values())
+
+
+def flat(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as columns of a CSV; a gain makes three, its value and the ends of its interval."""
+    columns: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        columns |= spread(field.name, value) if isinstance(value, Gain) else {field.name: value}
+    return columns
+
+
+def spread(name: str, gain: Gain) -> dict[str, float]:
+    """A gain as three columns."""
+    return {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
