@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lm.caches.buffers import BufferLayer
+from lm.frequencies import refuse_crossing
 from lm.models.cached import CachedModel
 from lm.trees.tree import Tree
 
@@ -53,6 +54,10 @@ class TreeModel(CachedModel):
     def roll_back(self, length: int) -> None:
         super().roll_back(min(length, len(self) - len(self._tree)))
         self._tree = Tree()
+
+    def refuse_crossing(self, num_prompt: int, num_fed: int, *, what: str, remedy: str) -> None:
+        """Raise ValueError where a tree could have nodes on both sides of a change of frequencies; arguments as `lm.frequencies` has them."""
+        refuse_crossing(self.model, num_prompt, num_fed, what=what, remedy=remedy)
 
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.

@@ -12,7 +12,7 @@ MODULES = modules()
 FILES = {name: module for name, module in MODULES.items() if not module.is_package}
 MAX_FILES, MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 15, 400, 40, 7
 MORE_PARAMETERS = {
-    "decode.generate.in_transformers.speculative_generate": 10,  # what transformers' generate hands on, each by its name
+    "decode.generate.in_transformers.speculative_generate": 11,  # what transformers' generate hands on, each by its name
     "decode.generate.command.generate": 8,  # a command's flags
     "evaluation.bench.command.bench": 13,  # the same
 }

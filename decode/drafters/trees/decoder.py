@@ -19,7 +19,6 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter
 from decode.loop.rounds import Round
 from lm import Draws, Sampling
-from lm.frequencies import refuse_crossing
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 from lm.trees.verification import node_probs, verify_tree
@@ -90,7 +89,7 @@ class TreeDecoder(SpeculativeDecoder):
         remedy = "lower max_new_tokens, or draft chains instead of trees"
         for model in (self.target, getattr(self.drafter, "model", None)):
             if isinstance(model, TreeModel):  # which may feed the prompt's last token with the first tree
-                refuse_crossing(model.model, num_prompt_tokens - 1, length - 1, what=what, remedy=remedy)
+                model.refuse_crossing(num_prompt_tokens - 1, length - 1, what=what, remedy=remedy)
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:
