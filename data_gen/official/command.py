@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
@@ -53,7 +54,7 @@ def import_(
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
-    pair, data = config.pair, config.data
+    pair, data, path = config.pair, config.data, local_path(file, "--file")
     check(pair, data)
     if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
@@ -61,12 +62,12 @@ def import_(
             "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
         )
     keys = json_file.Keys(draft_key, target_key)
-    items, size = json_file.read(Path(file)), data.rows_per_shard
+    items, size = json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.OfficialRow:
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
-    claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=Path(file))
+    claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=path)
     with only_writer(data.dir, setting="data.dir"):
         if Path(data.dir, "manifest.json").is_file():
             claim()

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
@@ -32,7 +33,7 @@ def responses(config: Config, *, out: str) -> None:
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
-    path = Path(out)
+    path = local_path(out, "--out")
     read_manifest(config.data.dir)
     there = _there(path)
     num_added = 0

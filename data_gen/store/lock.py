@@ -1,8 +1,8 @@
 """One writer per directory: a lock that ends with its process, however that ends, and that names the process which holds it.
 
-The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this file names the holder
-in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is refused: the mere existence of a file,
-`filelock`'s way out there, outlives a process that is killed.
+The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this file names the
+holder in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is refused: the mere existence of a
+file, `filelock`'s way out there, outlives a process that is killed.
 """
 
 import errno
@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from configs.paths import local_path
 
 LOCK = ".lock"
 _ATTEMPTS = 100
@@ -33,9 +35,9 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
         setting: the key of the config that names the directory, for the message.
 
     Raises:
-        ValueError: another process writes there, or it is a file, or cannot be written to, or its filesystem knows no locks.
+        ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem knows no locks.
     """
-    path = Path(directory) / LOCK
+    path = local_path(directory, setting) / LOCK
     lock = _locked(path, setting)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:

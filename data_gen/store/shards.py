@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from configs.paths import check_local
 from data_gen.store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
@@ -66,8 +67,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays as it was.
 
     Raises:
-        ValueError: the disk is full.
+        ValueError: the disk is full, or the path is a URL.
     """
+    check_local(path, "the file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

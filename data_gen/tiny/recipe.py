@@ -26,6 +26,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
 from data_gen.tiny.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
@@ -82,7 +83,7 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     Raises:
         ValueError: a model is there already and `overwrite` is off.
     """
-    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, NAMES, overwrite=overwrite)
     torch.set_num_threads(recipe.num_threads)
     with _progress() as progress:
@@ -103,7 +104,7 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
         FileNotFoundError: there is no target.
         ValueError: a draft is there already and `overwrite` is off.
     """
-    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
     source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
     target, tokenizer = load_model(source), load_tokenizer(source)
