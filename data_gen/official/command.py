@@ -34,6 +34,7 @@ from data_gen.store.json_files import read_json
 from data_gen.store.lock import only_writer
 from data_gen.store.manifest import FORMAT, settle
 from data_gen.store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
+from data_gen.store.sums import forget_broken, shards_in
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
@@ -61,8 +62,7 @@ def import_(
             f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
             "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
         )
-    keys = json_file.Keys(draft_key, target_key)
-    items, size = json_file.read(path), data.rows_per_shard
+    keys, items, size = json_file.Keys(draft_key, target_key), json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.OfficialRow:
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
@@ -72,6 +72,7 @@ def import_(
         if Path(data.dir, "manifest.json").is_file():
             claim()
         clean_partial(data.dir, *SHARD_FOLDERS)
+        forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
         missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
         worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
         for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000

@@ -18,7 +18,8 @@ from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import atomic_file, is_whole, verify
+from data_gen.store.shards import atomic_file, is_whole
+from data_gen.store.sums import check_sums
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
@@ -68,8 +69,8 @@ def _there(path: Path) -> dict[str, int]:
 def _records(directory: str) -> Iterator[dict[str, Any]]:
     """One per row of the whole shards, split by split."""
     paths = [path for split in SPLITS for path in sorted(Path(directory, "rows").glob(f"{split}-*.parquet")) if is_whole(path)]
+    check_sums(paths)
     for path in tqdm(paths, unit="shard", desc="responses"):
-        verify(path)
         for row in read_rows(path, _COLUMNS).to_pylist():
             yield {name: value for name, value in row.items() if value is not None}
 

@@ -22,7 +22,8 @@ from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.lock import only_writer
 from data_gen.store.manifest import read_manifest, settle
-from data_gen.store.shards import clean_partial, read_sidecar, write_atomic
+from data_gen.store.shards import clean_partial, is_whole, read_sidecar, write_atomic
+from data_gen.store.sums import forget_broken, problems_of
 from decode.experiment import Experiment
 from decode.traces import disk
 from decode.traces.chains import ChainRecorder
@@ -63,15 +64,18 @@ class TraceFolder:
     decode: DecodeConfig
 
     def complete(self) -> None:
-        """Record the shards that are missing; no model is loaded when none is.
+        """Record the shards that are missing, or are not what was written; no model is loaded when there is none.
 
         Raises:
             ValueError: a trace of other settings lies there.
         """
-        if all(place.is_done(self.directory) for place, _ in self._every()):
+        there = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
+        is_broken = any(True for _ in problems_of(there, command="decode trace"))
+        if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(self.directory, self._manifest(read_manifest(self.directory, command="decode trace")["eos_ids"]), setting="decode.dir")
             return
         with only_writer(self.directory, setting="decode.dir"):
+            forget_broken(there)
             self._record_missing()
             self._write_errors()
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards, verify
+from data_gen.store.shards import list_shards
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
@@ -76,9 +76,11 @@ class RowData(FeatureData):
         rows = next(iter(self.loader("train")))
         return self.draft(rows, self.draft.draft.device)[timing]
 
+    def _read(self, split: str) -> list[list[Path]]:
+        return [list_shards(self.data.dir, split)]
+
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         for path in list_shards(self.data.dir, split):
-            verify(path)
             if RATE in self.columns and read_rows(path, (RATE,)).column(0).null_count:
                 raise ValueError(f"{path} {NO_RATE}")
         return {}
