@@ -41,7 +41,7 @@ conformance: $(INSTALLED) ## the table of model families that are exact, eager a
 	$(RUN) -m tests.conformance
 
 test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
-	$(RUN) -m tests.serve.real
+	$(RUN) -m benchmarks.serve
 
 tree: $(INSTALLED) ## the rooms, one line per file
 	@$(RUN) -m tests.layout

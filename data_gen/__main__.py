@@ -1,4 +1,4 @@
-"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, check, import, responses, stats, tiny."""
+"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, check, import, responses, stats."""
 
 import gc
 
@@ -13,7 +13,6 @@ def main(argv: list[str] | None = None) -> None:
     from data_gen.pipeline.plan import plan
     from data_gen.pipeline.reuse import responses
     from data_gen.stats.command import stats
-    from data_gen.tiny.command import tiny
 
     gc.freeze()
     gc.enable()
@@ -24,7 +23,6 @@ def main(argv: list[str] | None = None) -> None:
         "import": import_,
         "responses": responses,
         "stats": stats,
-        "tiny": tiny,
     }
     run(commands, default="make", argv=argv)
 

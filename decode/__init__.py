@@ -1,26 +1,24 @@
-"""The speculative loop: stopping policies, drafters, the lossless loop, traces and replay, evaluation."""
+"""The speculative loop: stopping policies, drafters, and the lossless loop that they run in.
+
+`decode.record_trace`, `decode.replay`, `decode.Trace` and `decode.Recorder` are those of `evaluation.traces`, found when they are first asked for:
+whoever only decodes or serves imports none of the room above.
+"""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decode import policies
+from decode.drafters.hierarchies.hsddw import hsddw
+from decode.drafters.hierarchies.interleaved import InterleavedDrafter
+from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.parallel.pearl import PearlDecoder
+from decode.drafters.trees.decoder import TreeDecoder
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees.shapes import Cape, Dynamic, Static
 from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
-from decode.hierarchies.hsddw import hsddw
-from decode.hierarchies.interleaved import InterleavedDrafter
-from decode.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
-from decode.parallel.pearl import PearlDecoder
-from decode.trees.decoder import TreeDecoder
-from decode.trees.drafter import TreeDrafter
-from decode.trees.shapes import Cape, Dynamic, Static
-
-if TYPE_CHECKING:
-    from decode.traces.coupling import Recorder
-    from decode.traces.recording import record_trace
-    from decode.traces.replay import replay
-    from decode.traces.trace import Trace
 
 __all__ = [
     "Cape",
@@ -34,19 +32,15 @@ __all__ = [
     "PearlDecoder",
     "PreVerifiedDrafter",
     "Proposal",
-    "Recorder",
     "Round",
     "Session",
     "SpeculativeDecoder",
     "SpeculativeOutput",
     "Static",
-    "Trace",
     "TreeDecoder",
     "TreeDrafter",
     "hsddw",
     "policies",
-    "record_trace",
-    "replay",
     "speculative_generate",
 ]
 
@@ -54,7 +48,7 @@ _OF_TRACES = {"Recorder": "coupling", "Trace": "trace", "record_trace": "recordi
 
 
 def __getattr__(name: str) -> Any:
-    """What belongs to traces, imported when it is first asked for: traces need pyarrow, and whoever only decodes or serves does not."""
+    """The names of `evaluation.traces`, imported when they are first asked for: traces need pyarrow."""
     if name in _OF_TRACES:
-        return getattr(import_module(f"decode.traces.{_OF_TRACES[name]}"), name)
+        return getattr(import_module(f"evaluation.traces.{_OF_TRACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
 
 Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
-trace (`decode.traces.recording.trace_folder`), the costs (`decode.costs.machine.costs_for`), the loop of the hierarchies
-(`decode.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
+trace (`evaluation.traces.recording.trace_folder`), the costs (`evaluation.costs.machine.costs_for`), the loop of the hierarchies
+(`evaluation.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
 """
 
 from collections import Counter
@@ -171,7 +171,7 @@ class Experiment:
         chosen = {name: head for name, head in every.items() if head.timing != "candidate"}
         if every and not chosen:
             raise ValueError(
-                f"{', '.join(every)} are candidate heads, which stop trees: give them to `decode tables --paper svip-trees` (--stops) or "
+                f"{', '.join(every)} are candidate heads, which stop trees: give them to `evaluation tables --paper svip-trees` (--stops) or "
                 "`decode generate` (--tree), or train heads of another timing"
             )
         return chosen

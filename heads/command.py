@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 
 from configs.paths import local_path
 from configs.schema import Config
-from data_gen.store.json_files import read_json
 from heads.measures.tables import best_heads
 from heads.model import hub
 from heads.model.head import AcceptanceHead
@@ -20,6 +19,7 @@ from heads.model.provenance import Provenance
 from heads.training.checkpoints import check_whole, run_of
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
+from store.json_files import read_json
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))

@@ -11,6 +11,7 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 from lm.arrays import array_of
 from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
 from lm.entropy import cross_entropy, entropy
+from lm.eos import eos_ids_of
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.stepwise import DraftModel, FeatureModel, feature_model
@@ -24,7 +25,6 @@ from lm.pair import (
     Pair,
     check_width,
     emitted_vocab_size,
-    eos_ids_of,
     free_memory,
     load_config,
     load_model,

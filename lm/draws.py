@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm.arrays import array_of
-from lm.uniforms import BELOW_ONE
+from lm.uniforms import BELOW_ONE, Bits
 
 _BLOCK = 256
 
@@ -53,13 +53,24 @@ class Chance(Protocol):
 class RandomDraws(Draws):
     """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
 
-    The streams are seeded once from `generator` (or from torch's global one) and never reseeded, so the acceptance uniforms are independent
-    of the drafted tokens, which verification (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
+    The streams are seeded once and never reseeded, so the acceptance uniforms are independent of the drafted tokens, which verification
+    (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
+
+    Each stream has 124 bits of a generator of torch, so that streams seeded one after another from one generator do not coincide. Draws
+    from two generators differ as far as the generators do: `manual_seed` of torch's CPU generator reads the lower 32 bits of its seed, and
+    5 and 5 + 2^32 give the same draws there. A seed given as an integer counts with all its bits.
     """
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        seeds = torch.randint(2**62, (2,), generator=generator, device="cpu" if generator is None else generator.device)
-        self._tokens, self._accepts = (_Uniforms(int(seed)) for seed in seeds)
+    def __init__(self, source: torch.Generator | int | None = None) -> None:
+        """Args:
+        source: seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's global generator.
+        """
+        if source is None or isinstance(source, torch.Generator):
+            halves = torch.randint(2**62, (2, 2), generator=source, device="cpu" if source is None else source.device).tolist()
+            seeds = [high << 62 | low for high, low in halves]
+        else:
+            seeds = [2 * source, 2 * source + 1]
+        self._tokens, self._accepts = map(_Uniforms, seeds)
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
 
@@ -161,10 +172,10 @@ class _Uniforms:
     """Uniform float64 numbers in [0, 1), made in blocks because one at a time costs a tensor each."""
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._bits = Bits(seed)
         self._block: list[float] = []
 
     def next(self) -> float:
         if not self._block:
-            self._block = torch.rand(_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+            self._block = self._bits.uniforms(_BLOCK).tolist()
         return self._block.pop()

@@ -17,13 +17,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from configs.schema import ModelSource, PairConfig
+from lm.eos import eos_ids_of
 from lm.expanded import expand
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
@@ -72,12 +72,6 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | 
 
 def _width_of(model: PreTrainedModel) -> int:
     return model.config.get_text_config().vocab_size
-
-
-def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
-    """The end-of-sequence ids of a generation config, or of a model's; there may be several (a list, a tuple, a tensor), one, or none."""
-    ids = getattr(config, "eos_token_id", None)
-    return frozenset(() if ids is None else torch.as_tensor(ids).flatten().tolist())
 
 
 def load_pair(config: PairConfig) -> Pair:

@@ -6,13 +6,18 @@ knows beforehand, draws from `lm.draws` instead.
 """
 
 import hashlib
+import math
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 BELOW_ONE = 1.0 - 2.0**-40
 """Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
+
+GENERATOR = np.random.PCG64DXSM.__name__
+"""The source of every uniform number here and in `lm.draws`, and an entry of manifests: data of another generator is not added to."""
 
 
 def seed_of(*parts: object) -> int:
@@ -23,7 +28,24 @@ def seed_of(*parts: object) -> int:
 
 def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
     """Independent uniforms in [0, 1), float64, on the CPU."""
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.from_numpy(Bits(seed).uniforms(math.prod(shape))).reshape(shape)
+
+
+class Bits:
+    """A stream of random numbers that depends on every bit of its seed; torch's CPU generator reads the lower 32 only.
+
+    numpy promises that a seed gives these bits for good (NEP 19), and does not promise it of the distributions that it makes of them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Args:
+        seed: at least 0, of any size; two seeds below 2^128 give different streams.
+        """
+        self._bits = np.random.PCG64DXSM(seed)
+
+    def uniforms(self, count: int) -> Float64[np.ndarray, " count"]:
+        """The next uniforms in [0, 1): multiples of 2^-53, each equally probable."""
+        return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:

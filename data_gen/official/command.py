@@ -30,11 +30,11 @@ from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
 from data_gen.store.identity import describe_model
-from data_gen.store.json_files import read_json
-from data_gen.store.lock import only_writer
 from data_gen.store.manifest import FORMAT, settle
-from data_gen.store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
-from data_gen.store.sums import forget_broken, shards_in
+from store.json_files import read_json
+from store.lock import only_writer
+from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
+from store.sums import forget_broken, shards_in
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1

@@ -6,7 +6,7 @@ from pathlib import Path
 from configs.schema import Config
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import read_manifest
-from data_gen.store.sums import problems_of, shards_in
+from store.sums import problems_of, shards_in
 
 _READ = ("rows", "features/*")
 """Folders whose shards belong together."""

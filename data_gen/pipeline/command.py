@@ -14,12 +14,12 @@ from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
 from data_gen.pipeline.worker import Job
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
-from data_gen.store.lock import only_writer
 from data_gen.store.manifest import make_manifest, settle
-from data_gen.store.shards import SHARD_FOLDERS, clean_partial, rows_path
-from data_gen.store.sums import forget_broken, shards_in
 from lm import Sampling, load_pair_tokenizer
 from lm.features.released import layout_of
+from store.lock import only_writer
+from store.shards import SHARD_FOLDERS, clean_partial, rows_path
+from store.sums import forget_broken, shards_in
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 

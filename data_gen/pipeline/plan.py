@@ -24,9 +24,9 @@ from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import rows_path
 from lm import free_memory, load_config
 from lm.features.released import layout_of, width_of
+from store.shards import rows_path
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""

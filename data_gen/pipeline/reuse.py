@@ -18,8 +18,8 @@ from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import atomic_file, is_whole
-from data_gen.store.sums import check_sums
+from store.shards import atomic_file, is_whole
+from store.sums import check_sums
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 

@@ -28,9 +28,9 @@ from data_gen.prompts.pool import sources_of
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
 from data_gen.store import features, rows
-from data_gen.store.json_files import read_json
-from data_gen.store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
 from lm.uniforms import seed_of, uniforms
+from store.json_files import read_json
+from store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
 
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses", "draft": "safetensors"}

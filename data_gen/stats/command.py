@@ -8,7 +8,7 @@ from typing import Any
 from configs.schema import Config
 from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest
-from data_gen.store.shards import list_shards, write_atomic
+from store.shards import list_shards, write_atomic
 
 
 def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import read_schema
 
 from data_gen.store.rows import read_rows
-from data_gen.store.sums import check_sums
+from store.sums import check_sums
 
 Array = NDArray[np.float64]
 

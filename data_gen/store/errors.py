@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_gen.store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
+from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
 
 _COUNTED = ("input", "ok", "tokens")
 

@@ -21,8 +21,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from configs.schema import ModelSource
-from data_gen.store.shards import write_atomic
 from lm.features.released import commit_of, width_of
+from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20
 _LARGE_BYTES = 2**26

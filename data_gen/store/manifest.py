@@ -24,9 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig, PairConfig
 from data_gen.prompts.splits import Split
 from data_gen.store.identity import ADDED, describe_model, file_sha256
-from data_gen.store.json_files import read_json
-from data_gen.store.shards import write_atomic
 from lm.features.released import layout_of
+from lm.uniforms import GENERATOR
+from store.json_files import read_json
+from store.shards import write_atomic
 
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
@@ -64,6 +65,7 @@ def make_manifest(
         "draft_length": data.draft_length if layout_of(pair.draft) else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
         "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
+        "generator": GENERATOR,
         "split": dict(split),
         "versions": {name: _version(name) for name in _PACKAGES},
         "recorded": {

@@ -1,4 +1,4 @@
-"""Rows on disk: one Parquet row per response, columns of design section 6, per-position columns as lists.
+"""Rows on disk: one Parquet row per response, per-position columns as lists.
 
     id, prompt, finish_reason                                            strings; finish_reason is stop, length or null
     prompt_ids, response_ids, draft_ids                                  lists of int32

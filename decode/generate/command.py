@@ -13,16 +13,16 @@ from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
+from decode.drafters.trees.decoder import TreeDecoder
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees.models import tree_models_of
+from decode.drafters.trees.shapes import SHAPES
 from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.loop.models import models_of
 from decode.policies.base import Policy
-from decode.trees.decoder import TreeDecoder
-from decode.trees.drafter import TreeDrafter
-from decode.trees.models import tree_models_of
-from decode.trees.shapes import SHAPES
 from lm import Pair
 
 

@@ -89,7 +89,7 @@ def _described(value: Any) -> str:
 
 
 def check_heads(policy: Policy, *, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig) -> None:
-    """Raise ValueError for a head that was trained with another draft, another target or another sampling (laws 4.1 and 7).
+    """Raise ValueError for a head that was trained with another draft, another target or another sampling (law 4.1).
 
     Sampling is compared as far as a head's `Sampling` goes: temperature, top-k and top-p.
     """

@@ -4,14 +4,16 @@ A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that th
 has the law of the target alone under the same `Sampling`, whatever drafter and policy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.loop.asked import Ids, Limits, ids_of, integer_of, limits_of
 from decode.loop.batch import Batch, BatchRound, Request, Together
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal, Session
 from decode.loop.rounds import Generation, Round, settle
@@ -50,23 +52,23 @@ class SpeculativeDecoder:
         self.eos_ids = self.target.eos_ids if eos_ids is None else eos_ids
         self._is_streaming = False
 
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None) -> Generation:
-        """All rounds of one generation."""
+    def generate(self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None) -> Generation:
+        """All rounds of one generation; the ids and the limit may be of any integer type."""
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
     def generate_batch(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
+        prompts: Iterable[Ids],
+        max_new_tokens: Limits,
         *,
-        batch_size: int = 16,
+        batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Draws] | None = None,
     ) -> list[Generation]:
         """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate` would write it.
 
         Args:
-            prompts: token ids of each.
-            max_new_tokens: of all, or of each.
+            prompts: token ids of each, in any integer type: lists, arrays, tensors.
+            max_new_tokens: of all, or of each; in any integer type too.
             batch_size: sequences at once; a prompt takes the place of one that has ended.
             generator: seeds the draws of each prompt in turn, whatever the batch size; or draws for each prompt.
 
@@ -80,25 +82,27 @@ class SpeculativeDecoder:
 
     def batch(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
+        prompts: Iterable[Ids],
+        max_new_tokens: Limits,
         *,
-        batch_size: int = 16,
+        batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Draws] | None = None,
     ) -> tuple[Batch, Iterator[BatchRound]]:
         """The same round by round: (what collects the generations, what plays the rounds)."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
             raise ValueError(f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a model of its own")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; at least 1 sequence is decoded at a time")
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        for prompt, limit in zip(prompts, limits, strict=True):
-            self._check(len(prompt), limit)
-        draws = [RandomDraws(generator) for _ in prompts] if generator is None or isinstance(generator, torch.Generator) else generator
-        requests = [Request(*each) for each in zip(prompts, limits, draws, strict=True)]
-        target, draft = self._seats(self.target, batch_size), self._seats(self.drafter.model, batch_size)
-        policy = batched(self.drafter.policy, batch_size)
+        num_seats = integer_of(batch_size, "batch_size")
+        if num_seats < 1:
+            raise ValueError(f"batch_size is {num_seats}; at least 1 sequence is decoded at a time")
+        all_ids = [ids_of(prompt) for prompt in prompts]
+        limits = limits_of(max_new_tokens, len(all_ids))
+        for ids, limit in zip(all_ids, limits, strict=True):
+            self._check(len(ids), limit)
+        draws = [RandomDraws(generator) for _ in all_ids] if generator is None or isinstance(generator, torch.Generator) else generator
+        requests = [Request(*each) for each in zip(all_ids, limits, draws, strict=True)]
+        target, draft = self._seats(self.target, num_seats), self._seats(self.drafter.model, num_seats)
+        policy = batched(self.drafter.policy, num_seats)
         drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(requests, max_draft_length=self.max_draft_length)
@@ -108,17 +112,18 @@ class SpeculativeDecoder:
         return Seats(model, num)
 
     def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, *, generator: torch.Generator | Draws | None = None
+        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None
     ) -> Iterator[Round]:
         """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is closed.
 
         Raises:
-            ValueError: at the first round: a prompt that is empty, a text that exceeds the target's context, another stream still open.
+            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context, a stream still open.
         """
-        self._check(len(prompt_ids), max_new_tokens)
+        ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
+        self._check(len(ids), limit)
         self._is_streaming = True
         try:
-            yield from self._rounds(prompt_ids, max_new_tokens, generator)
+            yield from self._rounds(ids, limit, generator)
         finally:
             self._is_streaming = False
 

@@ -1,4 +1,4 @@
-"""Drafters (design 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification needs.
+"""Drafters (law 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification needs.
 
 `ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
 """
@@ -99,7 +99,7 @@ class ModelDrafter:
         """Args:
         model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft's (`lm.FeatureModel`) reads the very target
             that verifies, and drafts nothing until that has read the prompt.
-        policy: when to stop (design 4.3).
+        policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
         self.model = (

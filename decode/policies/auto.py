@@ -15,10 +15,10 @@ A prefix head says a before the token is drawn, when the forward that could draw
 not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule above.
 
 Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
-one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `decode.tuning.index`
+one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `evaluation.tuning.index`
 solves for g on a trace; here g is a line, and first_index takes its place where a fed-time head has scored nothing yet.
 
-lambda is `throughput`, which `decode.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the generation so far, in
+lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the generation so far, in
 which `prior_tokens` at that throughput are counted too. If `throughput` is None, that of the best fixed length takes its place, computed
 as if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), what the target alone reaches.
 
@@ -120,7 +120,7 @@ class Auto(ScoringPolicy):
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
-        """The rule with what `python -m decode tune` wrote into the head's config.json; it learns on the job where it can.
+        """The rule with what `python -m evaluation tune` wrote into the head's config.json; it learns on the job where it can.
 
         Raises:
             ValueError: nothing was written there.
@@ -129,7 +129,7 @@ class Auto(ScoringPolicy):
         if not {"t_draft_s", "t_target_s"} <= set(known):
             raise ValueError(
                 "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no `recommended`; run "
-                "`python -m decode tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
+                "`python -m evaluation tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         names = {f.name for f in fields(cls)} - {"head", "also"}
         rule = cls(head, **{name: value for name, value in known.items() if name in names}, **others)

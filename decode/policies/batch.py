@@ -21,7 +21,6 @@ import numpy as np
 
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
-from decode.policies.head import HeadPolicy
 from decode.policies.learning import LEARNER
 from decode.policies.scores import ScoringPolicy
 
@@ -201,9 +200,8 @@ def gaining(worth: Any, price: Any) -> Any:
 
 def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:
     """The policy as a batch runs it: itself, or of `auto` the batch's rule, with these curves or the times of one sequence as lines."""
-    rule = policy if isinstance(policy, Auto) else policy.rule if isinstance(policy, HeadPolicy) else None
-    if rule is None:
+    if not isinstance(policy, Auto):
         return policy
-    costs = costs or BatchCosts(Curve.line(rule.t_draft_s), Curve.line(rule.t_target_s, rule.t_verify_s))
-    index = {name: getattr(rule, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
-    return BatchAuto(rule.head, costs, batch_size, also=rule.also, is_learning=rule.is_learning, **index)
+    costs = costs or BatchCosts(Curve.line(policy.t_draft_s), Curve.line(policy.t_target_s, policy.t_verify_s))
+    index = {name: getattr(policy, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
+    return BatchAuto(policy.head, costs, batch_size, also=policy.also, is_learning=policy.is_learning, **index)

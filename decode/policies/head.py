@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ class HeadPolicy(ScoringPolicy):
 
     Attributes:
         head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and the other way round.
-        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto": this
-            policy does what the rule of law 4.11 says, with what `python -m decode tune` wrote into the head's config.
+        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto" makes
+            an `Auto` in place of this policy: the rule of law 4.11, with what `python -m evaluation tune` wrote into the head's config.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
         min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's bounds are 2 and 20:
             a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
@@ -42,59 +42,42 @@ class HeadPolicy(ScoringPolicy):
     is_learning: bool | None = None
     keeps_newest: bool = False
 
+    def __new__(cls, head: Any = None, max_rejection_prob: Any = None, *others: Any, **named: Any) -> Any:
+        """`Auto` itself where the threshold is "auto": law 4.11 is another rule with another state, and no value of this threshold.
+
+        Raises:
+            ValueError: `evaluation tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
+        """
+        if not isinstance(max_rejection_prob, str):
+            return super().__new__(cls)
+        if max_rejection_prob != "auto":
+            raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it is a probability, or auto")
+        given = dict(zip([field.name for field in fields(cls)][2:], others, strict=False)) | named
+        if given.get("min_draft_length", 1) != 1:
+            raise ValueError(f"min_draft_length is {given['min_draft_length']}; leave it out, auto chooses its length freely")
+        return Auto.recommended(head, also=given.get("also"), is_learning=given.get("is_learning"))
+
     def __post_init__(self) -> None:
         if self.keeps_newest and self.head.timing != "prefix":
             raise ValueError(f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out")
-        if self.scores and self.rule is None:
+        if self.scores:
             check_unit("max_rejection_prob", self.max_rejection_prob)
 
     @cached_property
-    def rule(self) -> Auto | None:
-        """What answers in this policy's place where `max_rejection_prob` is "auto".
-
-        Raises:
-            ValueError: `decode tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
-        """
-        if not isinstance(self.max_rejection_prob, str):
-            return None
-        if self.max_rejection_prob != "auto":
-            raise ValueError(f"max_rejection_prob is {self.max_rejection_prob!r}; it is a probability, or auto")
-        if self.min_draft_length != 1:
-            raise ValueError(f"min_draft_length is {self.min_draft_length}; leave it out, auto chooses its length freely")
-        return Auto.recommended(self.head, also=self.also, is_learning=self.is_learning)
-
-    @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]
-        return super().stops_before and not self.keeps_newest if self.rule is None else self.rule.stops_before
+        return super().stops_before and not self.keeps_newest
 
     @property
     def has_memory(self) -> bool:
-        return self.rule is not None or bool(self.is_learning)
+        return bool(self.is_learning)
 
     def start(self) -> State:
-        return (1.0, self.untaught) if self.rule is None else self.rule.start()
+        return 1.0, self.untaught
 
     def begin(self, state: Any) -> State:
-        return (1.0, *state[1:]) if self.rule is None else self.rule.begin(state)
-
-    def limit(self, state: Any) -> Number:
-        return super().limit(state) if self.rule is None else self.rule.limit(state)
-
-    @property
-    def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return super().signals if self.rule is None else self.rule.signals
-
-    @property
-    def nothing_learned(self) -> State:
-        return super().nothing_learned if self.rule is None else self.rule.nothing_learned
-
-    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        rule = self.rule
-        return super().lesson(state, drawn, acceptance_prob) if rule is None else rule.lesson(state, drawn, acceptance_prob)
+        return 1.0, *state[1:]
 
     def stop_before(self, state: Any, seen: BeforeDraw) -> Number:
-        if self.rule is not None:
-            return self.rule.stop_before(state, seen)
         if not self.stops_before:
             return False
         product = self.scored_before(state[0], state[1], seen)
@@ -102,12 +85,10 @@ class HeadPolicy(ScoringPolicy):
         return (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
-        if self.rule is not None:
-            return self.rule.after(state, drawn)
         product, carried, _ = self.scored(state[0], state[1], drawn)
         if self.stops_before:
             return (carried, state[1]), False
         return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return (1.0, LEARNER.learn(state[1], outcome.lesson)) if self.rule is None else self.rule.end(state, outcome)
+        return 1.0, LEARNER.learn(state[1], outcome.lesson)

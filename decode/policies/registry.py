@@ -93,11 +93,9 @@ def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = Accep
         raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
     loaded = {key: load_head(value) if key in _HEADS and isinstance(value, str) else value for key, value in parameters.items()}
     try:
-        policy = kind(**loaded)
+        return kind(**loaded)
     except TypeError as error:
         raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
-    # for "auto" the rule itself, whose times its user may then replace
-    return policy.rule or policy if isinstance(policy, HeadPolicy) else policy
 
 
 def parse_policy(spec: str, **how: Any) -> Policy:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_gen.store.shards import read_sidecar
+from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
 """What prefix heads are trained on, where other heads are trained on acceptance_prob."""
@@ -72,7 +72,7 @@ def has_tokens(batch: Batch) -> bool:
 class FeatureShard:
     """One safetensors file of features, mapped, read in runs of rows.
 
-    The caller has compared it with its sidecar (`data_gen.store.sums`); each reading checks that numbers are finite and that probabilities
+    The caller has compared it with its sidecar (`store.sums`); each reading checks that numbers are finite and that probabilities
     lie in [0, 1].
     """
 

@@ -13,13 +13,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
-from data_gen.store.shards import list_shards, read_sidecar
-from data_gen.store.sums import check_sums
 from heads.batches.features import FEATURE_SETS, LABELS, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item, Share
 from heads.batches.sets import sets_of
 from heads.grid import grid, scalar_names
+from store.shards import list_shards, read_sidecar
+from store.sums import check_sums
 
 
 class FeatureData(pl.LightningDataModule):

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
+from store.shards import list_shards
 
 _COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "log_p", RATE, "from_target")
 _CHUNK_MB = 64

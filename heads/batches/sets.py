@@ -3,7 +3,7 @@
 import pyarrow.parquet as pq
 
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards
+from store.shards import list_shards
 
 
 def sets_of(directory: str, split: str) -> list[list[str]]:

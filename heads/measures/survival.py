@@ -6,7 +6,7 @@ by it: the k-th drafted token that verification really looks at is an easier one
 
 The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real branch differs after the
 first rejection. Of a feature draft's data the rows are its drafts, and one is taken to start at each of their places, too. These
-are indications for choosing heads; `decode evaluate` replays the real law (design 4.10).
+are indications for choosing heads; `evaluation evaluate` replays the real law (law 4.10).
 """
 
 from typing import NamedTuple

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_gen.store.shards import write_atomic
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
+from store.shards import write_atomic
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from data_gen.store.json_files import read_json
-from data_gen.store.shards import write_atomic
+from store.json_files import read_json
+from store.shards import write_atomic
 
 WEIGHTS = "model.safetensors"
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -1,4 +1,4 @@
-"""Whether a head fits the models and the sampling that it is about to be used with (laws 4.1 and 7).
+"""Whether a head fits the models and the sampling that it is about to be used with (law 4.1).
 
 A head predicts one target's verdict on one draft's tokens under one `Sampling`. With another of the three it still runs; only its
 predictions are wrong, and nothing downstream can notice. So there is this one check, at every entrance.

@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from configs.paths import local_path
-from data_gen.store.shards import write_atomic
 from heads.model.card import model_card
 from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
 from heads.model.formula import stack_forward
 from heads.model.hub import local_directory
 from heads.model.inputs import OF_DISTRIBUTION, Inputs
 from heads.model.provenance import Provenance
+from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 _MOST_BLOCKS = 1000
@@ -244,7 +244,7 @@ def check_shape(hidden_size: int, depth: int, timing: str) -> None:
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:
-    """Change keys of a saved head's config.json, as `decode tune` does with `recommended`."""
+    """Change keys of a saved head's config.json, as `evaluation tune` does with `recommended`."""
     path = Path(directory) / "config.json"
     config = read_head_config(path) | changes
     Provenance.from_dict(config)

@@ -16,11 +16,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_gen.store.json_files import read_json
 from heads.model.files import IS_PICKLED, PICKLES, check_tensors, read_safetensors
 from heads.model.head import AcceptanceHead, check_shape
 from heads.model.hub import local_directory
 from heads.model.provenance import Provenance
+from store.json_files import read_json
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:

@@ -28,7 +28,7 @@ class Provenance:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Measured on dev; train_… on training responses."""
     recommended: dict[str, Any] = field(default_factory=dict)
-    """A threshold and the times it was chosen for; filled by `python -m decode tune`."""
+    """A threshold and the times it was chosen for; filled by `python -m evaluation tune`."""
 
     def __post_init__(self) -> None:
         for name in ("accept_weight", "reject_weight", "calibration_temperature"):

@@ -16,7 +16,7 @@ import torch
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from data_gen.store.shards import atomic_file
+from store.shards import atomic_file
 
 _LEAST_GAP_S = 30.0
 _TIMES_WRITING = 19

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import Config, ModelSource, PairConfig
-from data_gen.store.json_files import read_json
-from data_gen.store.lock import only_writer
-from data_gen.store.shards import clean_partial, write_atomic
 from heads.training.checkpoints import check_whole, run_of
+from store.json_files import read_json
+from store.lock import only_writer
+from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
     "pair": {"gpus", "num_threads"},

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema import Config, PairConfig
-from data_gen.store.shards import write_atomic
 from heads.batches.module import FeatureData
 from heads.batches.online import DraftFeatures, RowData
 from heads.measures.plots import save_plots
@@ -19,6 +18,7 @@ from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS
 from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
 from lm.features.released import layout_of
+from store.shards import write_atomic
 
 _CPU = torch.device("cpu")
 

@@ -64,7 +64,7 @@ class Chains:
         if draft.config.num_hidden_layers > 1:
             raise ValueError(
                 f"this draft has {draft.config.num_hidden_layers} layers, and what they keep depends on where earlier rounds ended: no "
-                "trace or data can be made with it; `python -m decode bench` compares policies without"
+                "trace or data can be made with it; `python -m evaluation bench` compares policies without"
             )
         self.draft, self._told, self._length = draft, told, len(ids)
         self._tokens = torch.tensor(list(ids), device=draft.device)

@@ -72,5 +72,5 @@ def _states(model: PreTrainedModel, ids: list[int]) -> Tensor:
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"no trace can be recorded with {type(model).__name__}: {why}; `python -m decode bench` compares policies without a trace"
+        f"no trace can be recorded with {type(model).__name__}: {why}; `python -m evaluation bench` compares policies without a trace"
     )

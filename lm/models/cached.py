@@ -18,10 +18,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
+from lm.eos import eos_ids_of
 from lm.kv_buffer import make_cache
 from lm.models.halves import halves_of, head_of
 from lm.models.probe import check_cache
-from lm.pair import eos_ids_of
 
 _CAPACITY = 256
 """Positions that a cache starts with room for."""

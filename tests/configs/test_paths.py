@@ -11,25 +11,26 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from checkpoints.recipes.command import tiny
+from checkpoints.recipes.recipe import make_feature_drafts, make_trio
 from configs.command import run
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
 from data_gen.official.command import import_ as import_data
+from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.reuse import responses
 from data_gen.stats.command import stats
-from data_gen.store.lock import only_writer
-from data_gen.store.shards import write_atomic
-from data_gen.tiny.command import tiny
-from data_gen.tiny.recipe import make_feature_drafts, make_trio
-from decode.__main__ import COMMANDS as DECODE
-from decode.evaluation.command import evaluate
 from decode.generate.command import generate
-from decode.papers.command import tables
+from evaluation.__main__ import COMMANDS as EVALUATION
+from evaluation.papers.command import tables
+from evaluation.report.command import evaluate
 from heads.command import export, import_, push
 from heads.command import inspect as inspect_head
 from heads.model.head import AcceptanceHead
+from store.lock import only_writer
+from store.shards import write_atomic
 
 ROOT = Path(__file__, "../../..").resolve()
 PAIR = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"), micro=ModelSource(path="tiny"))
@@ -42,12 +43,12 @@ NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_ke
 NO_PATHS |= {"heads.scalars", "decode.grid", "trainer"}
 """Settings that hold text and are no paths; `trainer` is Lightning's, which reads and writes URLs itself."""
 NO_PATH_FLAGS = {"data_gen import": {"split", "draft_key", "target_key"}, "data_gen stats": {"split"}, "heads push": {"repo"}}
-NO_PATH_FLAGS |= {"heads export": {"head", "metric"}, "decode generate": {"prompt", "policy"}, "decode replay": {"policy"}}
+NO_PATH_FLAGS |= {"heads export": {"head", "metric"}, "decode generate": {"prompt", "policy"}, "evaluation replay": {"policy"}}
 NO_PATH_FLAGS |= {
-    "decode bench": {"batch", "policies", "families"},
-    "decode evaluate": {"batch"},
-    "decode tables": {"stops"},
-    "decode hierarchy": {"level_heads"},
+    "evaluation bench": {"batch", "policies", "families"},
+    "evaluation evaluate": {"batch"},
+    "evaluation tables": {"stops"},
+    "evaluation hierarchy": {"level_heads"},
 }
 """Flags that hold text and are no paths, or hold those of heads, which `AcceptanceHead.from_pretrained` opens."""
 
@@ -115,17 +116,17 @@ URL = "s3://bucket/run"
 CALLS: dict[str, Callable[[], Any]] = {
     "data_gen import --file": lambda: import_data(CONFIG, file=URL),
     "data_gen responses --out": lambda: responses(CONFIG, out=URL),
-    "data_gen tiny --dir": lambda: make_trio(URL),
-    "data_gen tiny --models feature_drafts --dir": lambda: make_feature_drafts(URL),
+    "recipes tiny --dir": lambda: make_trio(URL),
+    "recipes tiny --models feature_drafts --dir": lambda: make_feature_drafts(URL),
     "heads export --out": lambda: export(CONFIG, out=URL),
     "heads export --checkpoint": lambda: export(CONFIG, checkpoint=URL),
     "heads import --source": lambda: import_(CONFIG, source=URL, out="head", reject_weight=6.0),
     "heads import --out": lambda: import_(CONFIG, source="head", out=URL, reject_weight=6.0),
     "heads push --path": lambda: push(path=URL, repo="owner/name"),
     "heads inspect --path": lambda: inspect_head(path=URL),
-    "decode evaluate --home": lambda: evaluate(CONFIG, home=URL),
+    "evaluation evaluate --home": lambda: evaluate(CONFIG, home=URL),
     "decode generate --svg": lambda: generate(CONFIG, prompt="Hi", svg=URL),
-    "decode tables --eagle": lambda: tables(CONFIG, paper="hsddw", eagle=URL),
+    "evaluation tables --eagle": lambda: tables(CONFIG, paper="hsddw", eagle=URL),
     "AcceptanceHead.save_pretrained": lambda: AcceptanceHead(4, 0).save_pretrained(URL),
     "AcceptanceHead.save_pretrained of a Path": lambda: AcceptanceHead(4, 0).save_pretrained(Path(URL)),
     "AcceptanceHead.from_pretrained": lambda: AcceptanceHead.from_pretrained(URL),
@@ -143,8 +144,8 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
 
 
 def test_every_flag_that_holds_text_is_among_them_or_is_no_path():
-    rooms = {"data_gen": [import_data, make, plan, responses, stats, tiny], "heads": [export, import_, inspect_head, push]}
-    for room, commands in (rooms | {"decode": list(DECODE.values())}).items():
+    rooms = {"data_gen": [import_data, make, plan, responses, stats, check], "heads": [export, import_, inspect_head, push]}
+    for room, commands in (rooms | {"evaluation": list(EVALUATION.values()), "decode": [generate], "recipes": [tiny]}).items():
         for command in commands:
             name = f"{room} {command.__name__.rstrip('_')}"
             hints = get_type_hints(command)

@@ -19,7 +19,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 README = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")  # a command may go on in the next line
 COMMANDS = [
     (module or script, shlex.split(rest.replace("…", "configs/tiny.yaml"), comments=True))
-    for module, script, rest in re.findall(r"python (?:-m (\w+)|(train\.py))([^`\n]*)", README)
+    for module, script, rest in re.findall(r"python (?:-m ([\w.]+)|(train\.py))([^`\n]*)", README)
 ]
 SCRIPT = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
 
@@ -45,7 +45,7 @@ def test_every_command_of_the_readme_parses(program: str, argv: list[str], monke
 
 
 def test_every_room_has_a_command_in_the_readme():
-    assert {program for program, _ in COMMANDS} == {"data_gen", "heads", "decode", "train.py"}
+    assert {program for program, _ in COMMANDS} == {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
 
 
 def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.schema import Config
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards
+from store.shards import list_shards
 
 
 class Answering(BaseHTTPRequestHandler):

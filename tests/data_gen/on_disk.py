@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from data_gen.store.rows import POSITION_COLUMNS, read_rows
-from data_gen.store.shards import list_shards
+from store.shards import list_shards
 
 
 def files_of(directory: str | Path) -> dict[str, bytes]:

@@ -1,9 +1,9 @@
-"""A quick selection of `tests.benchmarks.fuzz`: what users write, broken in some ways, is read or refused in a line that names the file."""
+"""A quick selection of `benchmarks.fuzz`: what users write, broken in some ways, is read or refused in a line that names the file."""
 
 import pytest
 
-from tests.benchmarks.boundaries import texts
-from tests.benchmarks.breakage import fuzz_boundary
+from benchmarks.boundaries import texts
+from benchmarks.breakage import fuzz_boundary
 
 
 @pytest.mark.parametrize("number", range(4))

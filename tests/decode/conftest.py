@@ -10,12 +10,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_turn():
-    """No test reads how long a stop takes, beyond a bound that one turn keeps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.costs.stops._MOST_TURNS", 1)
-        patch.setattr("decode.costs.measure._TURNS", 1)
-        yield

@@ -6,7 +6,6 @@ test_mutants.py says which named test each of them fails.
 from dataclasses import replace
 
 import torch
-from enumeration import ToyModel
 
 import decode.loop.decoder
 import decode.loop.drafter
@@ -15,6 +14,7 @@ import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from lm import GreedyDraws, RandomDraws, residual_probs, revealed_probs, verify
+from tests.decode.enumeration import ToyModel
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
 _counts_of = decode.loop.rounds._counts_of

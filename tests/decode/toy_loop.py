@@ -1,10 +1,9 @@
 """The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, every policy, every sampling."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from enumeration import ToyModel, law_of
-from observed import observed
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import (
@@ -20,11 +19,17 @@ from decode.policies import (
     SelfVerify,
     TokenProb,
 )
+from decode.policies.auto import Auto
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.registry import POLICIES as REGISTERED
 from heads import AcceptanceHead
 from lm import Draws, Sampling
+from lm.models.seats import Ask
+from tests.decode.enumeration import ToyModel, law_of
+from tests.decode.observed import observed
 
 PROMPT = [0, 1]
+OTHER = [1, 0, 2, 1]
 SAMPLINGS = {
     "plain": Sampling(),
     "cold": Sampling(temperature=0.5),
@@ -64,6 +69,24 @@ POLICIES: dict[str, Policy] = {
 }
 POLICIES |= {name: each.kind() for name, each in REGISTERED.items() if name not in POLICIES and name != "head"}
 """Every registered policy, so that the laws are proven for a new one at once."""
+
+RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
+AUTOS = {
+    "batch_rule": RULE,
+    "learning_rule": replace(RULE, is_learning=True),
+    "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05),
+}
+"""Rules that price tokens, whose lambda a batch learns together, and the rule of one sequence."""
+
+
+class ToySeats:
+    """A batch of toys, each of which feeds itself."""
+
+    def __init__(self, model, num):
+        self.seats = [ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)]
+
+    def forward(self, asks: list[Ask]):
+        return [ask.seat.forward(ask.token_ids, ask.num_rows) for ask in asks]
 
 
 def decoder_of(policy: Policy, *, sampling: Sampling | None = None, eos_ids: Sequence[int] = (2,), length: int = 20) -> SpeculativeDecoder:

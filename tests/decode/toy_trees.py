@@ -1,16 +1,16 @@
 """Toy models that hold trees, and the loop on them: what `toy_loop` is for chains."""
 
 import torch
-from enumeration import ToyModel, _logits
 from torch import Tensor
 
+from decode.drafters.trees.decoder import TreeDecoder
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees.shapes import Shape
 from decode.policies import Policy
-from decode.trees.decoder import TreeDecoder
-from decode.trees.drafter import TreeDrafter
-from decode.trees.shapes import Shape
 from lm import Sampling
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
+from tests.decode.enumeration import ToyModel, _logits
 
 
 class ToyTreeModel(ToyModel, TreeModel):

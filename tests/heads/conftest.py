@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import write_data
 
 from heads.training.trainer import quiet
+from tests.heads.made_up import write_data
 
 torch.set_num_threads(1)
 

@@ -14,8 +14,8 @@ from safetensors.torch import save
 
 from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
-from data_gen.store.shards import features_path, write_shard
 from heads.batches.module import FeatureData
+from store.shards import features_path, write_shard
 from train import train
 
 HIDDEN = 16

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from places import Places, place_of, put
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from data_gen.labels.labeller import Labeller
@@ -15,6 +14,7 @@ from heads.model.head import AcceptanceHead
 from lm import RandomDraws, Sampling
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
+from tests.lm.places import Places, place_of, put
 
 CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 FIRST, SECOND = "cuda:0", "cuda:1"

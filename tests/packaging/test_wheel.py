@@ -69,7 +69,7 @@ def run(python: Path, *arguments: str, at: Path) -> str:
 
 def test_every_file_of_every_package_and_the_trio_is_in_the_wheel(wheel: Path):
     wanted = {path for folder in [*PACKAGES, TRIO] for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert {"configs/tiny.yaml", "decode/evaluation/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(wanted)
+    assert {"configs/tiny.yaml", "evaluation/report/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(wanted)
     missing = names_of(wanted | {ROOT / "train.py"}) - set(ZipFile(wheel).namelist())
     assert not missing
 
@@ -83,7 +83,7 @@ def test_every_module_of_the_wheel_can_be_imported(python: Path, tmp_path: Path)
     assert int(run(python, "-c", IMPORT_EVERYTHING, at=tmp_path)) > 100
 
 
-@pytest.mark.parametrize("module", ["data_gen", "train", "heads", "decode"])
+@pytest.mark.parametrize("module", ["data_gen", "train", "heads", "decode", "evaluation"])
 def test_every_command_answers_help(python: Path, tmp_path: Path, module: str):
     assert "--help" in run(python, "-m", module, "--help", at=tmp_path)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fake_engine import Asked, FakeEngine
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, AfterDraw, CumulativeTokenProb, Entropy, FixedLength, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
@@ -14,6 +13,7 @@ from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
 from serve.lanes import Lane, Lanes, Row
 from tests.decode.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
+from tests.serve.fake_engine import Asked, FakeEngine
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()
 STOPS = frozenset({EOS})

@@ -7,10 +7,10 @@ import torch
 from data_gen.labels.chains import ChainLabeller, LabelledDrafts
 from data_gen.responses.exchange import Exchange
 from data_gen.store.features import drafts_to_safetensors
-from data_gen.store.shards import write_shard
 from heads.batches.features import FeatureShard
 from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
 from lm.uniforms import draw, uniforms
+from store.shards import write_shard
 from tests.lm.features.random_drafts import KINDS, VOCAB, draft, target
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)

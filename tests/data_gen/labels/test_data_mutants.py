@@ -6,10 +6,10 @@ In its own module that test runs on the real stage, and passes; here it runs on 
 import inspect
 
 import pytest
-from data_mutants import MUTANTS
 
 from configs.schema import SamplingConfig
 from lm import Sampling
+from tests.data_gen.data_mutants import MUTANTS
 from tests.data_gen.labels import test_labels as laws
 from tests.data_gen.pipeline import test_resume as resume
 from tests.data_gen.pipeline import test_run as rows

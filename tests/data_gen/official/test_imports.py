@@ -13,7 +13,7 @@ from data_gen.official.command import import_
 from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import features_path, list_shards, rows_path
+from store.shards import features_path, list_shards, rows_path
 from train import train
 
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from on_disk import in_a_child
 
 from configs.command import run
 from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import features_path, list_shards, rows_path, verify
+from store.shards import features_path, list_shards, rows_path, verify
+from tests.data_gen.on_disk import in_a_child
 
 
 def test_every_prompt_is_accounted_for(toy_config, with_data, tmp_path):

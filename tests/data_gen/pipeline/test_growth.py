@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_disk import assert_same_rows, files_of, rows_of
 
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline.command import make
 from data_gen.store.manifest import settle
-from data_gen.store.shards import list_shards, read_sidecar, rows_path
+from store.shards import list_shards, read_sidecar, rows_path
+from tests.data_gen.on_disk import assert_same_rows, files_of, rows_of
 
 CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 
@@ -125,6 +125,21 @@ def test_data_of_an_earlier_version_goes_on(toy_config, with_data, capsys):
     pair = replace(toy_config.pair, draft=toy_config.pair.target)
     with pytest.raises(ValueError, match=r"draft\.name"):
         make(replace(toy_config, pair=pair))
+
+
+@pytest.mark.parametrize("there", [None, "MT19937"])
+def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there):
+    data = toy_config.data
+    make(replace(toy_config, data=replace(data, num_train=2)))
+    path = Path(data.dir) / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"generator": there}
+    if there is None:  # as in folders made by torch's generator
+        del manifest["generator"]
+    path.write_text(json.dumps(manifest))
+    before = files_of(data.dir)
+    with pytest.raises(ValueError, match=rf"differs in generator: {there!r} there, 'PCG64DXSM' in this run;.*delete {data.dir} "):
+        make(toy_config)
+    assert files_of(data.dir) == before
 
 
 @pytest.mark.parametrize(

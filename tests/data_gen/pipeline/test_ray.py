@@ -5,11 +5,11 @@ import signal
 import threading
 
 import pytest
-from on_disk import files_of
-from processes import ray_actors
 
 from configs.schema import RayConfig
 from data_gen.pipeline.command import make
+from tests.data_gen.on_disk import files_of
+from tests.data_gen.processes import ray_actors
 
 
 @pytest.mark.slow

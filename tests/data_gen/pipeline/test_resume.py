@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from on_disk import files_of, in_a_child
 
 from configs.schema import Config, SamplingConfig
 from data_gen.pipeline.command import make
-from data_gen.store import shards
-from data_gen.store.shards import features_path, rows_path, verify
+from store import shards
+from store.shards import features_path, rows_path, verify
+from tests.data_gen.on_disk import files_of, in_a_child
 
 
 def test_a_finished_run_writes_nothing_again(toy_config, capsys):

@@ -10,8 +10,8 @@ from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import COLUMNS, read_rows
-from data_gen.store.shards import features_path, list_shards, rows_path
 from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entropy
+from store.shards import features_path, list_shards, rows_path
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=20), SamplingConfig(temperature=0.0)])

@@ -13,7 +13,7 @@ from data_gen.prompts import hub
 from data_gen.prompts.pool import load_prompts
 from data_gen.stats.command import stats
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards
+from store.shards import list_shards
 
 RECORDS = [{"question": f"q{number}", "key": f"k{number}"} for number in range(6)]
 COLUMNS = {"prompt": "question", "id": "key"}

@@ -5,10 +5,10 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from answering import Answering, completion
 from transformers import AutoTokenizer
 
 from configs.schema import ServerConfig
+from tests.data_gen.answering import Answering, completion
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from answering import all_rows, close_half_way, completion, problems
-from on_disk import files_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -16,6 +14,8 @@ from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
 from lm import Sampling
+from tests.data_gen.answering import all_rows, close_half_way, completion, problems
+from tests.data_gen.on_disk import files_of
 
 TEXT = "<u>hi\n<a>"
 

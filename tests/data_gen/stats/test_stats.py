@@ -11,8 +11,8 @@ from data_gen.pipeline.plan import plan
 from data_gen.stats.command import stats
 from data_gen.stats.positions import Positions, accepted_length
 from data_gen.store.rows import read_rows
-from data_gen.store.shards import list_shards, read_sidecar, rows_path
 from lm import acceptance_rate, cross_entropy, entropy
+from store.shards import list_shards, read_sidecar, rows_path
 
 
 def test_acceptance_lies_above_both_bounds_for_any_pair_of_distributions():

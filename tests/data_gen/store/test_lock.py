@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from on_disk import in_a_child
 
 from data_gen.pipeline.command import make
-from data_gen.store.lock import LOCK, only_writer
-from data_gen.store.shards import clean_partial
+from store.lock import LOCK, only_writer
+from store.shards import clean_partial
+from tests.data_gen.on_disk import in_a_child
 
 
 def hold_until_killed(directory: Path) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from on_disk import files_of
 
 from data_gen.pipeline import command
 from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
 from data_gen.pipeline.reuse import responses
-from data_gen.store import shards, sums
-from data_gen.store.shards import features_path, rows_path, sidecar_path, write_shard
-from data_gen.store.sums import check_sums, problems_of
+from store import shards, sums
+from store.shards import features_path, rows_path, sidecar_path, write_shard
+from store.sums import check_sums, problems_of
+from tests.data_gen.on_disk import files_of
 
 ROOT = Path(__file__, "../../../..").resolve()
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from enumeration import assert_same_law
-from observed import observed
-from toy_loop import POLICIES, SAMPLINGS, law
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from lm import CachedModel, Sampling, TappedModel, feature_model
+from tests.decode.enumeration import assert_same_law
+from tests.decode.observed import observed
+from tests.decode.toy_loop import POLICIES, SAMPLINGS, law
 from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 
 PROMPT = [1, 2, 3]

@@ -1,14 +1,14 @@
-"""`speculative_generate` refuses a head that was trained for something else, unless it is told to take it (laws 4.1 and 7)."""
+"""`speculative_generate` refuses a head that was trained for something else, unless it is told to take it (law 4.1)."""
 
 from typing import Any
 
 import pytest
 import torch
-from random_pairs import random_pair
 
 from decode import speculative_generate
 from decode.policies import HeadPolicy
 from heads import AcceptanceHead, Provenance
+from tests.decode.random_pairs import random_pair
 
 TRAINED = {"temperature": 1.0, "top_k": None, "top_p": None}
 

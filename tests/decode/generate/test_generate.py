@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from toy_loop import PROMPT, decoder_of
 
 from decode import Generation
 from decode.__main__ import COMMANDS
 from decode.generate.detokenizer import Detokenizer
 from decode.generate.transcript import STYLES, Transcript, summary
 from decode.policies import FixedLength
+from tests.decode.toy_loop import PROMPT, decoder_of
 
 ROOT = Path(__file__, "../../../..").resolve()
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from random_pairs import random_pair
 from transformers import (
     DynamicCache,
     MaxLengthCriteria,
@@ -17,6 +16,7 @@ from transformers.generation import EosTokenCriteria
 
 from decode import speculative_generate
 from decode.policies import FixedLength
+from tests.decode.random_pairs import random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -4,13 +4,13 @@ import gc
 
 import pytest
 import torch
-from random_pairs import IDS, SIZES, random_pair
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from decode import speculative_generate
 from decode.policies import HeadPolicy
 from heads import AcceptanceHead
 from lm import CachedModel
+from tests.decode.random_pairs import IDS, SIZES, random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 

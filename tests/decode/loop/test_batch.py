@@ -2,40 +2,22 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from enumeration import ToyModel, assert_same_law, law_of
-from random_pairs import CONFIGS, random_pair
-from toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import decode.loop.decoder
 from decode import Generation, ModelDrafter, SpeculativeDecoder
+from decode.loop.asked import limits_of
 from decode.loop.batch import Batch
 from decode.policies import Entropy, FixedLength, HeadPolicy, LearnedProb
-from decode.policies.auto import Auto
-from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from lm import RandomDraws, Sampling
 from lm.models import seats
-from lm.models.seats import Ask, Seats
-
-OTHER = [1, 0, 2, 1]
-RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
-AUTOS = {
-    "batch_rule": RULE,
-    "learning_rule": replace(RULE, is_learning=True),
-    "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05),
-}
-
-
-class ToySeats:
-    """A batch of toys, each of which feeds itself."""
-
-    def __init__(self, model, num):
-        self.seats = [ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)]
-
-    def forward(self, asks: list[Ask]):
-        return [ask.seat.forward(ask.token_ids, ask.num_rows) for ask in asks]
+from lm.models.seats import Seats
+from tests.decode.enumeration import ToyModel, assert_same_law, law_of
+from tests.decode.random_pairs import CONFIGS, random_pair
+from tests.decode.toy_loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, ToySeats, decoder_of, toy_head
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +170,48 @@ def test_draws_that_rows_share_would_not_pass(monkeypatch):
     monkeypatch.setattr(decode.loop.decoder, "RandomDraws", lambda generator: seeded(0))
     with pytest.raises(AssertionError):
         test_prompts_that_are_the_same_are_answered_by_chance_of_their_own()
+
+
+INTEGERS = {
+    "numpy": (np.array, np.int64),
+    "small numpy": (lambda ids: np.array(ids, dtype=np.uint8), np.uint8),
+    "torch": (torch.tensor, lambda number: torch.tensor(number, dtype=torch.int32)),
+    "tuple": (tuple, int),
+}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_prompts_and_limits_are_read_in_any_integer_type(kind):
+    array, number = INTEGERS[kind]
+    decoder = decoder_of(POLICIES["ada_edl"], length=5)
+    draws = [[seeded(place) for place in range(2)] for _ in range(4)]
+    expected = decoder.generate_batch([PROMPT, OTHER], 6, batch_size=2, generator=draws[0])
+    prompts = [array(PROMPT), array(OTHER)]
+    for limits, own in zip((number(6), [number(6)] * 2, array([6, 6])), draws[1:], strict=True):
+        found = decoder.generate_batch(prompts, limits, batch_size=number(2), generator=own)
+        assert [*map(timeless, found)] == [*map(timeless, expected)]
+        assert {type(token) for each in found for token in each.token_ids} == {int}
+    assert timeless(decoder.generate(prompts[0], number(6), generator=seeded(0))) == timeless(expected[0])
+
+
+def test_what_is_no_integer_is_refused_in_one_line():
+    decoder = decoder_of(FixedLength(2))
+    for several, complaint in (
+        (torch.tensor([PROMPT]), r"is \[0, 1\] \(list\); it must be an integer"),
+        (torch.zeros(2), r"is 0\.0 \(float\)"),
+    ):
+        for generate in (decoder.generate, lambda prompt, limit: decoder.generate_batch([prompt], limit)):
+            with pytest.raises(ValueError, match=f"a token id of a prompt {complaint}"):
+                generate(several, 3)
+    with pytest.raises(ValueError, match="max_new_tokens has 2 entries for 1 prompts"):
+        decoder.generate_batch([PROMPT], [3, 3])
+    for limits, complaint in (
+        (2.5, r"max_new_tokens is 2\.5"),
+        ("3", "max_new_tokens is '3'"),
+        ([2.0], r"an entry of max_new_tokens is 2\.0"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            limits_of(limits, 1)
 
 
 def test_what_has_no_batches_is_refused_in_one_line():

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import ToyModel
-from observed import observed
-from random_pairs import random_pair
-from toy_loop import POLICIES, PROMPT, decoder_of
 
 from decode import InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
 from lm import CachedModel
+from tests.decode.enumeration import ToyModel
+from tests.decode.observed import observed
+from tests.decode.random_pairs import random_pair
+from tests.decode.toy_loop import POLICIES, PROMPT, decoder_of
 
 
 def assert_counts(decoder: SpeculativeDecoder, max_new_tokens: int, *, seed: int) -> set[str | None]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from toy_loop import SAMPLINGS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode import ModelDrafter, Session
@@ -17,6 +16,7 @@ from decode.loop.fused import fused_step
 from decode.policies import AfterDraw, FixedLength, Policy
 from heads import AcceptanceHead
 from lm import CachedModel, Chance, CompiledModel, CompiledTailModel, RandomDraws, Sampling
+from tests.decode.toy_loop import SAMPLINGS
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 PROMPT = [1, 2, 3]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from random_pairs import CONFIGS, IDS, random_pair
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic
 from lm import CachedModel, Sampling
+from tests.decode.random_pairs import CONFIGS, IDS, random_pair
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -8,9 +8,9 @@ import test_counts as counts
 import test_losslessness as laws
 import test_sampled_law as sampled
 import torch
-from mutants import MUTANTS
 
 from decode.policies import FixedLength
+from tests.decode.mutants import MUTANTS
 
 PER_SAMPLING = laws.test_every_policy_preserves_the_target_law_under_every_sampling
 KILLERS = {

@@ -12,13 +12,13 @@ from collections import Counter
 
 import pytest
 import torch
-from enumeration import ToyModel, law_of
-from mutants import MUTANTS
 from scipy.stats import chi2, ncx2
-from toy_loop import PROMPT, SAMPLINGS, decoder_of
 
 from decode.policies import Entropy, FixedLength
 from lm import RandomDraws, Sampling
+from tests.decode.enumeration import ToyModel, law_of
+from tests.decode.mutants import MUTANTS
+from tests.decode.toy_loop import PROMPT, SAMPLINGS, decoder_of
 
 NUM_SAMPLES = 2000
 FALSE_ALARM = 1e-6

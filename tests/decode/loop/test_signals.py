@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from enumeration import ToyModel
-from toy_loop import PROMPT, decoder_of, toy_head
 
 from data_gen.labels.scalars import Scalars
 from decode import ModelDrafter, Session
@@ -17,6 +15,8 @@ from heads.model import stepwise
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import RandomDraws, Sampling, entropy
+from tests.decode.enumeration import ToyModel
+from tests.decode.toy_loop import PROMPT, decoder_of, toy_head
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pytest
 import torch
-from enumeration import ToyModel
-from toy_loop import POLICIES, PROMPT, decoder_of
 
 from decode import policies
 from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
@@ -19,6 +17,8 @@ from decode.policies.registry import make_policy, parse_policy
 from decode.policies.scores import Scores, sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
+from tests.decode.enumeration import ToyModel
+from tests.decode.toy_loop import POLICIES, PROMPT, decoder_of
 
 
 def drawn_with(**signals: float) -> AfterDraw:
@@ -129,7 +129,7 @@ def test_the_head_policy_takes_its_parameters_by_position():
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_auto_is_a_head_policy_that_does_what_the_rule_does(timing):
+def test_a_head_policy_on_auto_is_the_rule(timing):
     head = AcceptanceHead(4, 0, timing, provenance=Provenance(recommended=TUNED))
     rule = Auto.recommended(head)
 
@@ -146,17 +146,19 @@ def test_auto_is_a_head_policy_that_does_what_the_rule_does(timing):
         return [*answers, *state]
 
     policy = HeadPolicy(head, "auto")
-    again = [policy, copy.copy(policy), replace(policy, is_calibrated=True), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
+    again = [policy, copy.copy(policy), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
     for each in [*again, pickle.loads(pickle.dumps(policy))]:
-        assert isinstance(each, HeadPolicy)
+        assert isinstance(each, Auto)
         assert (each.signals, each.has_memory) == (rule.signals, rule.has_memory)
         assert play(each) == play(rule)
-    assert replace(policy, max_rejection_prob=0.5).rule is None
+    fixed = HeadPolicy(head, 0.5)
+    assert copy.copy(fixed) == fixed
+    assert pickle.loads(pickle.dumps(fixed)).max_rejection_prob == 0.5
 
 
 @pytest.mark.parametrize("threshold", ["auto", "automatic"])
 def test_auto_without_what_it_needs_is_refused(threshold):
-    with pytest.raises(ValueError, match="decode tune" if threshold == "auto" else "or auto"):
+    with pytest.raises(ValueError, match="evaluation tune" if threshold == "auto" else "or auto"):
         HeadPolicy(AcceptanceHead(4, 0), threshold)
     with pytest.raises(ValueError, match="leave it out"):
         HeadPolicy(AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED)), "auto", min_draft_length=2)

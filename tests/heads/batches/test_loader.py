@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import feature_data, make_config, write_data
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
 
-from data_gen.store import shards
-from data_gen.store.shards import features_path, sidecar_path, write_shard
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
 from heads.training.sweep import Sweep
+from store import shards
+from store.shards import features_path, sidecar_path, write_shard
+from tests.heads.made_up import feature_data, make_config, write_data
 from train import train
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]

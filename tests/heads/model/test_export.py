@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import feature_data, make_config
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 from heads import AcceptanceHead
 from heads.command import export, load_sweep
+from tests.heads.made_up import feature_data, make_config
 from train import train
 
 

@@ -1,4 +1,4 @@
-"""A head is used with the draft, the target and the sampling that it was trained for, or refused with both named (laws 4.1 and 7)."""
+"""A head is used with the draft, the target and the sampling that it was trained for, or refused with both named (law 4.1)."""
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM

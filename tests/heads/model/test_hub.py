@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from made_up import make_config
 
 from heads import AcceptanceHead, Provenance
 from heads.command import import_, inspect, push, save_whole
+from tests.heads.made_up import make_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

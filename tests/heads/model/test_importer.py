@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from made_up import make_config
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from heads import AcceptanceHead, Provenance
 from heads.command import import_, inspect
 from heads.model.official import read_official_head
+from tests.heads.made_up import make_config
 
 
 class OfficialBlock(nn.Module):

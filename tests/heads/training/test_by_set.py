@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from made_up import make_config, write_data
 
-from data_gen.store.shards import rows_path, write_shard
+from store.shards import rows_path, write_shard
+from tests.heads.made_up import make_config, write_data
 from train import train
 
 

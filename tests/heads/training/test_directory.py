@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import make_config
 
 from heads.command import export, load_sweep, save_whole
 from heads.model.head import AcceptanceHead
 from heads.training.checkpoints import WholeCheckpoints
 from heads.training.directory import RunDirectory
 from tests.data_gen.on_disk import in_a_child
+from tests.heads.made_up import make_config
 from train import train
 
 ONE = {"max_epochs": 1}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from made_up import ROOT, command, environment, make_config, train_by_command
 
 from heads.command import export
 from heads.training import checkpoints
 from heads.training.checkpoints import WholeCheckpoints
+from tests.heads.made_up import ROOT, command, environment, make_config, train_by_command
 from train import train
 
 EPOCHS = 40

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from made_up import HIDDEN, make_config, train_by_command, write_yaml
 
 from configs.command import config_of, parser_for
 from heads.command import load_sweep
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps
 from heads.training.trainer import make_trainer, trainer_arguments
+from tests.heads.made_up import HIDDEN, make_config, train_by_command, write_yaml
 from train import train
 
 EARLY_STOPPING = {"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": {"monitor": "dev/calibrated_kl", "patience": 2}}

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from made_up import ROOT, command, environment, make_config
 from safetensors.torch import load_file, save
 
-from data_gen.store.shards import write_shard
 from heads.command import load_sweep
 from heads.training.run import build
 from heads.training.trainer import trainer_arguments
+from store.shards import write_shard
 from tests.data_gen.processes import descendants
+from tests.heads.made_up import ROOT, command, environment, make_config
 from train import train
 
 

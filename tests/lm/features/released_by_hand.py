@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import torch
-from random_drafts import LAYERS, SIZES, VOCAB, WIDTH
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.lm.features.random_drafts import LAYERS, SIZES, VOCAB, WIDTH
 
 HEADS, KV_HEADS, INNER, REDUCED = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["intermediate_size"], [0, 2, 3, 6]
 HEAD = WIDTH // HEADS

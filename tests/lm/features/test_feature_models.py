@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from random_drafts import KINDS, TARGETS, VOCAB, draft, target
 
 from lm import TappedModel, feature_model
+from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, draft, target
 
 
 def logits_afresh(kind, family, committed, drafted):

@@ -1,0 +1,165 @@
+"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock HEAD [--turns 5] [--layers 14 60]`.
+
+The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and a verification
+five times as long; both are measured. One engine speculates, in which every request brings its policy, another does not; arms take turns,
+each serving the same prompts, EOS ignored, as many at a time as `--concurrency` says. HEAD: a drawn-time head that
+`evaluation tune` has been at. The engine computes with one thread, and seconds are those of its process, which other work on the machine
+does not lengthen; what the clock on the wall says stands beside. After each turn one JSON document of all turns so far: of every arm and
+concurrency tokens per second, and its ratio to the best fixed length's with a 90 % interval (by resampling turns).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from benchmarks.serve.loop import ROOT, TRIO, pair_of_the_trio, requests_of
+from benchmarks.serve.session import MARK
+from configs import ModelSource
+from lm import load_model
+
+LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
+_FEWEST = 4
+"""Requests of a turn, at the least: one at a time differs by its prompts."""
+ARMS = {
+    **{f"fixed length {k}": f"fixed_length:k={k}" for k in (2, 4, 6, 10)},
+    "SVIP": "entropy:max_sqrt_entropy=0.46",
+    "product of token prob.": "cumulative_token_prob:min_token_prob=0.0474",
+    "head, threshold": "head:head,max_rejection_prob=0.3",
+    "auto": "head:head,max_rejection_prob=auto",
+}
+
+
+class Session:
+    """One engine in a process of its own."""
+
+    def __init__(self, python: str, job: dict[str, Any], path: Path) -> None:
+        path.write_text(json.dumps(job))
+        command = [python, "-m", "benchmarks.serve.session", str(path)]
+        self._log = path.with_suffix(".log").open("w+")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
+        )
+        self._result()
+
+    def served(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What became of a batch."""
+        assert self._process.stdin is not None, "a pipe was asked for"
+        self._process.stdin.write(json.dumps(batch) + "\n")
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "a pipe was asked for"
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        self._log.seek(0)
+        raise SystemExit(f"vLLM has ended: {self._log.read()[-4000:]}")
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve in turns."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.clock")
+    parser.add_argument("head")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--layers", type=int, nargs=2, default=(14, 60), help="more of the draft and of the target")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: every arm writes the same text, and only work differs")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 4, 16))
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models = {role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), given.layers, strict=True)}
+        settings = {"policy": "fixed_length:k=2", "heads": {"head": given.head}, "allow_foreign_heads": True}
+        job = {**models, "longest": LONGEST, "settings": settings, "arguments": {"max_num_seqs": max(given.concurrency)}, "batches": []}
+        stopping = Session(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
+        alone = Session(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
+        try:
+            for report in timed(stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature):
+                print(json.dumps({"layers": given.layers, "temperature": given.temperature, **report}), flush=True)
+        finally:
+            stopping.close()
+            alone.close()
+
+
+def slow(role: str, num_layers: int, folder: Path) -> str:
+    """A model of the trio with so many layers that change nothing, and its tokenizer; the directory."""
+    source = str(TRIO / role)
+    load_model(ModelSource(path=source, dtype="float32", extra_layers=num_layers)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+class Turn(NamedTuple):
+    """One arm, once."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+    """Of the engine's process, whatever else the machine does."""
+    mean_draft_length: float
+
+
+def timed(stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float) -> Iterator[dict[str, Any]]:
+    """What all turns so far come to, after each of them; one before the first warms both engines up."""
+    prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
+    seen = defaultdict[tuple[int, str], list[Turn]](list)
+    for turn in range(turns + 1):
+        for size in sizes if turn else sizes[-1:]:
+            for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
+                asked = [one | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS} for one in chosen(prompts, size, turn)]
+                batch = {"name": f"{turn}/{size}/{arm}", "requests": asked, "temperature": temperature, "concurrency": size}
+                result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
+                lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
+                one = Turn(NUM_TOKENS * len(asked), result["seconds"], result["cpu_seconds"], sum(lengths) / max(len(lengths), 1))
+                if turn:
+                    seen[size, arm].append(one)
+                times[size] = result.get("times") or times.get(size)
+        if turn:
+            yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
+
+
+def chosen(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dict[str, Any]]:
+    """The prompts of a turn: other ones in every turn, the same for every arm."""
+    count = max(REQUESTS_PER_SEAT * size, _FEWEST)
+    return [prompts[(turn * count + place) % len(prompts)] for place in range(count)]
+
+
+def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
+    """One concurrency. Every arm has written as many tokens in a turn, so that seconds alone differ."""
+    fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
+    best, rows, random = max(fixed, key=lambda arm: speed(seen[size, arm])), {}, np.random.default_rng(0)
+    for arm in (ALONE, *ARMS):
+        pairs = list(zip(seen[size, best], seen[size, arm], strict=True))
+        seconds = np.array([[one.cpu_seconds for one in pair] for pair in pairs])
+        resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
+        low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
+        rows[arm] = {
+            "tokens_per_s": round(speed(seen[size, arm]), 1),
+            "over_best_fixed": [round(each, 3) for each in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)],
+            "on_the_wall": round(sum(one.seconds for one, _ in pairs) / sum(one.seconds for _, one in pairs), 3),
+            "mean_draft_length": round(float(np.mean([one.mean_draft_length for _, one in pairs])), 2),
+        }
+    return {"concurrency": size, "best_fixed": best, "arms": rows}
+
+
+def speed(turns: list[Turn]) -> float:
+    """Tokens per second of the engine's process."""
+    return sum(one.tokens for one in turns) / sum(one.cpu_seconds for one in turns)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

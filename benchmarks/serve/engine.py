@@ -1,0 +1,192 @@
+"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON (`session` is told one by one).
+
+JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of `LLM`'s),
+           "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
+                        "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
+                        "abort_at": a step at which every third request is aborted,
+                        "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
+RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by engine
+
+answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request; counters are vLLM's own, and
+num_lanes the requests that the plugin remembers at the end. Engines run in this process, one after the other, so that what the plugin is
+told of each round can be written down.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+from decode.policies.base import AfterDraw
+from serve import KEY
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+COUNTERS = (
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "num_preemptions",
+    "prefix_cache_hits",
+)
+_ALMOST = 0.999
+_PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Serve the job's batches."""
+    written = Written()
+    results = []
+    for job in json.loads(Path(job_path).read_text()):
+        engine = Engine(job, written)
+        results.append({batch["name"]: engine.served(batch) for batch in job["batches"]})
+        engine.close()
+    Path(result_path).write_text(json.dumps(results))
+
+
+class Written:
+    """What every request's rounds came to, written down as the plugin is told of it."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        """Args:
+        clock: that the plugin measures draft and verification with.
+        """
+        from serve.engine.stops import Stops
+
+        self.rounds: dict[str, list[list[int]]] = defaultdict(list)
+        self.stops: Stops | None = None
+        verified = Stops.verified
+
+        def kept(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
+            verified(stops, sampled, requests, batch, is_discarded)
+            self.stops, stops._lanes._pace.clock = stops, clock
+            for row, reads in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask has all seats
+                if not reads:
+                    self.rounds[row.request].append([len(row.verified), row.num_accepted])
+
+        Stops.verified = kept  # type: ignore[method-assign]
+
+    def of(self, request_id: str) -> list[list[int]]:
+        """Without the step that read the prompt's end, which verifies nothing; inside the engine an id may have an ending of its own."""
+        found = [each for name, each in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")]
+        return found[0][1:] if found else []
+
+
+class Engine:
+    """One `LLM`."""
+
+    def __init__(self, job: dict[str, Any], written: Written) -> None:
+        from vllm import LLM
+
+        self._has_settings, self._written = job["settings"] is not None, written
+        written.stops = None
+        self._llm = LLM(**_arguments(job))
+
+    def served(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What became of a batch."""
+        self._written.rounds.clear()
+        before, since, cpu_since = self._counters(), perf_counter(), process_time()
+        with _illegal() if batch.get("is_illegal") else _as_it_is():
+            finished = self._finished(batch)
+        spent = {"seconds": perf_counter() - since, "cpu_seconds": process_time() - cpu_since}
+        names = [f"{batch['name']}/{place}" for place in range(len(batch["requests"]))]
+        after, stops = self._counters(), self._written.stops
+        return {
+            **spent,
+            "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
+            "counters": {name: after[name] - before[name] for name in COUNTERS},
+            "rss_mib": int(Path("/proc/self/statm").read_text().split()[1]) // _PAGES_PER_MIB,
+            "num_lanes": 0 if stops is None else len(stops._lanes),
+        }
+
+    def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
+        """Tokens by request, of those that came to their end."""
+        engine, finished, num_steps = self._llm.llm_engine, dict[str, list[int]](), 0
+        waiting = deque(enumerate(batch["requests"]))
+        while waiting or engine.has_unfinished_requests():
+            while waiting and engine.get_num_unfinished_requests() < batch.get("concurrency", len(batch["requests"])):
+                place, request = waiting.popleft()
+                engine.add_request(f"{batch['name']}/{place}", {"prompt_token_ids": request["prompt_ids"]}, self._params(batch, request))
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+            num_steps += 1
+            if num_steps == batch.get("abort_at"):
+                engine.abort_request([f"{batch['name']}/{place}" for place in range(0, len(batch["requests"]), 3)])
+        return finished
+
+    def _params(self, batch: dict[str, Any], request: dict[str, Any]) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=batch.get("temperature", 0.0),
+            top_p=batch.get("top_p", 1.0),
+            max_tokens=request["max_tokens"],
+            ignore_eos=batch.get("ignore_eos", False),
+            extra_args={KEY: request["policy"]} if self._has_settings else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _counters(self) -> dict[str, int]:
+        found = dict.fromkeys(COUNTERS, 0)
+        for metric in self._llm.get_metrics():
+            name = metric.name.removeprefix("vllm:")
+            if name in found:
+                found[name] += metric.value
+        return found
+
+    def close(self) -> None:
+        """Free what the next engine needs."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def _arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """Of `LLM`: float32 and eager, so that tokens can be compared one by one."""
+    arguments = {"model": job["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": False}
+    if job["draft"] is not None:
+        arguments["speculative_config"] = {
+            "method": "draft_model",
+            "model": job["draft"],
+            "num_speculative_tokens": job["longest"],
+            "draft_sample_method": "probabilistic",
+        }
+    return arguments | job["arguments"] | ({} if job["settings"] is None else {"additional_config": {KEY: job["settings"]}})
+
+
+@contextmanager
+def _illegal() -> Any:
+    """What no policy can say: it looks at a drawn token, stops, and drops it."""
+    from serve.lanes import Lane
+
+    take = Lane.take
+
+    def dropped(lane: Lane, token: int, drawn: AfterDraw) -> None:
+        take(lane, token, drawn)
+        if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
+            lane.is_going = False
+            lane.tokens.pop()
+            lane._drawn.pop()
+
+    Lane.take = dropped  # type: ignore[method-assign]
+    yield
+    Lane.take = take  # type: ignore[method-assign]
+
+
+@contextmanager
+def _as_it_is() -> Any:
+    yield
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,201 @@
+"""Feature drafts for a small target, `checkpoints/tiny/{eagle,glide}`: how they learn, and how they are saved, as the released ones are.
+
+    eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) and KL(p || q); and, as in HASS and EAGLE-3's
+            "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the outputs of depth k, which is
+            what drafting meets. Departures: the divergence weighs as much as the distance, not a tenth of it; features are not noised,
+            since deeper ones err by themselves; depths weigh .8^k as in EAGLE-3, which has no distance; and HASS's loss on the
+            likeliest tokens alone is left out.
+    glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure: KL(p || q) in place of
+            the text's own tokens, which makes free choices of wording agree, as for the draft of the trio.
+
+The target is frozen, and reads each batch once for both. This is a recipe for small models and no framework: for large ones there are
+SpecForge and speculators, whose drafts load.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+
+from checkpoints.recipes.training import Batch, Optimiser
+from lm.features.draft import FeatureDraft, Outputs
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide, delayed
+
+FEATURE_DRAFTS = ("eagle", "glide")
+_BLOCK_SIZE = 5
+"""Of GliDe: tokens per block, which is how far the target's keys may lie behind."""
+NUM_DEPTHS = 5
+"""How many tokens of a draft are measured."""
+_NUM_TAUGHT = 3
+"""Of EAGLE: how many tokens of a draft are learned."""
+_DEPTH_WEIGHT = 0.8
+"""Of each of them, against the one before it."""
+_NO_KEYS = ("architectures", "dtype", "transformers_version")
+"""Of the target's config, what its draft does not share."""
+
+
+def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
+    """A draft of the target's sizes, bound to it; GliDe's begins as the first layer of the target, a Llama, EAGLE's layer is random."""
+    theirs = target.config.get_text_config()
+    body: Any = target.base_model
+    keys = {name: value for name, value in theirs.to_diff_dict().items() if not name.startswith("_") and name not in _NO_KEYS}
+    config = LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": kind == "glide"})
+    if kind == "eagle":
+        eagle = Eagle(config)
+        assert eagle.embed_tokens is not None
+        eagle.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
+        eagle.embed_tokens.requires_grad_(False)
+        return eagle.bind(target)
+    config.large_hidden_size, config.large_num_attention_heads = theirs.num_attention_heads * theirs.head_dim, theirs.num_attention_heads
+    config.block_size = _BLOCK_SIZE
+    glide = Glide(config, theirs.num_hidden_layers)
+    assert glide.embed_tokens is not None
+    glide.embed_tokens.load_state_dict(target.get_output_embeddings().state_dict())
+    glide.norm.load_state_dict(body.norm.state_dict())
+    glide.layers[0].load_state_dict(body.layers[0].state_dict(), strict=False)  # all but cross-attention
+    for name, parameter in glide.layers[0].named_parameters():
+        if name == "cross_attn.o_proj.weight":
+            torch.nn.init.zeros_(parameter)
+    return glide.bind(target)
+
+
+def teach(
+    drafts: Sequence[FeatureDraft], target: PreTrainedModel, source: Iterator[Batch], *, num_steps: int, learning_rate: float
+) -> Iterator[list[float]]:
+    """Train drafts beside a frozen target; yields KL(p || q) of each, in nats per token, for drafts of one token."""
+    target.requires_grad_(False)
+    optimisers = [Optimiser(draft, learning_rate, num_steps, has_muon=False) for draft in drafts]
+    for batch in islice(source, num_steps):
+        told = Told.of(target, batch)
+        losses = []
+        for draft, optimiser in zip(drafts, optimisers, strict=True):
+            loss, divergence = _loss(draft, told)
+            optimiser.step(loss)
+            losses.append(divergence)
+        yield losses
+    for draft in drafts:
+        draft.eval()
+
+
+@torch.no_grad()
+def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequence[Batch]) -> list[float]:
+    """Mean acceptance_rate of the first, second, … token of drafts along the text, over the learned positions of some batches."""
+    rates = []
+    for batch in batches:
+        told = Told.of(target, batch)
+        at_depths = [torch.minimum(log_q.exp(), told.log_p.exp()).sum(-1) for log_q in said(draft, told)]
+        rates.append(torch.stack(at_depths))
+    return torch.cat(rates, -1).mean(-1).tolist()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the target says of a batch. Learned positions: their next token is to be said, and NUM_DEPTHS or more are before them."""
+
+    tokens: Int[Tensor, "batch position"]
+    is_learned: Bool[Tensor, "batch position"]
+    states: Float[Tensor, "batch position hidden"]
+    """After the final norm."""
+    log_p: Float[Tensor, "learned vocab"]
+    cache: Any
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: PreTrainedModel, batch: Batch) -> "Told":
+        """One forward."""
+        tokens, is_learned = batch.ids[:, :-1], batch.is_learned.clone()
+        is_learned[:, :NUM_DEPTHS] = False  # no draft of so many tokens ends there
+        output = target.base_model(input_ids=tokens, use_cache=True)
+        log_p = target.get_output_embeddings()(output.last_hidden_state[is_learned]).log_softmax(-1)
+        return cls(tokens, is_learned, output.last_hidden_state, log_p, output.past_key_values)
+
+    @property
+    def positions(self) -> Int[Tensor, "batch position"]:
+        """Of the tokens."""
+        return torch.arange(self.tokens.shape[1]).expand(len(self.tokens), -1)
+
+    def divergence(self, log_q: Float[Tensor, "learned vocab"]) -> Float[Tensor, ""]:
+        """KL(p || q), in nats per token."""
+        return functional.kl_div(log_q, self.log_p, log_target=True, reduction="batchmean")
+
+
+def said(draft: FeatureDraft, told: Told) -> Iterator[Float[Tensor, "learned vocab"]]:
+    """log q at the learned positions, as the first, second, … token of drafts along the text, each begun so many tokens before."""
+    if isinstance(draft, Glide):
+        place = torch.arange(told.tokens.shape[1])
+        for depth in range(1, NUM_DEPTHS + 1):
+            is_seen = (place <= place[:, None] - depth) | (place == 0)
+            yield _glide_says(draft, told, is_seen[None, None])
+        return
+    assert isinstance(draft, Eagle)
+    for outputs in islice(unrolled(draft, told.tokens, told.states), NUM_DEPTHS):
+        yield draft.logits(outputs.hidden[told.is_learned[:, 1:]]).log_softmax(-1)
+
+
+def unrolled(draft: Eagle, tokens: Int[Tensor, "batch position"], states: Float[Tensor, "batch position hidden"]) -> Iterator[Outputs]:
+    """An EAGLE draft's outputs at depth 1, 2, … of drafts from all entries at once, endlessly; each feeds the data's tokens, not its own.
+
+    Entry t reads token t + 1. At depth k + 1 it stands k tokens behind a root whose target state it cannot see past: it reads the output
+    of entry t - 1 at depth k, and sees the entries up to t - k at depth 1 and, of the others, those of its own draft: t - k + m at depth
+    m + 1. The first k entries have no root, and mean nothing.
+    """
+    cache, positions = DynamicCache(), torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+    behind = positions[0][:, None] - positions[0]  # [entry seen]: how far back
+    fed = draft.entering(states[:, :-1])
+    for depth in count():
+        seen = [behind >= depth, *(behind == depth - other for other in range(1, depth + 1))]
+        outputs = draft(tokens[:, 1:], fed, positions, cache=cache, mask=torch.cat(seen, -1)[None, None])
+        yield outputs
+        fed = functional.pad(outputs.states[:, :-1], (0, 0, 1, 0))
+
+
+def _loss(draft: FeatureDraft, told: Told) -> tuple[Float[Tensor, ""], float]:
+    """(the loss, the divergence alone for drafts of one token)"""
+    if isinstance(draft, Glide):
+        divergence = told.divergence(_glide_says(draft, told, delayed(told.tokens.shape[1], draft.config.block_size)))
+        return divergence, divergence.item()
+    assert isinstance(draft, Eagle)
+    is_learned, losses, divergences = told.is_learned[:, 1:], [], []
+    for depth, outputs in enumerate(islice(unrolled(draft, told.tokens, told.states), _NUM_TAUGHT)):
+        states = outputs.states[is_learned]
+        divergences.append(told.divergence(draft.logits(states).log_softmax(-1)))
+        distance = functional.smooth_l1_loss(states, told.states[:, 1:][is_learned])
+        losses.append(_DEPTH_WEIGHT**depth * (divergences[-1] + distance))
+    return torch.stack(losses).sum(), divergences[0].item()
+
+
+def _glide_says(draft: Glide, told: Told, cross_mask: Bool[Tensor, "1 1 node seen"]) -> Float[Tensor, "learned vocab"]:
+    """log q at the learned positions."""
+    layers = [told.cache.layers[place] for place in draft.cached_layer_ids]
+    seen = [(layer.keys, layer.values) for layer in layers]
+    hidden = draft(told.tokens, seen, told.positions, cross_mask=cross_mask).hidden
+    return draft.logits(hidden[told.is_learned]).log_softmax(-1)
+
+
+def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
+    """Write it in bfloat16 in its released layout; the directory appears whole or not at all."""
+    partial = directory.with_name(f".{directory.name}.partial")  # a rename is atomic, a directory of files is not
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    is_glide = isinstance(draft, Glide)
+    config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    config |= {} if is_glide else {"bias": True}
+    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    prefix = "model." if is_glide else ""
+    tensors = {prefix + name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    for file in partial.iterdir():
+        file.chmod(0o644)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)

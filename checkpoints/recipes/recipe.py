@@ -1,0 +1,216 @@
+"""The recipe of the embedded trio `checkpoints/tiny/{target,draft,micro}`: `python -m checkpoints.recipes`.
+
+Three Llama-architecture models with one tokenizer, trained on `data_gen.stories.stories` alone:
+
+    target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
+    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a word up in the prompt
+             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves little to predict.)
+    micro    one layer, much narrower: the same, for hierarchies of three.
+
+Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`checkpoints.recipes.feature_drafts`).
+
+Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn from q is accepted
+although its entropy is high; where something has to be worked out, p is nearly one-hot and q is spread. On a CPU a forward of one token
+costs one fixed part and one part per layer, so depth, not width, sets t_target / t_draft.
+
+Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
+from checkpoints.recipes.figures import NAMES, measure, report
+from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
+from checkpoints.recipes.training import Batch, batches, distil, encode_story, train
+from configs.paths import local_path
+from configs.schema import ModelSource
+from data_gen.stories.stories import stories, story_stream
+from lm import load_model, load_tokenizer
+
+_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+"""What a model's directory holds; a directory with anything else is never overwritten."""
+_STORY_SEED = 1 << 32
+"""Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that the trio learned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of one model."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything but seed and machine that decides the trio's bytes."""
+
+    target: Shape = Shape(num_layers=10, hidden_size=128, intermediate_size=352, num_heads=4)
+    draft: Shape = Shape(num_layers=1, hidden_size=96, intermediate_size=256, num_heads=3)
+    micro: Shape = Shape(num_layers=1, hidden_size=24, intermediate_size=64, num_heads=1)
+    vocab_size: int = 768
+    num_tokenizer_stories: int = 4000
+    batch_size: int = 16
+    target_steps: int = 2000
+    distil_steps: int = 1200
+    target_learning_rate: float = 4e-3
+    distil_learning_rate: float = 4e-3
+    feature_draft_batch_size: int = 8
+    feature_draft_steps: int = 400
+    feature_draft_learning_rate: float = 4e-3
+    num_threads: int = 1
+    """More threads would gain little, since the models are small."""
+
+
+def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+    """Train the trio, write it under `out_dir`, and measure it on the test split.
+
+    Nothing is written before all three are trained, so an interrupted run leaves `out_dir` as it was.
+
+    Returns:
+        the figures of `checkpoints.recipes.figures.measure`.
+
+    Raises:
+        ValueError: a model is there already and `overwrite` is off.
+    """
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
+    _refuse_present(out_dir, NAMES, overwrite=overwrite)
+    torch.set_num_threads(recipe.num_threads)
+    with _progress() as progress:
+        models, tokenizer = _train_trio(seed, recipe, progress)
+    _write(models, tokenizer, out_dir)
+    figures = measure(out_dir)
+    print(report(figures))
+    return figures
+
+
+def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+    """Train the feature drafts for `out_dir`/target, and write them beside it.
+
+    Returns:
+        acceptance_rate of each on stories of the test split, at each depth of a draft.
+
+    Raises:
+        FileNotFoundError: there is no target.
+        ValueError: a draft is there already and `overwrite` is off.
+    """
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
+    _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
+    source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
+    target, tokenizer = load_model(source), load_tokenizer(source)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
+    num_stories = recipe.feature_draft_batch_size * recipe.feature_draft_steps
+    how = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    with _progress() as progress:
+        stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+        rows = [encode_story(story, tokenizer) for story in _track(progress, "write stories", stream, total=num_stories)]
+        steps = teach(
+            list(drafts.values()),
+            target,
+            batches(rows, **how),
+            num_steps=recipe.feature_draft_steps,
+            learning_rate=recipe.feature_draft_learning_rate,
+        )
+        for _ in _track(progress, "teach eagle and glide", steps, total=recipe.feature_draft_steps):
+            pass
+    for kind, draft in drafts.items():
+        save_feature_draft(draft, out_dir / kind)
+    held_out = list(islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8))
+    rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
+    figures = {f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)}
+    print(report(figures))
+    return figures
+
+
+def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Raise ValueError for models that are there, unless they may be overwritten and hold nothing else."""
+    present = [name for name in names if (out_dir / name).exists()]
+    if present and not overwrite:
+        raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
+    for path in (out_dir / name for name in present):
+        if foreign := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
+            raise ValueError(f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory")
+
+
+def _train_trio(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+    """The three models, in bfloat16, and their tokenizer."""
+    torch.manual_seed(seed)
+    num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
+    stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+    told = list(_track(progress, "write stories", stream, total=num_stories))
+    tokenizer = train_tokenizer(told[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", told, total=num_stories)]
+    models = {name: _new_model(shape, tokenizer) for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)}
+    source = batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
+    _learn(models, source, recipe, progress)
+    return models, tokenizer
+
+
+def _learn(models: dict[str, LlamaForCausalLM], source: Iterator[Batch], recipe: Recipe, progress: Progress) -> None:
+    """Train the target, then distil the others from it."""
+    target, *others = models.values()
+    steps = train(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
+    for _ in _track(progress, "train target", steps, total=recipe.target_steps):
+        pass
+    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
+    steps = distil(target, others, source, num_steps=recipe.distil_steps, learning_rate=recipe.distil_learning_rate)
+    for _ in _track(progress, "distil draft and micro", steps, total=recipe.distil_steps):
+        pass
+    for model in models.values():
+        model.bfloat16()
+
+
+def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A model with random weights from torch's global generator."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    """Each model directory appears whole or not at all."""
+    for name, model in models.items():
+        partial = out_dir / f".{name}.partial"  # a rename is atomic, a directory of files is not
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in partial.iterdir():
+            file.chmod(0o644)
+        shutil.rmtree(out_dir / name, ignore_errors=True)
+        partial.rename(out_dir / name)
+
+
+def _progress() -> Progress:
+    note = TextColumn("{task.fields[note]}")
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), note)
+
+
+def _track(progress: Progress, description: str, steps: Iterable, *, total: int) -> Iterable:
+    """The steps, with a bar; a step that is a list of losses shows them beside it."""
+    task = progress.add_task(description, total=total, note="")
+    for step in steps:
+        note = " ".join(f"{loss:.3f}" for loss in step) + " nats" if isinstance(step, list) else ""
+        progress.update(task, advance=1, note=note)
+        yield step

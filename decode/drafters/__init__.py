@@ -1,0 +1,1 @@
+"""Drafters beyond one model and one chain: hierarchies, trees, parallel drafting."""

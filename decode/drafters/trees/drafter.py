@@ -1,0 +1,195 @@
+"""Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
+
+At every level the best candidate is the one of the largest sum of log q. The policy is shown the draft steps of its path, as if the path
+had been drafted as a chain: entropies, probabilities and heads' scores of its tokens; where another path takes the lead, it is shown that
+one from its beginning, so that no score of one path counts for another. `after` that says stop makes this level the last; `stop_before`
+drops the level, its forward paid; `limit` is a number of levels. `read_every` = 2 heeds a stop after every second level only, as SVIP's
+paper has it on EAGLE-2. The paper does not say whose entropy it reads in a tree; the best path's is read here.
+
+The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with p(x), for which
+candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), estimate a survival from above here.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.drafters.trees.growth import Growth
+from decode.drafters.trees.shapes import Dynamic, Shape
+from decode.loop.drafter import Proposal, Session
+from decode.loop.signals import reader_of
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from lm.entropy import entropy
+from lm.features.trees import GlideTreeModel, TreeDraft
+from lm.trees.cached import TreeModel
+from lm.trees.tree import ROOT, Tree
+
+
+@dataclass
+class TreeProposal(Proposal):
+    """A draft whose tokens are the nodes of a tree, chosen and not drawn: they have no laws."""
+
+    tree: Tree = field(default_factory=Tree)
+    best: list[int] = field(default_factory=list)
+    """Nodes of the path that the policy looked at last."""
+    accepted: list[int] = field(default_factory=list)
+    """The path of nodes that verification accepted."""
+
+
+class _Step(NamedTuple):
+    """What the draft gave after one node."""
+
+    logits: Float[Tensor, " vocab"]
+    hidden: Float[Tensor, "1 hidden"] | None
+
+
+class _Path(NamedTuple):
+    """Candidates from the first level on, as the policy saw them."""
+
+    nodes: list[int]
+    drawn: list[AfterDraw]
+    first: State
+    """Of the policy, before the first of them."""
+    last: State
+    """Before the last of them."""
+    state: State
+    """With all of them in it."""
+    stops: bool = False
+
+    @classmethod
+    def of(cls, state: State) -> "_Path":
+        """No candidate yet."""
+        return cls([], [], state, state, state)
+
+
+class TreeDrafter:
+    """One model drafts a tree level by level until its policy says stop. A `Drafter`, for a `TreeDecoder`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | TreeDraft,
+        policy: Policy,
+        shape: Shape | None = None,
+        *,
+        read_every: int = 1,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Args:
+            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`) reads the very
+                target that verifies.
+            policy: when to stop.
+            shape: how the tree branches; None: EAGLE-2's.
+            read_every: levels after which the policy's stop is heeded.
+            vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+
+        Raises:
+            ValueError: a model that cannot hold a tree, or not this one, a head that does not fit, read_every below 1.
+        """
+        if read_every < 1:
+            raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
+        with_hidden = bool(policy.heads)
+        self.model = TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden) if isinstance(model, PreTrainedModel) else model
+        self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
+        if isinstance(self.model, GlideTreeModel) and self.shape.num_expanded > 1:
+            raise ValueError(
+                f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; use CaPE's tree"
+            )
+        self._signals = reader_of(policy, self.model)
+        self._looks = type(policy).after is not Policy.after or policy.stops_before
+
+    def start(self, session: Session) -> None:
+        self.model.reset()
+        self._session = session
+        self.state = self.policy.start()
+
+    def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
+        """Draft at most `max_tokens` levels after `committed`."""
+        self.state = self.policy.begin(self.state)
+        self._seen = _Path.of(self.state)
+        self._steps: dict[int, _Step] = {}
+        self._growth = Growth(self.shape, self._session.eos_ids)
+        self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
+        most = max_tokens if self.shape.num_levels is None else min(max_tokens, self.shape.num_levels)
+        num_levels = int(min(self.policy.limit(self.state), most, self.model.max_length - len(committed) + 1))
+        fed: Tree | None = Tree()
+        while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
+            fed = self._growth.expand()
+            self.proposal.stop_reason = "limit" if self._growth.open else "eos"
+        self._choose()
+        return self.proposal
+
+    def roll_back(self, length: int) -> None:
+        self.model.roll_back(length)
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self.model.roll_back(len(committed) - 1)
+        self.state = self.policy.end(self._seen.state, self._outcome(num_accepted))
+
+    def _grow(self, committed: list[int], fed: Tree) -> bool:
+        """Add a level; True if the policy lets the tree go on."""
+        growth = self._growth
+        logits = self.model.forward_tree(committed, fed)
+        self.proposal.num_draft_forwards += 1
+        hidden = self.model.hidden
+        rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))
+        self._steps.update(zip(growth.expanded, map(_Step, logits, rows), strict=True))
+        growth.add_level((logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1))
+        if not self._looks:
+            return True
+        is_heeded = growth.depth % self.read_every == 0
+        before, path = self._seen, growth.best_path()
+        seen = self._read(path[-1:], before) if path[:-1] == before.nodes else self._read(path, _Path.of(before.first))
+        if is_heeded and self.policy.stop_before(seen.last, seen.drawn[-1].before):
+            growth.drop_level()
+            self.proposal.stop_reason = "policy"
+            return False
+        self._seen = seen
+        if is_heeded and seen.stops:
+            self.proposal.stop_reason = "policy"
+        return not (is_heeded and seen.stops)
+
+    def _read(self, nodes: list[int], path: _Path) -> _Path:
+        """The path with these nodes behind it, as the policy sees it."""
+        for node in nodes:
+            step = self._steps[self._growth.parents[node]]
+            self.model.hidden = step.hidden
+            drawn = self._signals.read(len(path.nodes), step.logits, self._growth.tokens[node])
+            state, stops = self.policy.after(path.state, drawn)
+            path = _Path([*path.nodes, node], [*path.drawn, drawn], path.first, path.state, state, bool(stops))
+        return path
+
+    def _choose(self) -> None:
+        """The candidates that are verified go into the proposal."""
+        chosen = self._growth.chosen()
+        places = {node: place for place, node in enumerate(chosen)}
+        self._nodes = chosen
+        self.proposal.tree = self._growth.tree()
+        self.proposal.tokens = list(self.proposal.tree.tokens)
+        self.proposal.best = [places[node] for node in self._seen.nodes if node in places]
+
+    def _outcome(self, num_accepted: int) -> Outcome:
+        """Of the accepted path: it was rejected if it ends at a node whose children were refused."""
+        tree, accepted = self.proposal.tree, self.proposal.accepted
+        last = accepted[-1] if accepted else ROOT
+        below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
+        is_rejected = bool(tree.children(last))
+        rejected_entropy = 0.0
+        if is_rejected and "entropy" in self.policy.signals:
+            rejected_entropy = float(entropy(self._steps[ROOT if last == ROOT else self._nodes[last]].logits))
+        num_drafted = max(below, default=0)
+        return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._lesson())
+
+    def _lesson(self) -> State:
+        """Of the best path's tokens, up to the first that was not accepted."""
+        if not self.proposal.takes_lessons:
+            return ()
+        accepted = set(self.proposal.accepted)
+        num_revealed = next((place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted), len(self.proposal.best))
+        revealed = zip(self._seen.drawn[:num_revealed], self.proposal.acceptance_probs, strict=False)
+        lessons = (self.policy.lesson(self._seen.state, drawn, prob) for drawn, prob in revealed)
+        return reduce(partial(mapped, add), lessons, self.policy.nothing_learned)

@@ -1,0 +1,105 @@
+"""One tree of drafts while it grows, level by level, from the draft's distributions alone: a function of the text, so any policy is legal.
+
+Candidates are numbered as they are made, parents first. Those that are expanded are fed to the draft; the candidates that are verified are
+chosen at the end, and since no child is likelier than its parent, they make up a tree.
+"""
+
+from collections.abc import Sequence, Set
+from math import inf
+
+from jaxtyping import Float
+from torch import Tensor
+
+from decode.drafters.trees.shapes import Place, Shape
+from lm.trees.tree import ROOT, Tree
+
+
+class Growth:
+    """Candidates so far."""
+
+    def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
+        """Args:
+        shape: how the tree branches.
+        eos_ids: nothing is drafted after these.
+        """
+        self._shape, self._eos_ids = shape, eos_ids
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        """Sum of log q along the path of each."""
+        self.places: list[Place] = []
+        self.depth = 0
+        self.level: list[int] = []
+        """The candidates of the deepest level."""
+        self.expanded: list[int] = [ROOT]
+        """The nodes whose distributions make the next level."""
+        self._fed: list[int] = []
+
+    def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
+        """The children of the expanded nodes, of which these are the draft's log probabilities.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        places = [() if node == ROOT else self.places[node] for node in self.expanded]
+        nums = [self._shape.num_children(*each) for each in zip(places, log_q.amax(-1).exp().tolist(), strict=True)]
+        values, ids = (each.tolist() for each in log_q.topk(min(max(nums), log_q.shape[-1])))
+        start = len(self.tokens)
+        for row, node in enumerate(self.expanded):
+            before = 0.0 if node == ROOT else self.scores[node]
+            for rank, (value, token) in enumerate(list(zip(values[row], ids[row], strict=True))[: nums[row]]):
+                if value > -inf:
+                    self.tokens.append(token)
+                    self.parents.append(node)
+                    self.scores.append(before + min(value, 0.0))
+                    self.places.append((*places[row], rank))
+        if start == len(self.tokens):
+            raise ValueError("a distribution to choose candidates from is not finite; load the model in float32 or check its weights")
+        self.level = list(range(start, len(self.tokens)))
+        self.depth += 1
+
+    def drop_level(self) -> None:
+        """As if the last level had not been added."""
+        for column in (self.tokens, self.parents, self.scores, self.places):
+            del column[len(column) - len(self.level) :]
+        self.level, self.depth = [], self.depth - 1
+
+    def expand(self) -> Tree | None:
+        """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is nothing to expand."""
+        open_ = [node for node in self.open if self._shape.num_children(self.places[node], 0.0)]
+        self.expanded = sorted(self._best(open_, self._shape.num_expanded))
+        self._fed += self.expanded
+        return self._tree_of(self._fed) if self.expanded else None
+
+    @property
+    def open(self) -> list[int]:
+        """Candidates of the deepest level that the text may go on behind."""
+        return [node for node in self.level if self.tokens[node] not in self._eos_ids]
+
+    def path(self, node: int) -> list[int]:
+        """Candidates from the first level to this one."""
+        path = [node]
+        while self.parents[path[-1]] != ROOT:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    def best_path(self) -> list[int]:
+        """To the best candidate of the deepest level."""
+        return self.path(self._best(self.level, 1)[0])
+
+    def chosen(self) -> list[int]:
+        """The candidates that are verified, in the order of their numbers."""
+        every = range(len(self.tokens))
+        return sorted(self._best(every, self._shape.num_nodes or len(every)))
+
+    def tree(self) -> Tree:
+        """Of the candidates that are verified."""
+        return self._tree_of(self.chosen())
+
+    def _best(self, nodes: Sequence[int], num: int) -> list[int]:
+        """The likeliest, best first; of equals the first, which a parent is."""
+        return sorted(nodes, key=lambda node: -self.scores[node])[:num]
+
+    def _tree_of(self, nodes: Sequence[int]) -> Tree:
+        places = {node: place for place, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Tree([self.tokens[node] for node in nodes], [places[self.parents[node]] for node in nodes])

@@ -1,0 +1,101 @@
+"""A continuous batch stepped through on a trace, for policies whose sequences depend on each other (law 4.13); `load_of` for the others."""
+
+import numpy as np
+from jaxtyping import Int
+
+from decode.policies.base import Policy
+from decode.policies.batch import BatchRule
+from evaluation.batches.load import Load
+from evaluation.traces.lanes import Lanes, Tokens
+from evaluation.traces.replay import Lockstep, Totals, merged
+from evaluation.traces.trace import Array, Trace
+
+
+class _Seats(Lockstep):
+    """Lanes that are seats, whose rounds end together."""
+
+    def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
+        self.every = Lanes.of(trace, np.arange(len(rows)), rows)
+        self.pace = policy.pace() if isinstance(policy, BatchRule) else None
+        first = np.arange(len(rows)) < size
+        super().__init__(Tokens.of(trace, policy), policy, self.every.at(first))
+        self.next = int(first.sum())
+
+    @property
+    def busy(self) -> Array:
+        """Seats with a sequence."""
+        return self.lanes.start < self.lanes.end
+
+    def chosen(self, going: Array) -> Array:
+        """Of the seats that may draft on, those that the batch's rule lets."""
+        if self.pace is None or not going.any():
+            return going
+        at = going.nonzero()[0]
+        worth = np.broadcast_to(self.policy.worth(self.state), going.shape)[at]  # type: ignore[attr-defined]
+        result = np.zeros_like(going)
+        result[at] = self.pace.chosen(worth, int((self.lanes.position + 1)[self.busy].sum()))
+        return result
+
+    def round(self, totals: Totals) -> tuple[list[int], int]:
+        """One round of all: (sequences in each draft step, tokens verified)."""
+        busy = self.busy
+        going, unused, steps = busy & (self.lanes.allowed > 0), np.zeros_like(busy), []
+        while (going := self.chosen(going)).any():
+            steps.append(int(going.sum()))
+            ended, is_unused = self._drafted(going)
+            unused |= is_unused
+            going = going & ~ended
+        num_tokens = int((self.lanes.position + 1)[busy].sum())
+        self._conclude(np.ones_like(busy), unused, totals)
+        return steps, num_tokens
+
+    def refill(self) -> bool:
+        """Seat those that wait; False if a seat stays empty."""
+        empty = (~self.busy).nonzero()[0]
+        seated = empty[: len(self.every.index) - self.next]
+        if len(seated):
+            new = np.arange(self.next, self.next + len(seated))
+            for name in ("index", "start", "end", "limit"):
+                getattr(self.lanes, name)[seated] = getattr(self.every, name)[new]
+            self.next += len(seated)
+            begins = np.zeros(len(self.lanes.start), dtype=bool)
+            begins[seated] = True
+            self._begin(begins, merged(begins, self.policy.start(), self.state))
+        return len(seated) == len(empty)
+
+
+def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int, *, is_drained: bool = False) -> Load:
+    """What a batch does under one setting of a policy.
+
+    Args:
+        trace: of one or more prompts.
+        policy: no parameter is an array.
+        rows: the queue, no shorter than the batch.
+        size: seats.
+        is_drained: as for `load_of`.
+    """
+    size = min(size, len(rows))
+    totals = Totals.of(len(rows), trace.max_draft_length, keeps_rounds=True)
+    steps: list[list[int]] = []
+    num_tokens, emitted = [], []
+    begins, ends = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        seats = _Seats(trace, policy, rows, size)
+        is_full = True
+        while is_full or (is_drained and seats.busy.any()):
+            before, index = seats.next, seats.lanes.index.copy()
+            was_busy = seats.busy
+            taken, verified = seats.round(totals)
+            steps.append(taken)
+            num_tokens.append(verified)
+            emitted.append(int(totals.rounds[-1][-1].sum()))
+            if seats.pace is not None:
+                seats.pace.end(taken, verified, emitted[-1])
+            ends[index[was_busy & ~seats.busy]] = len(steps)
+            is_full = seats.refill() and is_full
+            begins[before : seats.next] = len(steps)
+    table = np.zeros((len(steps), max(map(len, steps), default=0)), dtype=np.int64)
+    for number, taken in enumerate(steps):
+        table[number, : len(taken)] = taken
+    done = ends > 0
+    return Load(table, np.array(num_tokens), np.array(emitted), begins[done], ends[done])

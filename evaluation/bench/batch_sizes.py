@@ -1,0 +1,120 @@
+"""Continuous batches on a clock (law 4.13): fixed lengths and policies at several sizes, in turns, and the curves that their rounds give.
+
+Every run decodes the same prompts under the same seed, as many of them as keep the batch full a while; EOS is switched off. The curves
+t_draft(sequences) and t_target(tokens) are of rounds in which no prompt was read.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.table import Table
+from scipy.optimize import isotonic_regression
+
+from decode.loop.batch import BatchRound
+from decode.policies import FixedLength, Policy
+from decode.policies.batch import BatchCosts, Curve, batched
+from evaluation.costs.measure import Loop, typical
+
+_TURNS = 3
+_REQUESTS_PER_SEAT = 2
+_POINTS = 8
+
+
+class Run(NamedTuple):
+    """One batch run."""
+
+    tokens_per_s: float
+    rounds: list[BatchRound]
+
+
+class Measured(NamedTuple):
+    """What a clock said of batches."""
+
+    rows: list[dict[str, Any]]
+    """Of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's."""
+    curves: BatchCosts
+    """Of all rounds of fixed lengths, which look at no token."""
+
+
+def measure(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
+    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of fixed lengths gave.
+
+    Args:
+        loop: models and prompts.
+        policies: by name, fixed lengths among them.
+        sizes: of batches.
+    """
+    prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
+    fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
+    seen = [one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds]
+    first, rows = curves_of(seen), []
+    for size in sizes:
+        runs: dict[str, list[Run]] = defaultdict(list)
+        for turn in range(_TURNS + 1):
+            for name, policy in policies.items():
+                runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
+        speeds = {name: [run.tokens_per_s for run in turns[1:]] for name, turns in runs.items()}  # the first is a warm-up
+        best = max(fixed, key=lambda name: median(speeds[name]))
+        for name, values in speeds.items():
+            against = median(own / other for own, other in zip(values, speeds[best], strict=True))
+            rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
+        seen += [one for name in fixed for run in runs[name][1:] for one in run.rounds]
+    return Measured(rows, curves_of(seen))
+
+
+def _run(loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int) -> Run:
+    decoder, generator = loop.decoder(policy), torch.Generator().manual_seed(seed)
+    started_s = perf_counter()
+    batch, played = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
+    rounds = list(played)
+    return Run(sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds)
+
+
+def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
+    """t_draft by sequences, from drafts in which all took every step, and t_target by tokens; neither ever falls.
+
+    Raises:
+        ValueError: no round that drafted.
+    """
+    draft, target = defaultdict(list), defaultdict(list)
+    for one in rounds:
+        if one.num_joined:
+            continue
+        target[one.num_tokens].append(one.target_s)
+        if one.steps and len(set(one.steps)) == 1:
+            draft[one.steps[0]].append(one.draft_s / len(one.steps))
+    if not draft:
+        raise ValueError("no round of these batches drafted with all of its sequences; measure a fixed length too")
+    return BatchCosts(_rising(draft), _rising(target))
+
+
+def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
+    """Through the typical seconds at each number, at most so many points, evenly over how often numbers were seen."""
+    numbers = sorted(seconds)
+    seen = np.array([len(seconds[number]) for number in numbers])
+    fitted = isotonic_regression([typical(seconds[number]) for number in numbers], weights=seen).x
+    wanted = np.linspace(0, len(numbers) - 1, min(_POINTS, len(numbers))).round().astype(int)
+    return Curve(tuple(float(numbers[at]) for at in wanted), tuple(float(fitted[at]) for at in wanted))
+
+
+def batch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Policies down, sizes across."""
+    sizes = sorted({row["batch_size"] for row in rows})
+    table = Table(
+        title="tokens/s of continuous batches, all sequences together, medians over turns",
+        caption="in brackets: over the best fixed length's of the same turn",
+    )
+    table.add_column("policy")
+    for size in sizes:
+        table.add_column(f"batch {size}", justify="right")
+    by_place = {(row["policy"], row["batch_size"]): row for row in rows}
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = [by_place[policy, size] for size in sizes]
+        table.add_row(policy, *(f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})" for row in cells))
+    return table

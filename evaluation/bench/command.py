@@ -1,0 +1,187 @@
+"""python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, arms taking turns on every prompt.
+
+    --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13 (`evaluation.bench.batch_sizes`)
+    policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
+                (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
+                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.json
+    lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`evaluation.bench.lengths`)
+    overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what stops add
+
+With `decode.hierarchies` also three models beside two (`evaluation.bench.hierarchies`). The last line is one JSON document.
+"""
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from transformers.utils import logging
+
+from configs.schema import Config
+from data_gen.store.manifest import git_commit
+from decode.experiment import Experiment
+from decode.policies import FixedLength, Policy
+from evaluation.batches.curves import keep_curves
+from evaluation.bench.batch_sizes import batch_table, measure
+from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_table
+from evaluation.bench.lengths import length_rows, length_table
+from evaluation.bench.overheads import overheads_of
+from evaluation.bench.race import SAMPLINGS, Race, Terms
+from evaluation.bench.standings import gain_plot, standing_table, standings_of, summary_table, verdict_of
+from evaluation.console import announce, wide_console
+from evaluation.contest.in_batches import Sizes, sizes_of
+from evaluation.costs.measure import Loop
+from store.shards import write_atomic
+
+Part = Literal["policies", "lengths", "overheads"]
+_PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
+"""Without warpers, which transformers applies to the draft twice: it would lose for another reason than its loop."""
+
+
+def bench(
+    config: Config,
+    *,
+    parts: tuple[Part, ...] = ("policies",),
+    batch: Sizes | None = None,
+    ratios: tuple[float, ...] = (),
+    t_draft_ms: float = 10.0,
+    samplings: tuple[Literal["greedy", "sampled", "nucleus", "own"], ...] = ("greedy", "sampled", "nucleus"),
+    policies: tuple[str, ...] = (),
+    families: tuple[str, ...] = (),
+    constants: tuple[int, ...] = (),
+    lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10),
+    threads: tuple[int, ...] = (1, 2),
+    num_prompts: int = 16,
+    num_tokens: int = 64,
+) -> dict[str, Any]:
+    """Wall clock, side by side with transformers' assisted generation.
+
+    Args:
+        config: names the pair; of policies also its trace, heads, costs, and whether the loop is compiled.
+        parts: what is measured.
+        batch: instead, `lengths` and `policies` in continuous batches of so many sequences.
+        ratios: of policies: make both models slow, to these t_target / t_draft; empty: the pair as it is.
+        t_draft_ms: of policies: a draft step with ratios, unless the draft is slower as it is.
+        samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's (own).
+        policies: these instead of each family's best, one a fixed length: fixed_length:k=5, head:PATH,max_rejection_prob=0.4.
+        families: of policies: only these and the best fixed length; empty: all.
+        constants: of policies: lengths of transformers' constant schedule; empty: our best fixed length and half of it.
+        lengths: of lengths: fixed draft lengths.
+        threads: of lengths and overheads: CPU threads to measure with.
+        num_prompts: generations per arm.
+        num_tokens: per generation; EOS is switched off.
+    """
+    how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
+    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)  # first: they refuse
+    document: dict[str, Any] = {"where": where(config), **how}
+    if "policies" in parts and sizes is None:
+        terms = Terms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+        document["cells"] = race(Race(config, terms), ratios, samplings)
+    return _printed(document | (bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)))
+
+
+def _printed(document: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps(document))
+    return document
+
+
+def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
+    """Print each cell as soon as it is there; then the plot."""
+    cells, console = [], wide_console(240)
+    print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
+    for cell in race.cells(ratios, samplings):
+        cells.append((cell, standings_of(cell)))
+        console.print(standing_table(*cells[-1]))
+        console.print(verdict_of(*cells[-1]), soft_wrap=True)
+    if len(cells) > 1:
+        console.print(summary_table(cells))
+    plot, path = gain_plot(cells), race.experiment.directory / "plots" / "bench.svg"
+    write_atomic(path, plot.svg.encode())
+    announce([race.path, path])
+    return [{**cell, "arms": [one.as_dict() for one in standings]} for cell, standings in cells]
+
+
+class Bare:
+    """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
+
+    def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
+        logging.disable_progress_bar()
+        self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+        self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        return self._experiment.prompt_ids(next(iter(self._experiment.datasets)), "test", num=self._num_prompts)
+
+    def measured(self, parts: Sequence[Part], threads: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+        """Rows of every part that is asked for, printed as they come, and their tables."""
+        rows: dict[str, list[dict[str, Any]]] = {"lengths": [], "overheads": [], "hierarchies": []}
+        console = wide_console()
+        is_asked = self._experiment.decode.hierarchies or not {"lengths", "overheads"}.isdisjoint(parts)
+        for num_threads in threads if is_asked else ():
+            torch.set_num_threads(num_threads)
+            for kind, row in self._rows(parts):
+                rows[kind].append({"threads": num_threads, **row})
+                console.print(_line(rows[kind][-1]), soft_wrap=True)
+        for kind, table in (("lengths", length_table), ("hierarchies", hierarchy_table)):
+            if rows[kind]:
+                console.print(table(rows[kind]))
+        return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
+
+    def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
+        """Rows of every size, and the curves that their rounds give."""
+        for name, value in (("num_prompts", self._num_prompts), ("num_tokens", self._num_tokens)):
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; at least 1 is timed")
+        experiment = self._experiment
+        policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *self._lengths)} | {
+            spec: experiment.policy(spec) for spec in specs
+        }
+        loop = Loop(
+            pair=experiment.pair,
+            prompts=self._prompts,
+            sampling=experiment.sampling,
+            max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
+            max_new_tokens=self._num_tokens,
+        )
+        rows, curves = measure(loop, policies, sizes)
+        wide_console().print(batch_table(rows))
+        announce([keep_curves(experiment, curves)])
+        return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
+
+    def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
+        pair, prompts, num_tokens, decode = self._experiment.pair, self._prompts, self._num_tokens, self._experiment.decode
+        if "lengths" in parts:
+            how: dict[str, Any] = {"lengths": self._lengths, "num_tokens": num_tokens, "has_compiled": decode.compile is True}
+            for row in length_rows(pair, prompts, _PLAIN, **how):
+                yield "lengths", row
+        if "overheads" in parts:
+            yield "overheads", overheads_of(pair, prompts, _PLAIN, num_tokens=num_tokens)
+        if decode.hierarchies:
+            for row in hierarchy_rows(pair, prompts, _PLAIN, lengths=self._lengths, num_tokens=num_tokens):
+                yield "hierarchies", row
+
+
+def where(config: Config) -> dict[str, Any]:
+    """Models, hardware, versions, commit, date."""
+    return {
+        "target": config.pair.target.path,
+        "draft": config.pair.draft.path,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_short(value)}" for name, value in row.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

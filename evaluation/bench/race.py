@@ -1,0 +1,187 @@
+"""Every policy family and every schedule of transformers in turns, one cell per ratio of times and sampling; finished cells are kept.
+
+DIR/bench.json holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell that is there is not
+measured again.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from tqdm import tqdm
+
+from configs.schema import Config
+from data_gen.store.identity import ADDED
+from decode.experiment import Experiment
+from decode.policies import FixedLength
+from evaluation.bench.arms import Arm, Timed, generations_of, turns
+from evaluation.bench.choices import Choices, Chosen
+from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about, assisted, constant
+from evaluation.bench.speeds import Speed, Stopwatch, speed_from
+from evaluation.costs.machine import costs_for
+from evaluation.costs.measure import Loop
+from evaluation.costs.model import CostModel
+from lm import Pair, Sampling
+from store.shards import write_atomic
+
+SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling(), "nucleus": Sampling(temperature=0.7, top_p=0.9)}
+ALONE = "target_alone"
+_KEPT = ("family", "setting", "is_foreign", "on_dev")
+_CONSTANTS = (2, 5, 10)
+"""Lengths of transformers' constant schedule where no best fixed length is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What every cell of a race has in common."""
+
+    num_prompts: int
+    num_tokens: int
+    t_draft_ms: float
+    policies: tuple[str, ...]
+    families: tuple[str, ...]
+    constants: tuple[int, ...]
+
+
+class Race:
+    """The cells of one config."""
+
+    def __init__(self, config: Config, terms: Terms) -> None:
+        """Raises:
+        ValueError: a policy that there is not, a head that does not fit.
+        FileNotFoundError: a head that is not there.
+        """
+        self._config, self._terms = config, terms
+        self.experiment = Experiment(config)
+        self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
+        # made here, so that heads are checked before anything is measured
+        self._checked = [self.experiment.policy(spec) for spec in terms.policies] or self.experiment.heads
+        self._choices: dict[str, Choices] = {}
+        self.path = self.experiment.directory / "bench.json"
+
+    @cached_property
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        return dict(json.loads(self.path.read_text())) if self.path.is_file() else {}
+
+    @cached_property
+    def _cost(self) -> CostModel:
+        """Of the pair as it is."""
+        return costs_for(self.experiment)
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        num = max(self._terms.num_prompts, 1)
+        return self.experiment.prompt_ids(next(iter(self.experiment.datasets)), "test", num=num)
+
+    def cells(self, ratios: Sequence[float], samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """One record per ratio (none: the pair as it is) and sampling, each as soon as it is there."""
+        if ratios and self.experiment.has_feature_draft:
+            raise ValueError("--ratios slows both models by extra layers, and a feature draft takes none; set pair.target.extra_layers")
+        for ratio in ratios or (None,):
+            for name in samplings:
+                asked = {"ratio": ratio, "sampling": name, **asdict(self._terms)}
+                if ratio is None:
+                    asked.pop("t_draft_ms")
+                yield self._once("cell", asked, partial(self._measured, ratio, name))
+
+    def _once(self, kind: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was kept under this, or what is made now, and kept."""
+        models = {level: self.experiment.described(level) for level in ("target", "draft")}
+        layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
+        decode = self.experiment.decode
+        setting: dict[str, Any] = {"compile": decode.compile, "threads": self.experiment.models.num_threads, "extra_layers": layers}
+        setting |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets), "heads": decode.heads}
+        key, former = (
+            json.dumps({"kind": kind, **asked, **setting, "models": described}, sort_keys=True)
+            for described in (models, {level: {name: one[name] for name in one if name not in ADDED} for level, one in models.items()})
+        )
+        if former in self._kept:  # of before descriptions had hashes of all weights
+            return self._kept[former]
+        if key not in self._kept:
+            self._kept[key] = make()
+            write_atomic(self.path, json.dumps(self._kept).encode())
+        return self._kept[key]
+
+    def _measured(self, ratio: float | None, name: str) -> dict[str, Any]:
+        sampling, speed = self._samplings[name], Speed(0, 0, self._cost) if ratio is None else self._slowed(ratio)
+        chosen = self._chosen(name, speed.cost)
+        pair = self.experiment.pair if ratio is None else Experiment(speed.of(self._config)).pair
+        arms = self._arms(pair, sampling, chosen)
+        label = "as it is" if ratio is None else f"ratio {ratio:g}"
+        with tqdm(desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="text") as bar:
+            timed = {place: _ticking(arm.timed, bar) for place, arm in arms.items()}
+            rows = list(turns(timed, self._prompts, has_warm_up=ratio is None))
+        return {
+            "ratio_wished": ratio,
+            "sampling": name,
+            "speed": speed.as_dict(),
+            "num_tokens": self._terms.num_tokens,
+            "default_schedule": about(),
+            "arms": [
+                {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]} for place, arm in arms.items()
+            ],
+        }
+
+    def _slowed(self, ratio: float) -> Speed:
+        wish = {"ratio": ratio, "t_draft_s": 1e-3 * self._terms.t_draft_ms}
+
+        def make() -> dict[str, Any]:
+            print(f"bench: looking for the layers of ratio {ratio:g}", flush=True)
+            vocab_size = self.experiment.pair.vocab_size
+            watch = Stopwatch(models=self.experiment.models, vocab_size=vocab_size, prompt=self._prompts[0])
+            return watch.slowed(self._cost, **wish).as_dict()
+
+        return speed_from(self._once("speed", wish, make), self._cost)
+
+    def _chosen(self, name: str, cost: CostModel) -> Mapping[str, Chosen]:
+        if name not in self._choices:
+            self._choices[name] = Choices(self._config, name, self._samplings[name], cost=self._cost)
+        choices = self._choices[name]
+        return choices.named(self._terms.policies) if self._terms.policies else choices.at(cost, self._terms.families)
+
+    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Arm]:
+        """Every competitor by a name of its own."""
+        num_tokens, decode = self._terms.num_tokens, self.experiment.decode
+        loop = Loop(
+            pair=pair,
+            prompts=self._prompts,
+            sampling=sampling,
+            max_draft_length=decode.max_draft_length,
+            max_new_tokens=num_tokens,
+            compile=decode.compile,
+        )
+        arms = {
+            name: Arm(
+                name.partition(":")[0],
+                one.setting,
+                generations_of(loop.decoder(one.policy), num_tokens),
+                one.is_foreign(sampling),
+                one.on_dev,
+            )
+            for name, one in {ALONE: Chosen("-", FixedLength(0)), **chosen}.items()
+        }
+        if self.experiment.has_feature_draft:  # transformers drafts with models of their own
+            return arms
+        schedules = {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
+        schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)}
+        for name, (setting, changes) in schedules.items():
+            family = CONSTANT if name.startswith(CONSTANT) else name
+            arms[name] = Arm(family, setting, assisted(pair, num_tokens, sampling, changes))
+        return arms
+
+
+def _constants_beside(chosen: Mapping[str, Chosen]) -> tuple[int, ...]:
+    """The best fixed length on dev and half of it: transformers' draft step is dearer, so it does better with fewer."""
+    best = chosen["fixed_length"].policy if "fixed_length" in chosen else None
+    return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
+
+
+def _ticking(timed: Timed, bar: Any) -> Timed:
+    def seconds_of(prompt: list[int], seed: int) -> float:
+        seconds = timed(prompt, seed)
+        bar.update()
+        return seconds
+
+    return seconds_of

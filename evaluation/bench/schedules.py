@@ -1,0 +1,83 @@
+"""transformers' assisted generation, as its users get it: under the schedules that its documentation names.
+
+    default       `generate(assistant_model=…)` where nothing is set: drafts of up to 20 tokens that end where the draft gives a token less
+                  than the confidence threshold, which starts at 0.4 and, where scikit-learn is installed, moves with what is accepted
+    heuristic     num_assistant_tokens_schedule: two more tokens after a draft that was accepted whole, else one less; the threshold
+                  stays
+    constant K    drafts of K tokens, no threshold
+
+A schedule keeps what it has learnt from prompt to prompt, as it would for its users. Temperature and top-p go to `generate` as they are;
+that it then applies them to the draft twice, once when drawing and once more when verifying, is transformers' own affair.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.utils import is_sklearn_available
+
+from evaluation.bench.arms import Timed
+from lm import Pair, Sampling
+
+DEFAULT, HEURISTIC, CONSTANT = "transformers: default", "transformers: heuristic", "transformers: constant"
+_LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
+
+
+def constant(k: int) -> dict[str, Any]:
+    """What a user sets for drafts of a fixed length."""
+    return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+
+
+HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
+
+
+def about() -> str:
+    """What the default schedule is here."""
+    return f"confidence threshold {'moves (scikit-learn)' if is_sklearn_available() else 'fixed at 0.4 (no scikit-learn)'}"
+
+
+def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[str, Any] | None) -> Timed:
+    """Assisted generations, timed.
+
+    Args:
+        pair: draft and target.
+        num_tokens: of each generation.
+        sampling: passed to `generate`.
+        changes: of the draft's generation config, the only place where transformers looks; None: plain generation without a draft.
+    """
+    assistant = {} if changes is None else {"assistant_model": pair.draft}
+    warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    how: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
+    settings = dict(changes or {})
+
+    def seconds_of(prompt: list[int], seed: int) -> float:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt], device=pair.target.device)
+        with _set(pair, settings):
+            started_s = perf_counter()
+            output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **how)  # type: ignore[operator]
+            seconds = perf_counter() - started_s
+            settings.update({name: getattr(pair.draft.generation_config, name) for name in _LEARNT})
+        assert output.shape[1] == len(prompt) + num_tokens, "every arm writes the same number of tokens"
+        return seconds
+
+    return seconds_of
+
+
+@contextmanager
+def _set(pair: Pair, settings: Mapping[str, Any]) -> Iterator[None]:
+    """The draft's generation config with these settings, no EOS in either model; both as they were afterwards."""
+    wanted: list[tuple[Any, dict[str, Any]]] = [
+        (pair.target.generation_config, {"eos_token_id": None}),
+        (pair.draft.generation_config, {"eos_token_id": None, **settings}),
+    ]
+    before = [{name: getattr(config, name, None) for name in (*values, *_LEARNT)} for config, values in wanted]
+    for config, values in wanted:
+        config.update(**values)
+    try:
+        yield
+    finally:
+        for (config, _), values in zip(wanted, before, strict=True):
+            config.update(**values)

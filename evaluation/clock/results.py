@@ -1,0 +1,175 @@
+"""What the clock said beside what replay and the cost model predict of the same prompts (law 4.9).
+
+difference            clocked tokens/s over predicted ones - 1
+draft, verify, rest   where it lies: clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing is
+                      predicted), over all predicted seconds; less time in them means more tokens/s
+common                the median of all differences: the machine's pace today against that when its costs were measured
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from evaluation.clock.turns import Clocked, Runner
+from evaluation.console import right
+from evaluation.costs.model import CostModel
+from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
+from evaluation.intervals import Gain, Spent, gain_over
+
+TOLERANCE = 0.03
+"""A difference beyond this is pointed out."""
+COLUMNS = (
+    "policy",
+    "setting",
+    "predicted tokens/s",
+    "clocked tokens/s",
+    "difference",
+    "of it draft / verify / rest",
+    "predicted gain",
+    "clocked gain",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockRow:
+    """One family on the clock."""
+
+    family: str
+    setting: str
+    predicted_tokens_per_s: float
+    clocked_tokens_per_s: float
+    difference: float
+    draft: float
+    verify: float
+    rest: float
+    predicted_gain: Gain
+    """Over the best fixed length."""
+    clocked_gain: Gain
+
+    @property
+    def largest_part(self) -> str:
+        """Where most of the difference lies."""
+        return max(("draft", "verify", "rest"), key=lambda part: abs(getattr(self, part)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it; gains with their 95 % intervals."""
+        gains = {name: getattr(self, name) for name in ("predicted_gain", "clocked_gain")}
+        numbers = {f"{name}{end}": value for name, gain in gains.items() for end, value in zip(("", "_low", "_high"), gain, strict=False)}
+        return {name: value for name, value in asdict(self).items() if name not in gains} | numbers
+
+    def cells(self, names: Mapping[str, str]) -> list[str]:
+        """In the order of `COLUMNS`."""
+        gains = (self.predicted_gain, self.clocked_gain)
+        return [
+            names.get(self.family, self.family),
+            self.setting,
+            f"{self.predicted_tokens_per_s:.1f}",
+            f"{self.clocked_tokens_per_s:.1f}",
+            f"{self.difference:+.1%}",
+            " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
+            *(f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})" for gain in gains),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockReport:
+    """One dataset on the clock."""
+
+    dataset: str
+    about: str
+    """What was timed, in one line."""
+    rows: tuple[ClockRow, ...]
+
+    @property
+    def common(self) -> float:
+        """Median difference."""
+        return float(np.median([row.difference for row in self.rows]))
+
+    @property
+    def verdict(self) -> str:
+        """Which families differ by more than `TOLERANCE`, and where."""
+        beyond = [row for row in self.rows if abs(row.difference) > TOLERANCE]
+        if not beyond:
+            return f"every family is within {TOLERANCE:.0%} of its prediction"
+        listed = ", ".join(f"{row.family} {row.difference:+.1%} (most of it: {row.largest_part})" for row in beyond)
+        own = {row.family: (1 + row.difference) / (1 + self.common) - 1 for row in self.rows}
+        apart = ", ".join(f"{family} {difference:+.1%}" for family, difference in own.items() if abs(difference) > TOLERANCE)
+        pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
+        return f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {pace}; beyond {TOLERANCE:.0%} of that pace: {apart or 'none'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        rows = [row.as_dict() for row in self.rows]
+        return {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common, "rows": rows}
+
+    def table(self, names: Mapping[str, str]) -> Table:
+        """Every family."""
+        caption = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+        table = Table(*COLUMNS[:2], *right(*COLUMNS[2:]), title=f"{self.dataset} on a clock: {self.about}", caption=caption)
+        for row in self.rows:
+            table.add_row(*row.cells(names))
+        return table
+
+    def plot(self, names: Mapping[str, str]) -> Plot:
+        """Clocked over predicted tokens/s."""
+        figure, axes = figure_of(3.6)
+        predicted, clocked = (np.array([getattr(row, f"{kind}_tokens_per_s") for row in self.rows]) for kind in ("predicted", "clocked"))
+        ends = np.array([min(predicted.min(), clocked.min()), max(predicted.max(), clocked.max())])
+        axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
+        axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
+        axes.plot(predicted, clocked, "o", color=BLUE, markersize=4)
+        for row in self.rows:
+            at = (row.predicted_tokens_per_s, row.clocked_tokens_per_s)
+            axes.annotate(names.get(row.family, row.family), at, fontsize=5, color=DARK, xytext=(3, -3), textcoords="offset points")
+        axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
+        return plot_of(f"clock-{self.dataset}", f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.", figure)
+
+
+def report_of(clocked: Clocked, runners: Sequence[Runner], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
+    """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed length.
+
+    Raises:
+        ValueError: there is no such prompt.
+    """
+    kept = clocked.agrees
+    if not kept.any():
+        raise ValueError(f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are now")
+    tokens = [runner.replayed.counts.num_emitted[0, kept] for runner in runners]
+    predicted = [Spent(each, cost.time_s(runner.replayed)[0, kept]) for each, runner in zip(tokens, runners, strict=True)]
+    measured = [Spent(each, clocked.wall_s(number)) for number, each in enumerate(tokens)]
+    base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
+    rows = []
+    for number, runner in enumerate(runners):
+        ours, theirs = predicted[number], measured[number]
+        rows.append(
+            ClockRow(
+                family=runner.family,
+                setting=runner.setting,
+                predicted_tokens_per_s=ours.tokens_per_s,
+                clocked_tokens_per_s=theirs.tokens_per_s,
+                difference=theirs.tokens_per_s / ours.tokens_per_s - 1,
+                **_parts(clocked, number, runner, cost=cost),
+                predicted_gain=gain_over(predicted[base], ours),
+                clocked_gain=gain_over(measured[base], theirs),
+            )
+        )
+    num_repeats = clocked.seconds.shape[1]
+    about = f"{kept.sum()} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    if not kept.all():
+        about += f"; {(~kept).sum()} prompts left out, where a threshold falls between the last bits of loop and trace"
+    return ClockReport(dataset=dataset, about=about, rows=tuple(rows))
+
+
+def _parts(clocked: Clocked, number: int, runner: Runner, *, cost: CostModel) -> dict[str, float]:
+    """Clocked less predicted seconds of each part, over all predicted seconds."""
+    kept, replayed = clocked.agrees, runner.replayed
+    total_s = float(cost.time_s(replayed)[0, kept].sum())
+    verify_s = float((replayed.lengths[0, kept] @ cost.target_s(np.arange(replayed.lengths.shape[-1]))).sum())
+    wall_s = float(clocked.wall_s(number).sum())
+    spent = {"draft": wall_s * clocked.share(number, "draft_s"), "verify": wall_s * clocked.share(number, "target_s")}
+    spent["rest"] = wall_s - sum(spent.values())
+    expected = {"draft": total_s - verify_s, "verify": verify_s, "rest": 0.0}
+    return {part: (spent[part] - expected[part]) / total_s for part in expected}

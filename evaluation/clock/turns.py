@@ -1,0 +1,107 @@
+"""Generations of several policies on a clock, in turns: the loop that is configured, played to by a trace (`evaluation.traces.played`).
+
+Each turn visits every prompt, and on it every runner, in an order that rotates; both models hold the prompt before the clock starts. The
+first turn is not timed: it compiles whatever the others will need, since those feed the very same tokens, and holds every generation
+against its replay. Signals were recorded many positions at once and are read one by one, so their last bits may differ, and a threshold may
+fall between: such a prompt is left out for everyone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+from tqdm import tqdm
+
+from decode.loop.decoder import Generation, SpeculativeDecoder
+from decode.policies.base import Policy
+from evaluation.clock.primed import PrimedLoop
+from evaluation.traces.played import PlayedDraws
+from evaluation.traces.replay import Replayed
+from evaluation.traces.trace import Array, Trace
+
+_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """A policy at one setting, and its replay."""
+
+    family: str
+    setting: str
+    policy: Policy
+    replayed: Replayed
+    """On the prompts of the trace that is played; of one setting."""
+
+
+class Timed(NamedTuple):
+    """One generation."""
+
+    wall_s: float
+    draft_s: float
+    target_s: float
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """What all runners took."""
+
+    seconds: Float[Array, "runner repeat prompt part"]
+    """Parts as `Timed` names them."""
+    agrees: Bool[Array, " prompt"]
+    """Whether every runner did what its replay says."""
+
+    def wall_s(self, runner: int) -> Float[Array, " prompt"]:
+        """Seconds of each prompt that agrees, medians over the repeats."""
+        return np.median(self.seconds[runner, ..., 0][:, self.agrees], axis=0)
+
+    def share(self, runner: int, part: str) -> float:
+        """Share of a runner's seconds that went into one part."""
+        totals = self.seconds[runner][:, self.agrees].sum((0, 1))
+        return float(totals[Timed._fields.index(part)] / totals[0])
+
+
+def clock(loop: PrimedLoop, runners: Sequence[Runner], trace: Trace, *, repeats: int, name: str) -> Clocked:
+    """Play the whole trace to every runner, once untimed and then `repeats` times.
+
+    Args:
+        loop: that is configured.
+        runners: with replays of this trace.
+        trace: the prompts.
+        repeats: timed turns.
+        name: of the dataset, for the progress bar.
+    """
+    num = len(trace.rows)
+    seconds, agrees = np.zeros((len(runners), repeats, num, len(Timed._fields))), np.ones(num, dtype=bool)
+    with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
+        bar.refresh()
+        decoders = [loop.decoder(runner.policy) for runner in runners]
+        for turn in range(repeats + 1):
+            for row in range(num):
+                loop.prime(trace.rows[row].prompt_ids)
+                for place in range(len(runners)):
+                    number = (place + row + turn) % len(runners)
+                    generation, timed = _timed(decoders[number], trace, row)
+                    if turn:
+                        seconds[number, turn - 1, row] = timed
+                    elif not _agrees(generation, runners[number].replayed, row):
+                        agrees[row] = False
+                    bar.update()
+    return Clocked(seconds, agrees)
+
+
+def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Timed]:
+    asked, draws = trace.rows[row], PlayedDraws(trace, row)
+    started_s = perf_counter()
+    generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
+    wall_s = perf_counter() - started_s
+    return generation, Timed(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
+
+
+def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:
+    """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more forwards."""
+    lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=replayed.lengths.shape[-1])
+    counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
+    return counts and np.array_equal(lengths, replayed.lengths[0, row])

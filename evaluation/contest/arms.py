@@ -1,0 +1,185 @@
+"""Arms: what competes in an evaluation, replayed on both splits of one dataset (law 4.10).
+
+Arms of one family compete on dev, and the winner stands for the family on test. Which of them wins depends on the costs, what they did
+does not: replay once, choose at every cost. Only the rule of law 4.11 is another policy at every cost.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from decode.loop.counts import Counts
+from decode.policies.base import Policy
+from decode.policies.bounds import Oracle
+from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Contestant, Spent
+from evaluation.traces.recording import Traces
+from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.tuning.rule import auto_for
+from heads.model.head import AcceptanceHead, Timing
+
+BASELINE = "fixed_length"
+_HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",), "prefix": ("head_prefix",)}
+"""timing -> the families of its heads."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One grid, replayed on both splits of one dataset."""
+
+    grid: Grid
+    dev: Replayed
+    test: Replayed
+
+    def contestant(self, cost: CostModel) -> Contestant:
+        """All its settings at this cost."""
+        return Contestant(cost.work(self.dev), cost.work(self.test))
+
+
+class Pick(NamedTuple):
+    """An arm at one setting."""
+
+    arm: Arm
+    setting: int
+
+    @property
+    def counts(self) -> Counts:
+        """Totals over the test prompts."""
+        return total(self.arm.test.counts, self.setting)
+
+    def tokens_per_s_on_dev(self, cost: CostModel) -> float:
+        """What it was chosen by."""
+        return float(cost.tokens_per_s(self.arm.dev)[self.setting])
+
+    @property
+    def policy(self) -> Policy:
+        """As the loop runs it."""
+        grid = self.arm.grid
+        return replace(grid.policy, **grid.settings[self.setting])  # type: ignore[type-var]
+
+    def replayed(self, num_prompts: int) -> Replayed:
+        """This setting alone on the first test prompts."""
+        test, here = self.arm.test, ([self.setting], slice(num_prompts))
+        counts = {name: values[here] for name, values in vars(test.counts).items() if isinstance(values, np.ndarray)}
+        return replace(test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[:num_prompts])
+
+    def spent(self, cost: CostModel) -> Spent:
+        """Tokens and seconds of each test prompt."""
+        work = cost.work(self.arm.test)
+        return Spent(work.tokens[self.setting], work.seconds[self.setting])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replays:
+    """One dataset: its traces, and all arms that do not depend on costs."""
+
+    traces: Traces
+    arms: list[Arm]
+    heads: Mapping[str, AcceptanceHead]
+    """Those of the arms, by name."""
+
+    @property
+    def num_prompts(self) -> int:
+        """On test."""
+        return self.traces.test.num_prompts
+
+    def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
+        """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""
+        return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
+
+    def cheapest(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
+        """Of the heads of each timing whose stop costs least, the one that is fastest on dev."""
+        stop_s = {arm.grid.name: cost.stop_s(arm.grid.policy.stop_kind) for arm in self.arms}
+        found: dict[Timing, str] = {}
+        for families in _HEADS.values():
+            own = [arm for arm in self.arms if arm.grid.family in families]
+            least = min((stop_s[arm.grid.name] for arm in own), default=0.0)
+            found |= best_heads([arm for arm in own if stop_s[arm.grid.name] <= least], cost)
+        return {timing: self.heads[name] for timing, name in found.items()}
+
+    def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
+        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online, or the head too."""
+        rules = {
+            f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
+            for timing, head in self.best(cost).items()
+            for learns in is_online
+        }
+        for timing, head in self.best(cost).items() if True in is_online else ():
+            if timing != "fed":
+                rules[f"auto_{timing}_learning"] = auto_for(head, self.traces.dev, cost, is_online=True, is_learning=True)
+        return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
+
+    def oracle_arm(self, cost: CostModel) -> Arm:
+        """What knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an accepted token pays."""
+        oracle = Oracle(cost.round_s(self.traces.dev.max_draft_length))
+        return next(replay_arms([Grid("oracle", "oracle", oracle, ({},))], self.traces))
+
+
+def replay_dataset(
+    traces: Traces, grids: Sequence[Grid], *, heads: Mapping[str, AcceptanceHead], cost: CostModel, perfect_head: bool, name: str
+) -> Replays:
+    """Every arm of one dataset, the bounds last.
+
+    Args:
+        traces: of the dataset.
+        grids: all but the bounds.
+        heads: those of the grids, by name.
+        cost: decides which head of each timing is best; those form grids of their own.
+        perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
+        name: of the dataset, for the progress bar.
+    """
+    ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
+    with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="setting") as bar:
+        arms = list(replay_arms(grids, traces, bar.update))
+        best = best_heads(arms, cost)
+        if "fed" in best and "drawn" in best:
+            name = f"{best['fed']}+{best['drawn']}"
+            arms += replay_arms([both_grid(name, heads[best["fed"]], heads[best["drawn"]])], traces)
+        if "prefix" in best:
+            arms += replay_arms([kept_grid(best["prefix"], heads[best["prefix"]])], traces)
+        arms += replay_arms(ends, traces, bar.update)
+    return Replays(traces=traces, arms=arms, heads=heads)
+
+
+def replay_arms(grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None) -> Iterator[Arm]:
+    """Every grid on both splits; `progress` is told the number of settings after each."""
+    for grid in grids:
+        yield Arm(grid, replay_settings(traces.dev, grid.policy), replay_settings(traces.test, grid.policy))
+        progress(len(grid.settings))
+
+
+def best_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
+    """Timing -> name of the head that is fastest on dev, whatever it reads."""
+    rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in _HEADS.items()}
+    return {
+        timing: fastest_on_dev(of_timing, cost).arm.grid.name.removeprefix("head:") for timing, of_timing in rivals.items() if of_timing
+    }
+
+
+def by_family(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
+    """Family -> its arms, in order of first appearance."""
+    families: dict[str, list[Arm]] = {}
+    for arm in arms:
+        families.setdefault(arm.grid.family, []).append(arm)
+    return families
+
+
+def picks_of(arms: Iterable[Arm], cost: CostModel) -> dict[str, Pick]:
+    """Family -> its arm and setting of the highest throughput on dev."""
+    return {family: fastest_on_dev(members, cost) for family, members in by_family(arms).items()}
+
+
+def fastest_on_dev(arms: Sequence[Arm], cost: CostModel) -> Pick:
+    """The arm and setting of the highest throughput on dev, the first of equals."""
+    best = [(float(values.max()), arm, int(values.argmax())) for arm in arms for values in [cost.tokens_per_s(arm.dev)]]
+    _, arm, setting = max(best, key=lambda entry: entry[0])
+    return Pick(arm, setting)
+
+
+def total(counts: Counts, setting: int) -> Counts:
+    """One setting's totals over prompts."""
+    return Counts(**{name: int(values[setting].sum()) for name, values in vars(counts).items() if isinstance(values, np.ndarray)})

@@ -1,0 +1,136 @@
+"""Hierarchies in `evaluation evaluate`: decoded on the trace's prompts, not replayed, beside the replayed policies.
+
+    T = t_micro F_micro + t_draft F_draft + sum over rounds of t_target(k)             (law 4.9 with a third time)
+
+t_draft and t_target(k) are the evaluation's; t_micro keeps its measured, or given, ratio to t_draft, also on other hardware. A decoded
+arm writes other tokens than the trace holds (the same law, other draws), so its gain compares throughputs, and its interval is wider than
+those of replayed arms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Int
+from rich.table import Table
+
+from evaluation.console import right
+from evaluation.contest.results import Result, Yardstick, result_of
+from evaluation.costs.model import CostModel
+from evaluation.hierarchies.contenders import contenders_of
+from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, best_on_dev, times_of
+from evaluation.hierarchies.times import redundancy, target_utilisation
+from evaluation.intervals import Spent
+from evaluation.traces.recording import Traces
+
+FAMILIES = {
+    MICRO_ALONE: "decoded_micro",
+    "sd + pre-verify": "decoded_pre_verify",
+    "sd + pre-verify + self-verify": "decoded_pre_self_verify",
+    "HSDDW": "decoded_hsddw",
+    "pre-verified, fixed lengths": "decoded_pre_verified",
+    "interleaved (Chen)": "decoded_interleaved",
+}
+"""Contender of `evaluation hierarchy` -> family."""
+NAMES = {
+    "decoded_micro": "micro alone, fixed length *",
+    "decoded_pre_verify": "HSDDW's pre-verify *",
+    "decoded_pre_self_verify": "HSDDW's pre- and self-verify *",
+    "decoded_hsddw": "HSDDW *",
+    "decoded_pre_verified": "pre-verified, fixed lengths *",
+    "decoded_interleaved": "interleaved (Chen) *",
+}
+_COUNTS = ("num_micro", "num_drafted", "num_target", "num_micro_forwards", "num_draft_forwards")
+
+
+@dataclass(frozen=True)
+class DecodedHierarchies:
+    """The hierarchies on one dataset's prompts."""
+
+    dev: list[Run]
+    test: list[Run]
+    """Each contender at every setting that one of the evaluation's costs chose on dev."""
+    micro_ratio: float
+    """t_micro / t_draft."""
+    prompt_of_row: Int[np.ndarray, " decoded"]
+    """Of the generations on test: the later turns of a conversation belong to its prompt."""
+
+    def picks(self, cost: CostModel) -> dict[str, Run]:
+        """Family -> its run on test, at the setting that is fastest on dev at this cost."""
+        contenders = list({run.contender.name: run.contender for run in self.dev}.values())
+        best = best_on_dev(contenders, self.dev, lambda run: self.spent(run, cost).tokens_per_s)
+        keys = {contender.name: contender.settings[0].key for contender in best}
+        return {FAMILIES[run.contender.name]: run for run in self.test if run.setting.key == keys[run.contender.name]}
+
+    def spent(self, run: Run, cost: CostModel) -> Spent:
+        """Tokens and T of every generation."""
+        return run.spent(
+            [
+                cost.t_draft_s * (self.micro_ratio * counts.num_micro_forwards + counts.num_draft_forwards)
+                + cost.target_s(np.array(decoded.lengths)).sum()
+                for counts, decoded in zip(run.each, run.decoded, strict=True)
+            ]
+        )
+
+    def results(self, cost: CostModel, yardstick: Yardstick) -> list[Result]:
+        """One row per contender, in the form of the replayed ones, against the same yardstick."""
+        return [
+            result_of(
+                family=family,
+                name=run.contender.name,
+                setting=dict(part.split("=", 1) for part in run.label.split()),
+                counts=run.counts,
+                spent=Spent(*(np.bincount(self.prompt_of_row, amounts) for amounts in self.spent(run, cost))),
+                yardstick=yardstick,
+            )
+            for family, run in self.picks(cost).items()
+        ]
+
+    def table(self, cost: CostModel) -> Table:
+        """Counts of the three models, sigma and eta."""
+        title = (
+            f"* decoded on {len(self.test[0].decoded)} test prompts, not replayed; t_micro / t_draft = {self.micro_ratio:.2f}; "
+            "N: tokens, F: forwards; sigma, eta: HSDDW's redundancy and target utilisation"
+        )
+        columns = ("N", "N_micro", "N_draft", "N_target", "F_micro", "F_draft", "sigma %", "eta %")
+        table = Table("hierarchy", "setting", *right(*columns), title=title, title_justify="left")
+        for family, run in self.picks(cost).items():
+            counts = run.counts
+            rates = (f"{100 * rate:.2f}" for rate in (redundancy(counts), target_utilisation(counts)))
+            numbers = (str(getattr(counts, name)) for name in ("num_emitted", *_COUNTS))
+            table.add_row(NAMES[family].removesuffix(" *"), run.label, *numbers, *rates)
+        return table
+
+    def annotated(self, frame: pd.DataFrame, cost: CostModel) -> pd.DataFrame:
+        """`frame` with a column `source` (replayed, decoded) and, of the decoded rows, the counts."""
+        columns: dict[str, dict[str, Any]] = {}
+        for family, run in self.picks(cost).items():
+            counts = run.counts
+            columns[family] = {"source": "decoded", "num_prompts": len(run.decoded), "micro_ratio": self.micro_ratio}
+            columns[family] |= {name: int(getattr(counts, name)) for name in ("num_emitted", *_COUNTS)}
+            columns[family] |= {"redundancy": redundancy(counts), "target_utilisation": target_utilisation(counts)}
+        return frame.join(pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index))
+
+
+def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[CostModel], t_micro_s: float | None) -> DecodedHierarchies:
+    """Decode what is not there yet: every setting on dev, on test those that win at one of the costs.
+
+    Args:
+        loop: of the dataset.
+        traces: of the dataset, whose prompts are used, each once.
+        costs: of this machine first.
+        t_micro_s: seconds of a micro forward; None: fitted over the generations on dev, in proportion to t_draft.
+    """
+    contenders = [one for one in contenders_of(loop.trio) if one.name in FAMILIES]
+    on_dev, on_test = ([list(trace.rows[row].prompt_ids) for row in trace.first_draws] for trace in traces)
+    dev = loop.play(contenders, on_dev)
+    times = times_of(dev) if t_micro_s is None else None
+    ratio = times.t_micro_s / times.t_draft_s if times else t_micro_s / costs[0].t_draft_s  # type: ignore[operator]
+    decoded = DecodedHierarchies(dev, [], ratio, traces.test.prompt_of_row[traces.test.first_draws])
+    for cost in costs:
+        done = {(run.contender.name, run.setting.key) for run in decoded.test}
+        best = best_on_dev(contenders, dev, lambda run, cost=cost: decoded.spent(run, cost).tokens_per_s)  # type: ignore[misc]
+        decoded.test.extend(loop.play([one for one in best if (one.name, one.settings[0].key) not in done], on_test))
+    return decoded

@@ -1,0 +1,105 @@
+"""Which policies are evaluated, and on which settings: the built-in grid, or `decode.grid` of the YAML.
+
+A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids of one family
+compete: the family's row in the table is its best setting on dev (`family_of` says which heads are one family).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from decode.policies import HeadPolicy, Policy
+from decode.policies.bounds import Oracle, PerfectHead
+from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from heads.model.head import AcceptanceHead
+
+BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
+"""Families that no policy can reach, since they know the outcome or the true acceptance probabilities."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One policy, many settings."""
+
+    family: str
+    name: str
+    policy: Policy
+    settings: tuple[Mapping[str, Any], ...]
+    """What each setting is called in tables."""
+
+
+def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]:
+    """policy -> parameter -> values, as the registry has them."""
+    return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}
+
+
+def grids_of(own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int) -> list[Grid]:
+    """All grids of an evaluation but the bounds.
+
+    Args:
+        own: policy -> parameter -> values, in place of the built-in values of that policy.
+        heads: by name; each has a grid of its own.
+        max_draft_length: the longest fixed length.
+
+    Raises:
+        ValueError: an unknown policy or parameter, a value out of range.
+    """
+    values = default_values(max_draft_length) | dict(own)
+    grids = []
+    for name, parameters in values.items():
+        if name not in POLICIES:
+            raise ValueError(f"decode.grid names the policy {name!r}; one of {', '.join(POLICIES)}")
+        if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
+            raise ValueError(
+                f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is {max_draft_length}, raise it"
+            )
+        if name == "head":
+            grids += [head_grid(head_name, head, parameters) for head_name, head in heads.items()]
+        else:
+            grids.append(make_grid(name, name, parameters))
+    return grids
+
+
+def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], **fixed: Any) -> Grid:
+    """All combinations of the values of some parameters of the policy `name`.
+
+    Args:
+        fixed: further arguments of the policy, such as a head.
+    """
+    if empty := [key for key, values in parameters.items() if not len(values)]:
+        raise ValueError(f"decode.grid gives {name} no value of {empty[0]}; give at least one, or leave {name} out for the built-in grid")
+    settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
+    # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
+    arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
+    return Grid(family, name, make_policy(name.split(":")[0], **(arrays | fixed)), settings)
+
+
+def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:
+    """All thresholds of one head."""
+    return make_grid(family_of(head), f"head:{name}", parameters, head=head)
+
+
+def kept_grid(name: str, head: AcceptanceHead) -> Grid:
+    """All thresholds of a prefix head that keeps the token which makes it stop."""
+    return make_grid("head_prefix_kept", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=head, keeps_newest=True)
+
+
+def family_of(head: AcceptanceHead) -> str:
+    """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), or the others of its timing."""
+    return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
+
+
+def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:
+    """All thresholds of two heads, calibrated, the drawn-time one for the newest token only."""
+    return make_grid("head_both", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=fed, also=drawn, is_calibrated=True)
+
+
+def bounds() -> Iterator[Grid]:
+    """Perfect head with and without the lag, and the oracle (law 4.10)."""
+    settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
+    for timing in ("fed", "drawn"):
+        yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings)  # type: ignore[arg-type]
+    yield Grid("oracle", "oracle", Oracle(), ({},))

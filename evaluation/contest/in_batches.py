@@ -1,0 +1,245 @@
+"""Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pandas as pd
+from rich.table import Table
+
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from decode.policies.bounds import PerfectHead
+from evaluation.batches.load import Load, Spent, load_of, queue_of
+from evaluation.batches.lockstep import step_through
+from evaluation.batches.rule import batch_auto_for
+from evaluation.console import wide_console
+from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
+from evaluation.contest.grids import BOUNDS, Grid
+from evaluation.costs.model import CostModel
+from evaluation.traces.replay import Rounds, replay_rounds
+from evaluation.traces.trace import Trace
+from heads.model.head import AcceptanceHead, Timing
+
+Sizes = tuple[int, ...] | int | str
+"""As a command line names sizes of batches: [1, 4, 16], 4, or 1,4,16."""
+"""Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """One family at one batch size: its setting of the highest throughput on dev, on test."""
+
+    batch_size: int
+    family: str
+    name: str
+    setting: Mapping[str, Any]
+    tokens_per_s: float
+    gain: float
+    """Throughput over that of the best fixed length, less 1."""
+    request_s: float
+    """Mean seconds from a request's first round to its end."""
+
+
+class Setup(NamedTuple):
+    """Costs of batches: of a cost model, with what a verified token takes."""
+
+    cost: CostModel
+    verify_share: float | None
+    """Seconds that each further verified token takes, over those of a draft step; None: it was measured."""
+    measured: BatchCosts | None = None
+    """Curves of the batched loop without stops; where there are none, t_target(k) of one sequence stands for t_target(tokens)."""
+
+    def curves(self, stop_kind: str) -> BatchCosts:
+        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any number."""
+        stop_s = self.cost.stop_s(stop_kind)
+        if self.measured is not None:
+            return BatchCosts(self.measured.draft.plus(stop_s), self.measured.target)
+        draft = Curve.line(self.cost.t_draft_s + stop_s)
+        if self.verify_share is not None:
+            return BatchCosts(draft, Curve.line(self.cost.t_target_s[0], self.verify_share * self.cost.t_draft_s))
+        seconds = self.cost.t_target_s
+        return BatchCosts(draft, Curve(tuple(float(k) for k in range(1, len(seconds) + 1)), seconds))
+
+    @property
+    def title(self) -> str:
+        """In titles of tables."""
+        of = "batches" if self.measured is not None else "one sequence"
+        each = f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
+        return f"{self.cost.title}; {each}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A grid, round by round on one split, as it would run in batches."""
+
+    grid: Grid
+    trace: Trace
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """Of every setting and row."""
+        return replay_rounds(self.trace, self.grid.policy)
+
+    def loads(self, size: int) -> list[Load]:
+        """What a batch does under every setting."""
+        return [self.load(setting, size) for setting in range(len(self.grid.settings))]
+
+    def load(self, setting: int, size: int) -> Load:
+        """What a batch does under one."""
+        num_rows = len(self.trace.rows)
+        first, end = self.rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
+        own = Rounds(*(column[first:end] for column in self.rounds))
+        return load_of(own._replace(lane=own.lane - setting * num_rows), queue_of(num_rows, size), size)
+
+
+class Contest:
+    """One dataset in batches."""
+
+    def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
+        """Args:
+        replays: of the dataset, one sequence at a time: of each family of heads, the head that is fastest there competes here.
+        setups: costs to compare at; the first decides about heads.
+        sizes: of batches.
+        """
+        self._replays, self._setups, self._sizes = replays, setups, sizes
+
+    def results(self) -> Iterator[tuple[Setup, list[BatchResult]]]:
+        """Of every setup in turn, all sizes and families."""
+        cost, traces = self._setups[0].cost, self._replays.traces
+        families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
+        grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
+        entries = [(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
+        loads = {(grid.family, size): dev.loads(size) for grid, (dev, _) in zip(grids, entries, strict=True) for size in self._sizes}
+        for setup in self._setups:
+            found = []
+            for size in self._sizes:
+                chosen = [self._best(dev, test, loads[dev.grid.family, size], setup, size) for dev, test in entries]
+                chosen += list(self._autos(setup, size))
+                baseline = next(spent.tokens_per_s for grid, _, spent in chosen if grid.family == BASELINE)
+                found += [
+                    BatchResult(
+                        batch_size=size,
+                        family=grid.family,
+                        name=grid.name,
+                        setting=setting,
+                        tokens_per_s=spent.tokens_per_s,
+                        gain=spent.tokens_per_s / baseline - 1,
+                        request_s=spent.request_s,
+                    )
+                    for grid, setting, spent in chosen
+                ]
+            yield setup, found
+
+    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], Spent]:
+        costs = setup.curves(dev.grid.policy.stop_kind)
+        on_dev = [load.spent(costs).tokens_per_s for load in loads]
+        best = on_dev.index(max(on_dev))
+        return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
+
+    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], Spent]]:
+        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a perfect one."""
+        traces, variants = self._replays.traces, {}
+        for timing, heads in self._rivals(setup.cost).items():
+            kinds = [BatchAuto(head, setup.curves("")).stop_kind for head in heads]
+            rules = [batch_auto_for(head, traces.dev, setup.curves(kind), size) for head, kind in zip(heads, kinds, strict=True)]
+            fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
+            variants[f"auto_{timing}"] = fastest
+            if fastest.can_learn:
+                variants[f"auto_{timing}_learning"] = replace(fastest, throughput=None, is_learning=True)
+        if "perfect_drawn" in by_family(self._replays.arms):
+            variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
+        for family, rule in variants.items():
+            load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
+            yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
+
+    def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
+        """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a head gains less."""
+        best = self._replays.best(cost)
+        rivals = {timing: [head] for timing, head in best.items()}
+        for timing, head in self._replays.cheapest(cost).items():
+            if head is not best[timing]:
+                rivals[timing].append(head)
+        return rivals
+
+
+def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] | None:
+    """The sizes of batches that a command line asks for; None where it asks for no batches.
+
+    Raises:
+        ValueError: what is no list of numbers, no size at all, a batch of no sequence, three models, which draft for one prompt at a time.
+    """
+    if asked is None:
+        return None
+    each = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    try:
+        sizes = tuple(int(size) for size in each)
+    except ValueError:
+        raise ValueError(f"--batch is {asked}; name sizes of batches as numbers, such as 1,4,16") from None
+    if not sizes:
+        raise ValueError("--batch names no size; give some, such as 1,4,16, or leave it out")
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
+    if has_hierarchies:
+        raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
+    return sizes
+
+
+def setups_of(costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None) -> list[Setup]:
+    """Every cost with every share of a verified token; of measured times one setup, with the curves of batches if there are any."""
+    return [
+        setup
+        for cost in costs
+        for setup in ([Setup(cost, None, measured)] if cost.origin == "measured" else [Setup(cost, share) for share in verify_shares])
+    ]
+
+
+def compare_in_batches(
+    every: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int], *, names: Mapping[str, str]
+) -> pd.DataFrame:
+    """Print one table per dataset and setup, each as soon as it is there; all of them as one frame."""
+    frames = []
+    for dataset, replays in every.items():
+        num_rows = len(replays.traces.test.rows)
+        if max(sizes) > num_rows:
+            wide_console().print(
+                f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
+            )
+        for setup, results in Contest(replays, setups, sizes).results():
+            wide_console().print(table_of(setup, results, names, dataset=dataset))
+            frames.append(frame_of(setup, results, dataset=dataset))
+    return pd.concat(frames)
+
+
+def frame_of(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
+    """Results as rows of batches.csv."""
+    frame = pd.DataFrame([asdict(each) for each in results])
+    where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}
+    for column, value in reversed(where.items()):
+        frame.insert(0, column, value)
+    frame["setting"] = [", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results]
+    return frame
+
+
+def table_of(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Table:
+    """Families down, batch sizes across."""
+    sizes = sorted({each.batch_size for each in results})
+    table = Table(
+        title=f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
+        caption="setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
+    )
+    table.add_column("policy")
+    for size in sizes:
+        table.add_column(f"batch {size}", justify="right")
+    families = sorted({each.family for each in results}, key=list(names).index)
+    by_place = {(each.family, each.batch_size): each for each in results}
+    for family in families:
+        table.add_row(names[family], *(_cell(by_place[family, size]) for size in sizes))
+    return table
+
+
+def _cell(result: BatchResult) -> str:
+    value = " ".join(f"{value:g}" for value in result.setting.values())
+    gain = "" if result.family == BASELINE else f" {result.gain:+.1%}"
+    return f"{value + '; ' if value else ''}{result.tokens_per_s:.1f}{gain}; {result.request_s:.3g} s"

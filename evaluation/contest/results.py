@@ -1,0 +1,163 @@
+"""One row of an evaluation's table: a family at the setting that dev chose, on test, beside what is possible (law 4.10)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from decode.loop.counts import Counts
+from decode.policies.registry import POLICIES
+from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
+from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
+from evaluation.traces.recording import Traces
+from evaluation.traces.trace import Array
+
+TRAINING_FREE, HEADS = "training-free", "heads"
+"""Groups of families, of which the best are compared."""
+_GROUPS: dict[str, Callable[[str], bool]] = {
+    TRAINING_FREE: lambda family: family in POLICIES,
+    HEADS: lambda family: family.startswith(("head_", "auto_")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One family on test; its fields are the columns of results.csv."""
+
+    family: str
+    name: str
+    setting: Mapping[str, Any]
+    discard_rate: float
+    verification_rate: float
+    acceptance_length: float
+    mean_draft_length: float
+    tokens_per_s: float
+    speed_up: float
+    gain: float
+    """Throughput over that of the best fixed length, minus 1."""
+    gain_low: float
+    """95 % interval (`evaluation.intervals`)."""
+    gain_high: float
+    lead: float
+    """Throughput over that of the best training-free policy, minus 1; NaN where there is none."""
+    lead_low: float
+    lead_high: float
+    percent_of_oracle: float
+    percent_of_perfect: float
+    """Of the perfect head without the lag; NaN where the trace does not know it."""
+
+    @property
+    def label(self) -> str:
+        """The setting in a few characters."""
+        return label_of(self.name, self.setting)
+
+
+def label_of(name: str, setting: Mapping[str, Any]) -> str:
+    """A grid's setting in a few characters."""
+    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
+    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
+
+
+class Yardstick(NamedTuple):
+    """What results are measured by."""
+
+    spent: Mapping[str, Spent]
+    """Of every replayed family, the best fixed length and the oracle among them."""
+    t_target_s: float
+    """Seconds of one token by the target alone."""
+    reached: Mapping[str, Array]
+    """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
+    resamples: Resamples
+    """Those, for contestants that are yet to come."""
+    champions: Mapping[str, str]
+    """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
+
+
+def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:
+    """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are made."""
+    families, picks = by_family(arms), picks_of(arms, cost)
+    contestants = {family: [arm.contestant(cost) for arm in members] for family, members in families.items()}
+    one = contestants[BASELINE][0]
+    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
+    reached = {family: resamples.throughput(members) for family, members in contestants.items()}
+    champions = {}
+    for group, belongs in _GROUPS.items():
+        members = [family for family in families if belongs(family)]
+        if members:
+            champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
+            reached[group] = resamples.throughput([each for family in members for each in contestants[family]])
+    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions)
+
+
+def lead_of(yardstick: Yardstick) -> Gain | None:
+    """The gain of the best head over the best training-free policy, both chosen on dev; None where there is no head."""
+    if HEADS not in yardstick.champions:
+        return None
+    own, base = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    return gain_of(own.tokens_per_s / base.tokens_per_s - 1, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
+
+
+def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
+    """One result per family."""
+    return [
+        result_of(
+            family=family,
+            name=pick.arm.grid.name,
+            setting=pick.arm.grid.settings[pick.setting],
+            counts=pick.counts,
+            spent=yardstick.spent[family],
+            yardstick=yardstick,
+        )
+        for family, pick in picks_of(arms, cost).items()
+    ]
+
+
+def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> list[Result]:
+    """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by `evaluation.contest.pearl_steps`.
+
+    None of a feature draft, which waits for the target's states.
+    """
+    if traces.test.num_passing is not None:
+        return []
+    gamma = fastest_gamma(traces.dev, cost, exchange_s=exchange_s)
+    _, counts, spent = pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s)
+    return [result_of(family="parallel_pearl", name="pearl", setting={"gamma": gamma}, counts=counts, spent=spent, yardstick=yardstick)]
+
+
+def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
+    """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
+    rivals = yardstick.spent
+    gain = _gain(family, spent, BASELINE, BASELINE, yardstick)
+    lead = _gain(family, spent, yardstick.champions[TRAINING_FREE], TRAINING_FREE, yardstick)
+    return Result(
+        family=family,
+        name=name,
+        setting=setting,
+        discard_rate=counts.discard_rate,
+        verification_rate=counts.verification_rate,
+        acceptance_length=counts.acceptance_length,
+        mean_draft_length=counts.num_drafted / counts.num_target,
+        tokens_per_s=spent.tokens_per_s,
+        speed_up=spent.tokens_per_s * yardstick.t_target_s,
+        gain=gain.value,
+        gain_low=gain.low,
+        gain_high=gain.high,
+        lead=lead.value,
+        lead_low=lead.low,
+        lead_high=lead.high,
+        percent_of_oracle=_percent_of(rivals["oracle"], spent),
+        percent_of_perfect=_percent_of(rivals["perfect_drawn"], spent) if "perfect_drawn" in rivals else float("nan"),
+    )
+
+
+def _gain(family: str, spent: Spent, rival: str, group: str, yardstick: Yardstick) -> Gain:
+    """Over one rival, which stands for a group of families; what was decoded and not replayed is resampled as it is."""
+    if family not in yardstick.reached:
+        return gain_over(yardstick.spent[rival], spent)
+    value = spent.tokens_per_s / yardstick.spent[rival].tokens_per_s - 1
+    return gain_of(value, yardstick.reached[group], yardstick.reached[family])
+
+
+def _percent_of(bound: Spent, own: Spent) -> float:
+    return float(100 * bound.seconds.sum() / own.seconds.sum() * (own.tokens.sum() / bound.tokens.sum()))

@@ -1,0 +1,110 @@
+"""The table, results.csv and counts-DATASET.parquet of `evaluation evaluate`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+from rich.table import Table
+
+from decode.policies.registry import POLICIES
+from evaluation.contest.arms import Arm
+from evaluation.contest.decoded import NAMES as HIERARCHY_NAMES
+from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
+from evaluation.costs.model import CostModel
+
+NAMES = {
+    "target_alone": "target alone",
+    **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
+    "head_specdec": "SpecDec++",
+    "head_fed": "best head, fed-time with scalars",
+    "head_drawn": "best head, drawn-time",
+    "head_both": "both heads",
+    "head_prefix": "best prefix head",
+    "head_prefix_kept": "best prefix head, token kept",
+    "auto_fed": "auto, fed-time head",
+    "auto_fed_online": "auto online, fed-time",
+    "auto_drawn": "auto, drawn-time head",
+    "auto_drawn_online": "auto online, drawn-time",
+    "auto_drawn_learning": "auto online, head learning",
+    "auto_prefix": "auto, prefix head",
+    "auto_prefix_online": "auto online, prefix head",
+    "auto_prefix_learning": "auto online, prefix, learning",
+    **HIERARCHY_NAMES,
+    "parallel_pearl": "PEARL, on two devices",
+    "perfect_fed": "perfect head, fed-time",
+    "perfect_drawn": "perfect head",
+    "oracle": "oracle",
+}
+"""Family -> what tables and plots call it, in the order of the rows: baselines, training-free policies, heads, the rule, bounds."""
+_COLUMNS = ("policy", "setting", "discard rate", "verification rate", "acceptance length", "tokens/s", "speed-up", "gain", "% of oracle")
+
+
+def ordered(results: Sequence[Result]) -> list[Result]:
+    """In the order of `NAMES`."""
+    places = {family: place for place, family in enumerate(NAMES)}
+    return sorted(results, key=lambda result: places.get(result.family, len(places)))
+
+
+def table_of(results: Sequence[Result], cost: CostModel, *, dataset: str, num_prompts: int) -> Table:
+    """One dataset at one cost."""
+    table = Table(
+        title=f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
+        caption="predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % interval: prompts "
+        "resampled in pairs, settings chosen anew on dev, times within their errors",
+    )
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("policy", "setting") else "right", overflow="fold")
+    alone = 1 / cost.t_target_s[0]
+    oracle = next(result.tokens_per_s for result in results if result.family == "oracle")
+    table.add_row("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}")
+    for result in results:
+        table.add_row(
+            NAMES.get(result.family, result.family),
+            result.label,
+            f"{result.discard_rate:.3f}",
+            f"{result.verification_rate:.3f}",
+            f"{result.acceptance_length:.2f}",
+            f"{result.tokens_per_s:.1f}",
+            f"{result.speed_up:.2f}",
+            "" if result.family == "fixed_length" else f"{result.gain:+.1%} ({result.gain_low:+.1%}, {result.gain_high:+.1%})",
+            f"{result.percent_of_oracle:.1f}",
+        )
+    return table
+
+
+def lead_line(yardstick: Yardstick) -> str:
+    """The best head against the best training-free policy, in one line."""
+    lead = lead_of(yardstick)
+    if lead is None:
+        return ""
+    own, base = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    return f"best head ({own}) over best training-free policy ({base}): {lead.value:+.1%} ({lead.low:+.1%}, {lead.high:+.1%})"
+
+
+def frame_of(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
+    """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
+    rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **asdict(result)} for result in results]
+    for row in rows:
+        row["setting"] = json.dumps(row["setting"])
+    return pd.DataFrame(rows)
+
+
+def write_counts(path: Path, arms: Sequence[Arm]) -> None:
+    """Totals of every setting of every grid on both splits."""
+    rows = []
+    for arm in arms:
+        for split, replayed in (("dev", arm.dev), ("test", arm.test)):
+            for setting, described in enumerate(arm.grid.settings):
+                rows.append(
+                    {
+                        "family": arm.grid.family,
+                        "name": arm.grid.name,
+                        "setting": json.dumps(dict(described), default=float),
+                        "split": split,
+                        **{name: int(values[setting].sum()) for name, values in vars(replayed.counts).items() if hasattr(values, "sum")},
+                        "rounds_by_length": replayed.lengths[setting].sum(0).tolist(),
+                    }
+                )
+    pd.DataFrame(rows).to_parquet(path, index=False)

@@ -1,0 +1,168 @@
+"""What travels: heads and settings chosen on the home set's dev prompts, judged on the test prompts of every other set.
+
+    at home      chosen on home's dev, reported on home's test
+    travelled    chosen on home's dev (head, threshold, index of the rule), reported on the test of a set that nobody tuned to
+    tuned there  chosen on that set's own dev, reported on the same test prompts
+
+Gains are over the best fixed length that was tuned there, leads over the best training-free policy that was tuned there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.table import Table
+
+from evaluation.console import right
+from evaluation.contest.arms import Arm, by_family, picks_of
+from evaluation.contest.grids import bounds
+from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
+from evaluation.contest.tables import NAMES, frame_of, ordered
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Gain, gain_of
+from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import Trace
+from heads.measures.calibration import recalibrated
+from heads.model.head import AcceptanceHead
+from lm import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One dataset at one cost."""
+
+    dataset: str
+    arms: Sequence[Arm]
+    yardstick: Yardstick
+    results: Sequence[Result]
+
+    @property
+    def num_dev(self) -> int:
+        """Prompts that choose."""
+        return self.arms[0].dev.per_prompt(self.arms[0].dev.counts.num_target).shape[1]
+
+    def gain(self, family: str) -> float | None:
+        """Over the best fixed length; None where the family did not compete."""
+        return next((result.gain for result in self.results if result.family == family), None)
+
+
+class Travelled(NamedTuple):
+    """One family, chosen at home."""
+
+    result: Result
+    """On the foreign set's test; gains and leads as this module's first lines say."""
+    kept: Gain | None
+    """Throughput over that of the same family tuned there, minus 1; None where it was not."""
+
+
+def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list[Travelled]:
+    """Every family but the bounds.
+
+    Args:
+        home: where head and setting are chosen.
+        there: the foreign set.
+        test: its test prompts.
+        cost: of both.
+    """
+    arms = list(_moved(home.arms, there.arms, test))
+    members, yardstick = by_family(arms), there.yardstick
+    travelled = []
+    for family, pick in picks_of(arms, cost).items():
+        spent = pick.spent(cost)
+        reached = yardstick.resamples.throughput([arm.contestant(cost) for arm in members[family]], is_from_home=True)
+        result = result_of(
+            family=_TRAVELLED,
+            name=pick.arm.grid.name,
+            setting=pick.arm.grid.settings[pick.setting],
+            counts=pick.counts,
+            spent=spent,
+            yardstick=yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached}),
+        )
+        kept = None
+        if family in yardstick.spent:
+            kept = gain_of(spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1, yardstick.reached[family], reached)
+        travelled.append(Travelled(replace(result, family=family), kept))
+    places = {result.family: place for place, result in enumerate(ordered([each.result for each in travelled]))}
+    return sorted(travelled, key=lambda each: places[each.result.family])
+
+
+def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
+    """Whether it is known to have been trained under another one."""
+    return bool(head.provenance.sampling) and Sampling(**head.provenance.sampling) != sampling
+
+
+def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
+    """Those that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new names."""
+    here, first = np.arange(dev.num_positions), dev.offsets[:-1]
+    calibrated = {}
+    for name, head in heads.items():
+        if not is_of_other_sampling(head, dev.sampling):
+            continue
+        if head.timing == "fed":  # it has scored a token once the next one is drawn
+            tokens = np.delete(here, first)
+            labels = dev.signals["acceptance_prob"][dev.before[tokens]]
+        else:
+            tokens, labels = here, dev.acceptance_rate if head.timing == "prefix" else dev.signals["acceptance_prob"][here]
+        calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, (dev.logit(head)[tokens], labels)))
+    return calibrated
+
+
+_TRAVELLED = "travelled"
+"""Apart from the families that were tuned there."""
+
+
+def _moved(home: Sequence[Arm], there: Sequence[Arm], test: Trace) -> Iterator[Arm]:
+    """Home's arms with the foreign test in place of their own; what was replayed there already, which is most, is not replayed again."""
+    replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in there if not arm.grid.family.startswith("auto_")}
+    for arm in home:
+        if arm.grid.family not in {grid.family for grid in bounds()}:
+            known = replayed.get((arm.grid.family, arm.grid.name))
+            yield Arm(arm.grid, arm.dev, replay_settings(test, arm.grid.policy) if known is None else known)
+
+
+def travel_table(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> Table:
+    """At home, travelled and tuned there, side by side."""
+    table = Table(
+        "policy",
+        "setting from home",
+        *right("at home", "travelled", "tuned there", "travelled over tuned there", "lead"),
+        title=f"from {home.dataset} to {there.dataset}; {cost.title}",
+        caption="gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
+        f"{home.dataset}, tuned there: of {there.dataset}; lead: of the travelled over the best training-free policy tuned there "
+        f"({_champion(there)})",
+    )
+    for result, kept in travelled:
+        table.add_row(
+            NAMES.get(result.family, result.family),
+            result.label,
+            _percent(home.gain(result.family)),
+            _interval(Gain(result.gain, result.gain_low, result.gain_high, 0.0)),
+            _percent(there.gain(result.family)),
+            _interval(kept),
+            _interval(Gain(result.lead, result.lead_low, result.lead_high, 0.0)),
+        )
+    table.add_row("perfect head", "tuned there", _percent(home.gain("perfect_drawn")), "", _percent(there.gain("perfect_drawn")), "", "")
+    return table
+
+
+def travel_frame(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> pd.DataFrame:
+    """Rows of results.csv: those of the foreign set, chosen at home."""
+    frame = frame_of([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
+    nothing = Gain(*[float("nan")] * 4)
+    kept = pd.DataFrame([(each.kept or nothing)._asdict() for each in travelled])
+    return frame.assign(kept=kept["value"], kept_low=kept["low"], kept_high=kept["high"])
+
+
+def _champion(there: Judged) -> str:
+    return NAMES[there.yardstick.champions[TRAINING_FREE]]
+
+
+def _percent(gain: float | None) -> str:
+    return "" if gain is None else f"{gain:+.1%}"
+
+
+def _interval(gain: Gain | None) -> str:
+    return "" if gain is None else f"{gain.value:+.1%} ({gain.low:+.1%}, {gain.high:+.1%})"

@@ -1,0 +1,68 @@
+"""python -m evaluation costs: the times of this machine, three ways side by side, and what stops add.
+
+*In the loop* are first quartiles over rounds of real generations, with everything that a draft step and a verification do: what
+evaluations use. *By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare
+forwards, measured at each call. Below, what each kind of stop adds to a draft step (law 4.9), which evaluations charge.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from configs.schema import Config
+from decode.experiment import Experiment
+from evaluation.console import right, wide_console
+from evaluation.costs.machine import loop_of, times_of
+from evaluation.costs.measure import time_forwards
+from evaluation.costs.model import CostModel
+from evaluation.costs.stops import policies_by_kind
+
+_SHOWN = (0, 1, 2, 5, 10, 20)
+"""k of t_target(k) in the table."""
+
+
+def costs(config: Config, *, again: bool = False) -> None:
+    """Forward times of this machine: in the loop, by regression with R², standalone; and what each kind of stop adds.
+
+    Args:
+        config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.
+        again: measure once more, and replace the times in DIR/costs.json that evaluations use.
+    """
+    experiment = Experiment(config)
+    times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
+    loop = loop_of(experiment)
+    bare = None  # a feature draft has no forward without its target
+    if not experiment.has_feature_draft:
+        bare = time_forwards(loop.pair, loop.prompts[0], max_draft_length=loop.max_draft_length, repeats=5)
+    console = wide_console()
+    console.print(table_of(times, bare))
+    console.print(stops_table(times))
+    standalone = {} if bare is None else {"standalone": {"t_draft_s": bare.t_draft_s, "t_target_s": bare.t_target_s}}
+    print(json.dumps(times | standalone))
+
+
+def table_of(times: Mapping[str, Any], bare: CostModel | None) -> Table:
+    """Times in ms, one row per way of measuring."""
+    lengths = [k for k in _SHOWN if k < len(times["t_target_s"])]
+    table = Table(title="milliseconds per forward; evaluations use those of the loop")
+    for name in ("", "t_draft", *(f"t_target({k})" for k in lengths), "R²"):
+        table.add_column(name, justify="right" if name else "left")
+    ways = [("in the loop", times["t_draft_s"], times["t_target_s"])]
+    ways += [] if bare is None else [("standalone", bare.t_draft_s, bare.t_target_s)]
+    for name, draft_s, target_s in ways:
+        table.add_row(name, *(f"{1e3 * value:.3f}" for value in (draft_s, *(target_s[k] for k in lengths))), "")
+    fit = times["fit"]
+    blanks = [""] * (len(lengths) - 1)
+    table.add_row("by regression", f"{1e3 * fit['t_draft_s']:.3f}", f"{1e3 * fit['t_target_s']:.3f}", *blanks, f"{fit['r2']:.4f}")
+    return table
+
+
+def stops_table(times: Mapping[str, Any]) -> Table:
+    """What each kind of stop adds to a draft step, the dearest last."""
+    step_s = times["t_draft_s"]
+    table = Table("stop", *right("us", "± us", "% of a draft step"), title=f"what a stop adds to a draft step of {1e6 * step_s:.0f} us")
+    for kind, (seconds, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0]):
+        table.add_row(kind, f"{1e6 * seconds:.1f}", f"{1e6 * error_s:.1f}", f"{100 * seconds / step_s:.1f}")
+    return table

@@ -1,0 +1,157 @@
+"""The times of this machine, measured once and kept in DIR/costs.json, so that a second evaluation agrees with the first.
+
+The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, device, threads. What an entry lacks (stops of heads that were
+trained since) is measured and added.
+"""
+
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_gen.store.identity import ADDED
+from decode.experiment import Experiment, Level
+from decode.policies.base import Policy
+from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
+from evaluation.costs.model import CostModel, StopShares, check_ratio
+from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.intervals import TimeErrors
+from store.shards import write_atomic
+
+_PROMPTS = 4
+_TOKENS = 96
+
+
+def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = ()) -> CostModel:
+    """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
+
+    Args:
+        experiment: whose costs they are.
+        ratio: t_target / t_draft of other hardware, in place of theirs.
+        others: policies that are neither registered nor heads of the experiment.
+
+    Raises:
+        ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no share.
+    """
+    if ratio is not None:
+        check_ratio(ratio)
+        return costs_for(experiment, others=others).with_ratio(ratio)
+    draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
+    if not isinstance(share, str) and not 0 <= share < float("inf"):
+        raise ValueError(f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, measured")
+    if (draft_s is None) != (target_s is None):
+        raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
+    policies = policies_by_kind(experiment.heads.values(), others)
+    if draft_s is not None and target_s is not None:
+        return CostModel.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
+    times = times_of(experiment, policies)
+    t_stop_s = {kind: seconds for kind, (seconds, _) in times["stops"].items()}
+    errors = TimeErrors(
+        times["errors"]["drafting"],
+        times["errors"]["verifying"],
+        {kind: error_s / seconds for kind, (seconds, error_s) in times["stops"].items() if seconds},
+    )
+    shares = shares_of(experiment, policies, {kind: seconds / times["t_draft_s"] for kind, seconds in t_stop_s.items()})
+    return CostModel(times["t_draft_s"], tuple(times["t_target_s"]), times["origin"], t_stop_s, "stops measured", shares, errors)
+
+
+def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: Mapping[str, float]) -> StopShares:
+    """t_stop / t_draft of each kind at times that are not measured, as decode.stop_share says."""
+    share = experiment.decode.stop_share
+    if share == "measured" and measured:
+        return StopShares("stops' shares as measured here", measured)
+    by_size = sizes(policies, experiment.num_draft_weights)
+    if isinstance(share, str):
+        return StopShares("stops' shares by size", by_size)
+    weights = measured or by_size
+    dearest = max(weights.values(), default=0.0) or 1.0
+    return StopShares(f"dearest stop {share:.1%} of a draft step", {kind: share * weight / dearest for kind, weight in weights.items()})
+
+
+def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
+    """This loop's entry in DIR/costs.json, with the stops of all these policies; what is missing is measured and kept.
+
+    Args:
+        experiment: whose loop it is.
+        policies: by kind of stop.
+        again: measure everything anew.
+    """
+    entries, key = read_costs(experiment.directory), json.loads(json.dumps(key_of(experiment)))
+    times = next((entry["times"] for entry in entries if entry["loop"] == key and not again), None)
+    missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
+    if times is not None and not missing:
+        return dict(times)
+    print("costs: timing generations on this machine", flush=True)
+    loop = loop_of(experiment)
+    times = measure(loop) if times is None else times
+    times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
+    keep_costs(experiment.directory, [*(entry for entry in entries if entry["loop"] != key), {"loop": key, "times": times}])
+    return dict(times)
+
+
+def loop_of(experiment: Experiment) -> Loop:
+    """The loop that the config describes, on a few dev prompts of the first dataset."""
+    num = max(experiment.decode.num_dev, _PROMPTS)
+    return Loop(
+        pair=experiment.pair,
+        prompts=experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:_PROMPTS],
+        sampling=experiment.sampling,
+        max_draft_length=experiment.decode.max_draft_length,
+        max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS),
+        compile=experiment.decode.compile,
+    )
+
+
+def key_of(experiment: Experiment) -> dict[str, Any]:
+    """What the times of a loop depend on."""
+    levels: tuple[Level, ...] = ("target", "draft")
+    return {
+        **{level: {**asdict(getattr(experiment.models, level)), **_shape(experiment.described(level))} for level in levels},
+        "sampling": experiment.sampling.as_dict(),
+        "max_draft_length": experiment.decode.max_draft_length,
+        "compile": experiment.decode.compile,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "threads": experiment.models.num_threads or torch.get_num_threads(),
+    }
+
+
+def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A description without hashes of all weights: times do not depend on them, and were kept before there were any."""
+    return {name: value for name, value in described.items() if name not in ADDED}
+
+
+def measure(loop: Loop) -> dict[str, Any]:
+    """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
+    generations = time_generations(loop)
+    cost = costs_of(generations, loop.max_draft_length, in_steps=loop.compile is True)
+    return {
+        "t_draft_s": cost.t_draft_s,
+        "t_target_s": list(cost.t_target_s),
+        "origin": cost.origin,
+        "errors": {"drafting": cost.errors.drafting, "verifying": cost.errors.verifying},
+        "fit": fit_costs(generations)._asdict(),
+        "stops": {},
+    }
+
+
+def read_costs(directory: Path) -> list[dict[str, Any]]:
+    """The entries of DIR/costs.json; none where it was not written.
+
+    Raises:
+        ValueError: a file that holds something else.
+    """
+    path = directory / "costs.json"
+    try:
+        entries = json.loads(path.read_text()) if path.is_file() else []
+        return [{"loop": dict(entry["loop"]), "times": dict(entry["times"])} for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what `evaluation costs` writes ({error}); delete it, and the times are measured anew") from error
+
+
+def keep_costs(directory: Path, entries: list[dict[str, Any]]) -> None:
+    """Write DIR/costs.json."""
+    write_atomic(directory / "costs.json", json.dumps(entries, indent=1).encode())

@@ -1,0 +1,223 @@
+"""t_draft and t_target(k) of this machine, measured inside the real loop.
+
+Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
+is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k): a line
+through those at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
+totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import isotonic_regression
+from transformers import PreTrainedModel
+
+from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
+from decode.loop.models import Models, models_of
+from decode.policies import FixedLength, Policy
+from evaluation.costs.model import CostModel
+from evaluation.intervals import TimeErrors
+from evaluation.traces.trace import Array
+from lm import KINDS, CachedModel, Compile, CompiledModel, DraftModel, FeatureDraft, Pair, Sampling
+
+LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
+_TURNS = 2
+"""Generations per prompt and length."""
+_RESAMPLES = 200
+
+
+class Fit(NamedTuple):
+    """T = t_draft * num_draft_forwards + t_target * N_target over generations."""
+
+    t_draft_s: float
+    t_target_s: float
+    r2: float
+    num_generations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The loop that is timed, and on what: models, sampling, prompts. Its generations are ended by no EOS."""
+
+    pair: Pair
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+    max_draft_length: int
+    max_new_tokens: int
+    compile: Compile = False
+
+    def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
+        """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
+        longest = self.max_draft_length if max_draft_length is None else max_draft_length
+        has_head = bool(policy.heads)
+        drafter = ModelDrafter(self._draft_for_heads if has_head else self._draft, policy)
+        return SpeculativeDecoder(self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset())
+
+    @cached_property
+    def _beside(self) -> Models | None:
+        """A feature draft and the target that it reads."""
+        return models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
+
+    @cached_property
+    def _target(self) -> CachedModel:
+        return self._made(self.pair.target) if self._beside is None else self._beside.target
+
+    @cached_property
+    def _draft(self) -> DraftModel:
+        return self._made(self.pair.draft) if self._beside is None else self._beside.draft
+
+    @cached_property
+    def _draft_for_heads(self) -> DraftModel:
+        return self._made(self.pair.draft, with_hidden=True) if self._beside is None else self._beside.draft
+
+    def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
+        made = KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+        if isinstance(made, CompiledModel):
+            made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
+        return made
+
+
+def time_generations(loop: Loop, *, lengths: Sequence[int] = LENGTHS) -> list[Generation]:
+    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
+    decoders = [loop.decoder(FixedLength(length)) for length in sorted({min(length, loop.max_draft_length) for length in lengths})]
+    generator = torch.Generator().manual_seed(0)
+    decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
+    turns = [prompt for _ in range(_TURNS) for prompt in loop.prompts]
+    return [decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in turns for decoder in decoders]
+
+
+def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> CostModel:
+    """Costs from rounds; the first of each generation, which reads the prompt, is left out.
+
+    A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is part of t_target(k).
+
+    Args:
+        generations: with drafts of several lengths, 0 among them.
+        max_draft_length: the last k of t_target(k).
+        in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise bends less.
+
+    Raises:
+        ValueError: generations of one round only.
+    """
+    rounds = [one for generation in generations for one in generation.rounds[1:]]
+    drafting = [one for one in rounds if one.counts.num_draft_forwards]
+    drafts: dict[int, list[float]] = {}
+    by_length: dict[int, list[float]] = {}
+    for one in rounds:
+        drafts.setdefault(one.counts.num_draft_forwards, []).append(one.draft_s)
+        by_length.setdefault(len(one.drafted), []).append(one.target_s)
+    if not drafting or 0 not in by_length:
+        raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
+    t_draft_s = typical([one.draft_s / one.counts.num_draft_forwards for one in drafting])
+    begin_s, step_s = _line(drafts)
+    if begin_s > 0 and step_s > 0:
+        t_draft_s = step_s
+    else:  # one length only, or noise
+        begin_s = 0.0
+    alone_s = typical(by_length[0]) + typical(drafts[0])
+    longer = {length: seconds for length, seconds in by_length.items() if length}
+    longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
+    # verifying drafted tokens never costs less than verifying none
+    return CostModel(
+        t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()), "measured", errors=_errors(drafting, by_length)
+    )
+
+
+def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
+    """(lengths, typical seconds at each, how often each was seen)."""
+    lengths = sorted(by_length)
+    return np.array(lengths), np.array([typical(by_length[k]) for k in lengths]), np.array([len(by_length[k]) for k in lengths])
+
+
+def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
+    """(a, b) of a + b k through the typical seconds at each k > 0, weighted by how often it was seen; (0, 0) for fewer than two lengths."""
+    lengths, typicals, seen = _typical({length: seconds for length, seconds in by_length.items() if length})
+    if len(lengths) < 2:
+        return 0.0, 0.0
+    slope, offset = np.polyfit(lengths, typicals, 1, w=np.sqrt(seen))
+    return float(offset), float(slope)
+
+
+def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
+    """Seconds at k = 1 … longest on a line that does not fall."""
+    offset, slope = _line(by_length)
+    if slope <= 0:  # noise, or one length only
+        offset, slope = typical([value for values in by_length.values() for value in values]), 0.0
+    return offset + slope * np.arange(1, longest + 1)
+
+
+def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
+    """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a straight line."""
+    lengths, typicals, seen = _typical(by_length)
+    rising = isotonic_regression(typicals, weights=seen).x
+    return np.interp(np.arange(1, longest + 1), lengths, rising)
+
+
+def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:
+    """Relative standard errors of t_draft, and of t_target over the lengths seen."""
+    steps_s = [one.draft_s / one.counts.num_draft_forwards for one in drafting]
+    relative = [value / typical(values) for values in by_length.values() for value in values]
+    return TimeErrors(error_of(steps_s) / typical(steps_s), error_of(relative))
+
+
+def typical(values: Sequence[float]) -> float:
+    """The first quartile: other work on the machine lengthens a time, and nothing shortens it."""
+    return float(np.quantile(values, 0.25))
+
+
+def error_of(values: Sequence[float]) -> float:
+    """Standard error of `typical`, by bootstrap; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
+    return float(np.quantile(drawn, 0.25, axis=1).std())
+
+
+def fit_costs(generations: Sequence[Generation]) -> Fit:
+    """Least squares over generations of seconds on (num_draft_forwards, N_target), no intercept; the rounds that read prompts left out.
+
+    Raises:
+        ValueError: fewer than three generations with a second round.
+    """
+    totals = np.array([_totals(generation.rounds[1:]) for generation in generations if len(generation.rounds) > 1])
+    if len(totals) < 3:
+        raise ValueError(f"a regression of two times needs at least 3 generations of several rounds, there are {len(totals)}")
+    counts, seconds = totals[:, :2], totals[:, 2]
+    times, *_ = np.linalg.lstsq(counts, seconds, rcond=None)
+    residual = seconds - counts @ times
+    r2 = 1 - float(residual @ residual) / float(((seconds - seconds.mean()) ** 2).sum())
+    return Fit(float(times[0]), float(times[1]), r2, len(totals))
+
+
+def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
+    return (
+        float(sum(one.counts.num_draft_forwards for one in rounds)),
+        float(len(rounds)),
+        sum(one.draft_s + one.target_s for one in rounds),
+    )
+
+
+def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> CostModel:
+    """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
+    models = {name: CachedModel(model, vocab_size=pair.vocab_size) for name, model in (("draft", pair.draft), ("target", pair.target))}
+    ids = list(prompt_ids)
+    timed = [("draft", 0), *(("target", length) for length in range(max_draft_length + 1))]
+    seconds: dict[tuple[str, int], list[float]] = {call: [] for call in timed}
+    for model in models.values():
+        model.forward(ids)
+    for _ in range(repeats + 1):
+        for name, length in timed:
+            model = models[name]
+            model.roll_back(len(ids) - 1)
+            started_s = perf_counter()
+            float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])  # reading a number waits for the device
+            seconds[name, length].append(perf_counter() - started_s)
+    draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
+    return CostModel(draft_s, tuple(target_s), "bare forwards")

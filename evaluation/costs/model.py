@@ -1,0 +1,140 @@
+"""Law 4.9 (SpecDec++, arXiv 2405.19715, Eq. 2.1-2.3, and what a stop costs): what rounds cost in seconds.
+
+    T = (t_draft + t_stop) * num_draft_forwards + sum over rounds of t_target(k)       k: tokens drafted in the round
+    throughput = N / T                        speed-up over the target alone = throughput * t_target(0)
+
+t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With t_stop = 0 and
+t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per token is t_draft + t_draft *
+(discard rate) + (t_target - t_draft) * (verification rate). Verification is not free everywhere, so t_target may grow with k.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from decode.policies.base import JOINT
+from evaluation.intervals import CERTAIN, TimeErrors, Work
+from evaluation.traces.replay import Replayed
+from evaluation.traces.trace import Array
+
+
+class StopShares(NamedTuple):
+    """t_stop / t_draft of each kind of stop, where times are not measured but given or a ratio."""
+
+    origin: str
+    """In titles."""
+    of: Mapping[str, float]
+
+
+NO_STOPS = StopShares("stops free", {})
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times of one pair on one machine, in seconds."""
+
+    t_draft_s: float
+    """Of one draft step of a policy that looks at nothing (a fixed length)."""
+    t_target_s: tuple[float, ...]
+    """Of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
+    origin: str = "given"
+    """given, measured, fitted, or a ratio."""
+    t_stop_s: Mapping[str, float] = field(default_factory=dict)
+    """Of each `Policy.stop_kind`: seconds that it adds to a draft step."""
+    stop_origin: str = NO_STOPS.origin
+    """Where t_stop_s comes from."""
+    elsewhere: StopShares = NO_STOPS
+    """What stops are taken to cost at other ratios."""
+    errors: TimeErrors = CERTAIN
+    """How sure the times are."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("t_draft_s", (self.t_draft_s,)), ("t_target_s", self.t_target_s)):
+            if not values or not all(0 < value < float("inf") for value in values):
+                raise ValueError(f"{name} is {values}; a time is a positive number of seconds")
+
+    @classmethod
+    def constant(cls, t_draft_s: float, t_target_s: float, origin: str = "given", elsewhere: StopShares = NO_STOPS) -> "CostModel":
+        """Verification that costs the same however many tokens it verifies; stops have their shares of t_draft."""
+        t_stop_s = {kind: share * t_draft_s for kind, share in elsewhere.of.items()}
+        return cls(t_draft_s, (t_target_s,), origin, t_stop_s, elsewhere.origin, elsewhere)
+
+    @property
+    def ratio(self) -> float:
+        """t_target(0) / t_draft."""
+        return self.t_target_s[0] / self.t_draft_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """t_stop / t_draft of each kind of stop."""
+        return {kind: seconds / self.t_draft_s for kind, seconds in self.t_stop_s.items()}
+
+    @property
+    def title(self) -> str:
+        """In titles of tables and plots: the ratio, where it comes from, and what stops are taken to cost."""
+        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin})"
+
+    def with_ratio(self, ratio: float) -> "CostModel":
+        """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as `elsewhere` has them."""
+        check_ratio(ratio)
+        return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
+
+    def stop_s(self, kind: str) -> float:
+        """t_stop of a kind; where it was not measured as a whole, the sum of its parts."""
+        return self.t_stop_s.get(kind, sum(self.t_stop_s.get(part, 0.0) for part in kind.split(JOINT)))
+
+    def target_s(self, length: Int[Array, "..."]) -> Float[Array, "..."]:
+        """t_target(k)."""
+        return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
+
+    def work(self, replayed: Replayed) -> Work:
+        """Tokens and seconds of every setting on every prompt, by what they were spent on."""
+        forwards = replayed.per_prompt(replayed.counts.num_draft_forwards)
+        verifying_s = replayed.lengths @ self.target_s(np.arange(replayed.lengths.shape[-1]))
+        return Work(
+            tokens=replayed.per_prompt(replayed.counts.num_emitted),
+            drafting_s=self.t_draft_s * forwards,
+            stopping_s=self.stop_s(replayed.stop_kind) * forwards,
+            verifying_s=replayed.per_prompt(verifying_s),
+            stop_kind=replayed.stop_kind,
+        )
+
+    def round_s(self, max_draft_length: int) -> tuple[float, ...]:
+        """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps."""
+        lengths = np.arange(max_draft_length + 1)
+        return tuple((self.t_draft_s * lengths + self.target_s(lengths)).tolist())
+
+    def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
+        """T of every setting on every row."""
+        per_round, step_s = self.target_s(np.arange(replayed.lengths.shape[-1])), self.t_draft_s + self.stop_s(replayed.stop_kind)
+        return step_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
+
+    def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
+        """Throughput of every setting, all prompts together."""
+        return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
+
+    def line(self, stop_kind: str = "") -> "LinearCosts":
+        """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a draft step."""
+        alone, *longer = self.t_target_s
+        slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
+        start = max(0.0, longer[0] - slope - alone) if longer else 0.0
+        return LinearCosts(self.t_draft_s + self.stop_s(stop_kind), alone, slope, start)
+
+
+class LinearCosts(NamedTuple):
+    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
+
+    t_draft_s: float
+    """t_draft + t_stop."""
+    t_target_s: float
+    t_verify_s: float
+    t_start_s: float
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise ValueError unless a ratio of times can be one."""
+    if not 0 < ratio < float("inf"):
+        raise ValueError(f"t_target / t_draft is {ratio}; it must be a positive number")

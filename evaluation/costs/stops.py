@@ -1,0 +1,138 @@
+"""What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
+
+Policies take turns on every prompt with the same draws, and none of them ever stops before the end of its draft: so all write the same
+text in the same rounds, which differ from those of the fixed length by the work of the stop alone. t_stop is the difference of the first
+quartiles of their seconds per draft step.
+
+On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a large model is
+reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import hypot
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from decode.loop.decoder import SpeculativeDecoder
+from decode.policies import FixedLength, HeadPolicy, Policy
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
+from decode.policies.registry import POLICIES, make_policy
+from decode.policies.scores import ScoringPolicy
+from evaluation.costs.measure import Loop, error_of, typical
+from heads.model.head import AcceptanceHead
+
+_STEPS = 10
+"""Tokens of a draft that is timed."""
+_TOKENS = 48
+"""Of a generation that is timed."""
+_MOST_TURNS = 6
+_ENOUGH = 0.005
+"""Share of a draft step: a standard error below which no more turns are taken."""
+
+
+class Stop(NamedTuple):
+    """Seconds per draft step."""
+
+    seconds: float
+    error_s: float
+    """Standard error."""
+
+
+@dataclass(frozen=True)
+class Unstopping(Policy):
+    """Does all the work of another policy, and drafts to the end all the same."""
+
+    policy: Policy
+
+    @property
+    def signals(self) -> frozenset[str]:  # type: ignore[override]
+        return self.policy.signals
+
+    @property
+    def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
+        return self.policy.fed_head
+
+    @property
+    def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
+        return self.policy.drawn_head
+
+    @property
+    def prefix_head(self) -> AcceptanceHead | None:  # type: ignore[override]
+        return self.policy.prefix_head
+
+    @property
+    def stops_before(self) -> bool:
+        return self.policy.stops_before
+
+    @property
+    def nothing_learned(self) -> State:
+        return self.policy.nothing_learned
+
+    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return self.policy.lesson(state, drawn, acceptance_prob)
+
+    def start(self) -> State:
+        return self.policy.start()
+
+    def begin(self, state: State) -> State:
+        return self.policy.begin(state)
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        self.policy.stop_before(state, seen)
+        return False
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        state, _ = self.policy.after(state, drawn)
+        return state, False
+
+    def end(self, state: State, outcome: Outcome) -> State:
+        return self.policy.end(state, outcome)
+
+
+def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] = ()) -> dict[str, Policy]:
+    """One policy of each kind of stop: the registered ones at their defaults, one head of each shape, and the `others`."""
+    registered = (make_policy(name) for name in POLICIES if name != "head")
+    every = [*registered, *(HeadPolicy(head) for head in heads), *others]
+    return {policy.stop_kind: policy for policy in reversed(every) if policy.stop_kind}
+
+
+def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
+    """What each of these policies' stops costs."""
+    if not policies:
+        return {}
+    arms = {"": FixedLength(loop.max_draft_length), **{kind: Unstopping(policy) for kind, policy in policies.items()}}
+    decoders = {kind: loop.decoder(policy, max_draft_length=min(_STEPS, loop.max_draft_length)) for kind, policy in arms.items()}
+    _turn(decoders, loop, loop.prompts[0])  # a warm-up
+    steps_s: dict[str, list[float]] = {kind: [] for kind in arms}
+    for _ in tqdm(range(_MOST_TURNS), desc="costs: stops", unit="turn"):
+        for prompt in loop.prompts:
+            for kind, seconds in _turn(decoders, loop, prompt).items():
+                steps_s[kind] += seconds
+        if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
+            break
+    plain_s, plain_error_s = typical(steps_s[""]), error_of(steps_s[""])
+    return {kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s)) for kind in policies}
+
+
+def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
+    """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same rounds."""
+    num_tokens, drafting = min(_TOKENS, loop.max_new_tokens), {}
+    for kind, decoder in decoders.items():
+        played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
+        drafting[kind] = [one for one in played if one.drafted]
+        assert [one.drafted for one in drafting[kind]] == [one.drafted for one in drafting[""]], "equal draws write equal texts"
+    return {kind: [one.draft_s / one.counts.num_draft_forwards for one in played] for kind, played in drafting.items()}
+
+
+def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:
+    """Bytes of each policy's heads over those of the draft, both in one precision; 0 where there is no head."""
+    return {kind: _num_weights(policy) / num_draft_weights for kind, policy in policies.items()}
+
+
+def _num_weights(policy: Policy) -> int:
+    if not isinstance(policy, ScoringPolicy):
+        return 0
+    return sum(weight.numel() for head in policy.heads for weight in head.parameters())

@@ -1,0 +1,1 @@
+"""Hierarchies of three models side by side: contenders, their generations, times and tables."""

@@ -1,0 +1,98 @@
+"""python -m evaluation hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
+
+Every contender runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on dev, by the modelled
+throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give at other times, and, from dev, at which
+ratios of times the best hierarchy beats the best plain speculation. Generations are stored (`evaluation.hierarchies.generations`), so a killed
+run resumes; times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `evaluation evaluate` shows hierarchies
+beside the replayed policies.
+
+Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s on that of
+benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
+
+    python -m evaluation hierarchy --config configs/tiny.yaml --decode.num_dev 16
+    python -m evaluation hierarchy --config benchmarks/alpaca.yaml --decode.num_dev 8 --decode.num_test 36
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config
+from decode.drafters.hierarchies.trio import Trio
+from decode.experiment import BETWEEN, Experiment
+from decode.policies.head import HeadPolicy
+from evaluation.console import announce, wide_console
+from evaluation.hierarchies.contenders import Contender, LevelPolicies, contenders_of, version_of
+from evaluation.hierarchies.gain import gain_frame, gain_plot
+from evaluation.hierarchies.runs import ResumableLoop, Run, best_on_dev, resumable_loop, times_of
+from evaluation.hierarchies.tables import ablation_table, arms_frame, arms_table, gain_table, verdict
+from evaluation.hierarchies.times import Times
+from heads.model.head import AcceptanceHead
+from store.shards import write_atomic
+
+_FILES = ("arms.csv", "gain.csv", "gain.svg")
+
+
+def hierarchy(
+    config: Config,
+    *,
+    level_heads: tuple[str, str] | None = None,
+    max_rejection_prob: float = 0.5,
+    ratios: tuple[float, float] = (0.02, 0.2),
+) -> None:
+    """HSDDW's Tables 2 and 4 for this trio, Chen's variant beside them, and where a third level pays.
+
+    Args:
+        config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
+        level_heads: exported heads for two further contenders: one trained on (micro, draft), one on (draft, target).
+        max_rejection_prob: threshold of both heads, on their calibrated probabilities.
+        ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
+    """
+    experiment = Experiment(config, needs_micro=True)
+    given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
+    trio = Trio(lambda: experiment.pair, with_hidden=level_heads is not None)
+    policies = None
+    if level_heads is not None:
+        heads = [experiment.load_head(path, drafting=low, verifying=high) for path, (low, high) in zip(level_heads, BETWEEN, strict=True)]
+        policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
+    loops = {dataset: resumable_loop(experiment, dataset, trio) for dataset in experiment.datasets}
+    documents = {}
+    for dataset, loop in loops.items():
+        prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
+        dev, runs = play(loop, contenders_of(trio, policies), prompts)
+        documents[dataset] = report(runs, dev, given=given, directory=loop.directory)
+    written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
+    print(json.dumps({"datasets": documents, "written": written}))
+
+
+def play(loop: ResumableLoop, contenders: Sequence[Contender], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
+    """(every setting of every contender on dev, each contender at its setting on test)."""
+    if not prompts["test"]:
+        raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
+    dev = loop.play(contenders, prompts["dev"]) if prompts["dev"] else []
+    times = times_of(dev) if dev else None
+    best = best_on_dev(contenders, dev, lambda run: times.speedup(run.counts) if times else 0.0)
+    return dev, loop.play(best, prompts["test"])
+
+
+def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: Path) -> dict[str, Any]:
+    """Print the tables of one dataset and write them; the same as JSON."""
+    times = times_of([*dev, *runs])
+    frame, gain = arms_frame(runs, times, given=given), gain_frame(dev or runs, times)
+    frame.to_csv(directory / "arms.csv", index=False)
+    gain.to_csv(directory / "gain.csv", index=False)
+    write_atomic(directory / "gain.svg", gain_plot(gain, directory.name).svg.encode())
+    title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
+    for table in (ablation_table(frame), arms_table(frame, times, given=given, title=title), gain_table(gain)):
+        wide_console().print(table)
+    print(conclusion := verdict(runs, gain, times=times))
+    return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
+
+
+def level_policies(heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float) -> LevelPolicies:
+    """One head policy for each level."""
+    first, second = (f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
+    micro, draft = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
+    return LevelPolicies(micro=micro, draft=draft, labels=(first, second), version=version_of(heads))

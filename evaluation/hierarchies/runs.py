@@ -1,0 +1,171 @@
+"""Contenders (of `evaluation hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if it slows down, all do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data_gen.store.manifest import settle
+from decode.drafters.hierarchies.trio import Trio
+from decode.drafters.trees.decoder import TreeDecoder
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.experiment import LEVELS, Experiment
+from decode.loop.counts import Counts
+from decode.loop.decoder import Generation, SpeculativeDecoder
+from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
+from evaluation.hierarchies.times import Times, fit_times, swapped
+from evaluation.intervals import Spent
+from lm import RandomDraws, Sampling
+from lm.uniforms import GENERATOR, seed_of
+from store.lock import only_writer
+
+MICRO_ALONE = "sd with the micro"
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender in one setting over the prompts."""
+
+    contender: Contender
+    setting: Setting
+    decoded: tuple[Decoded, ...]
+
+    @property
+    def label(self) -> str:
+        return self.setting.label
+
+    @property
+    def name(self) -> str:
+        """Contender and setting."""
+        return f"{self.contender.name} {self.label}".strip()
+
+    @property
+    def is_micro(self) -> bool:
+        """Whether the micro alone drafted."""
+        return self.contender.name == MICRO_ALONE
+
+    @cached_property
+    def each(self) -> list[Counts]:
+        """Counts of each generation, every forward attributed to the model that ran it."""
+        return [swapped(one.counts) if self.is_micro else one.counts for one in self.decoded]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Their sum."""
+        return reduce(add, self.each)
+
+    @property
+    def measured(self) -> Spent:
+        """By wall clock."""
+        return self.spent([one.seconds for one in self.decoded])
+
+    def modelled(self, times: Times) -> Spent:
+        """By the cost model with three times."""
+        return self.spent([times.seconds(counts) for counts in self.each])
+
+    def spent(self, seconds: Sequence[float]) -> Spent:
+        """The emitted tokens of each prompt, with these seconds."""
+        return Spent(np.array([counts.num_emitted for counts in self.each]), np.array(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableLoop:
+    """The real loop on one trio, with the folder that stores what it wrote for one dataset."""
+
+    directory: Path
+    trio: Trio
+    sampling: Sampling
+    max_draft_length: int
+    max_new_tokens: int
+    seed: int
+
+    def play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[Run]:
+        """Every setting of every contender over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
+
+        A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
+
+        Args:
+            contenders: that take turns, another one first each time.
+            prompts: token ids of each.
+            repeats: times that each decodes a prompt; medians of its seconds are kept.
+        """
+        with only_writer(self.directory, setting="decode.dir"):
+            return self._play(contenders, prompts, repeats)
+
+    def _play(self, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
+        pairs = [(contender, setting) for contender in contenders for setting in contender.settings]
+        keys = [[Key(prompt_key(ids), contender.name, setting.key) for contender, setting in pairs] for ids in prompts]
+        stored = read_decoded(self.directory)
+        is_there = {key for key, one in stored.items() if one.repeats >= repeats}
+        missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not is_there.issuperset(row)]
+        if missing:
+            decoders = {(contender.name, setting.key): self._decoder(setting) for contender, setting in pairs}
+            for decoder in decoders.values():
+                decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
+            for turn, (ids, row) in enumerate(tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")):
+                decoded = self._decode(decoders, ids, row, turns=range(turn, turn + repeats))
+                append_decoded(self.directory, decoded)
+                stored |= decoded
+        columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
+        return [Run(contender, setting, tuple(column)) for (contender, setting), column in zip(pairs, columns, strict=True)]
+
+    def _decode(
+        self, decoders: Mapping[tuple[str, str], SpeculativeDecoder], prompt_ids: Sequence[int], row: Sequence[Key], *, turns: range
+    ) -> dict[Key, Decoded]:
+        """One prompt by every decoder, all from the same seed; each turn begins with another of them."""
+        seed = seed_of(self.seed, "hierarchy", row[0].prompt)
+        repeated: dict[Key, list[Generation]] = {key: [] for key in row}
+        for turn in turns:
+            first = turn % len(row)
+            for key in (*row[first:], *row[:first]):
+                decoder = decoders[key.arm, key.setting]
+                repeated[key].append(decoder.generate(prompt_ids, self.max_new_tokens, generator=RandomDraws(seed)))
+        return {key: Decoded.of(generations) for key, generations in repeated.items()}
+
+    def _decoder(self, setting: Setting) -> SpeculativeDecoder:
+        drafter = setting.build()
+        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
+        target = self.trio.target if setting.target is None else setting.target()
+        return kind(
+            target,  # type: ignore[arg-type]
+            drafter,
+            sampling=self.sampling,
+            max_draft_length=self.max_draft_length,
+            eos_ids=self.trio.pair.eos_ids,
+        )
+
+
+def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: str = "hierarchy") -> ResumableLoop:
+    """The loop of one dataset, with a folder below this one of decode.dir.
+
+    Raises:
+        ValueError: the generations of other settings lie in its folder.
+    """
+    settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
+    directory = experiment.directory / folder / dataset
+    directory.mkdir(parents=True, exist_ok=True)
+    models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None}
+    manifest = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}
+    settle(directory, manifest, setting="decode.dir")
+    return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
+
+
+def times_of(runs: Sequence[Run]) -> Times:
+    """t_micro, t_draft and t_target, fitted over all generations."""
+    return fit_times([one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded])
+
+
+def best_on_dev(contenders: Sequence[Contender], dev: Sequence[Run], speed: Callable[[Run], float]) -> list[Contender]:
+    """Each contender with the one setting that is fastest on dev; with its first where there is no dev."""
+    if not dev:
+        return [replace(contender, settings=contender.settings[:1]) for contender in contenders]
+    best = {run.contender.name: run.setting.key for run in sorted(dev, key=speed)}  # the last of a name is its fastest
+    return [replace(one, settings=tuple(setting for setting in one.settings if setting.key == best[one.name])) for one in contenders]

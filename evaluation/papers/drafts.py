@@ -1,0 +1,180 @@
+"""What competes in a table about drafts: one kind of draft at fixed lengths, and the same draft under stops, each at several settings.
+
+A stop is a policy's spec (`decode.policies.registry`). What its spec leaves open of the policy's grid is chosen on dev among a few of the
+grid's values, all of them where `decode.grid` gives them. A tree heeds stops after every second level, as SVIP's paper has it on EAGLE-2
+(`read_every`), or after every one: that is chosen as well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees.models import TreeModels, tree_models_of
+from decode.drafters.trees.shapes import Dynamic, Shape, Static
+from decode.experiment import Experiment
+from decode.loop.drafter import Drafter, ModelDrafter
+from decode.policies import FixedLength, Policy
+from decode.policies.registry import POLICIES, read_spec
+from evaluation.hierarchies.contenders import Contender, Setting, version_of
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
+"""Fixed lengths, unless decode.grid has fixed_length.k."""
+NUM_CHOICES = 7
+"""Settings of a stop, from the middle of its grid."""
+ALONE = "target alone"
+
+
+class Kind(NamedTuple):
+    """One kind of draft."""
+
+    name: str
+    shape: Shape | None = None
+    """None: a chain."""
+    published: int | None = None
+    """The length that its paper fixes."""
+    read_every: tuple[int, ...] = (1,)
+    """Levels after which a stop may be heeded."""
+
+
+EAGLE_1 = Kind("EAGLE-1", Static(), published=5)
+
+
+def eagle_2(width: int, num_nodes: int) -> Kind:
+    """EAGLE-2's tree; of another size than the published one it says so."""
+    shape = Dynamic(width, num_nodes)
+    return Kind("EAGLE-2" if shape == Dynamic() else f"EAGLE-2 {width}/{num_nodes}", shape, published=6, read_every=(2, 1))
+
+
+class Contest(NamedTuple):
+    """One kind of draft: without a stop and with each."""
+
+    fixed: Contender
+    published: Setting | None
+    stops: tuple[Contender, ...]
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """All."""
+        return [self.fixed, *self.stops]
+
+
+class Stop(NamedTuple):
+    """One stop that was asked for."""
+
+    name: str
+    settings: Mapping[str, Policy]
+    """What each is called -> the policy."""
+    version: str
+
+
+class Models:
+    """The models of an experiment for chains and trees alike, which all its drafters share."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._made: dict[bool, TreeModels] = {}
+        """By whether the draft keeps hidden states."""
+
+    def of(self, policy: Policy) -> TreeModels:
+        """Target and draft.
+
+        Raises:
+            ValueError: a model that cannot hold a tree.
+        """
+        with_hidden = bool(policy.heads)
+        if with_hidden not in self._made:
+            self._made[with_hidden] = tree_models_of(self._experiment.pair, with_hidden=with_hidden)
+        return self._made[with_hidden]
+
+    def setting(self, label: str, policy: Policy, kind: Kind | None = None, read_every: int = 1, version: str = "") -> Setting:
+        """A draft of one kind, a chain without one."""
+        return Setting(label, partial(self._drafter, policy, kind and kind.shape, read_every), version, lambda: self.of(policy).target)
+
+    def _drafter(self, policy: Policy, shape: Shape | None, read_every: int) -> Drafter:
+        draft = self.of(policy).draft
+        return ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
+
+    @property
+    def alone(self) -> Contender:
+        """The target without a draft."""
+        return Contender(ALONE, 1, (self.setting("", FixedLength(0)),))
+
+
+def contest_of(kind: Kind, stops: Sequence[Stop], models: Models, *, lengths: Sequence[int], version: str = "") -> Contest:
+    """Fixed lengths and stops of one kind of draft.
+
+    Args:
+        kind: of draft.
+        stops: those of `stops_of`.
+        models: that draft and verify.
+        lengths: those of `lengths_of`.
+        version: of the draft, where stored generations do not tell by themselves.
+    """
+    unit = "k={}" if kind.shape is None else "levels={}"
+    published = [kind.published] if kind.published else []
+    most = (kind.shape and kind.shape.num_levels) or max(lengths, default=0)
+    lengths = sorted({*(k for k in lengths if k <= most), *published})
+    fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in lengths}
+
+    def settings(stop: Stop) -> Iterator[Setting]:
+        for (label, policy), every in product(stop.settings.items(), kind.read_every):
+            suffix = f"every {every}" if len(kind.read_every) > 1 else ""
+            yield models.setting(", ".join(filter(None, (label, suffix))), policy, kind, every, f"{version} {stop.version}".strip())
+
+    return Contest(
+        Contender(kind.name, 2, tuple(fixed.values())),
+        fixed[kind.published] if kind.published else None,
+        tuple(Contender(f"{kind.name} + {stop.name}", 2, tuple(settings(stop))) for stop in stops),
+    )
+
+
+def lengths_of(experiment: Experiment, kinds: Sequence[Kind]) -> list[int]:
+    """Fixed lengths to choose from.
+
+    Raises:
+        ValueError: drafts may not be as long as the published ones.
+    """
+    longest = experiment.decode.max_draft_length
+    published = max((kind.published or 1 for kind in kinds), default=1)
+    if longest < published:
+        raise ValueError(f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; raise it")
+    own = experiment.decode.grid.get("fixed_length", {}).get("k", LENGTHS)
+    return [length for length in own if 0 < length <= longest]
+
+
+def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Stop]:
+    """Each with its choices, under a short name.
+
+    Raises:
+        ValueError: a spec that does not parse, a head that does not fit this run.
+        FileNotFoundError: no exported head at that path.
+    """
+    short = [_short(spec) for spec in specs]
+    names = short if len(set(short)) == len(short) else specs
+    return [_stop_of(experiment, spec, name) for spec, name in zip(dict.fromkeys(specs), names, strict=False)]
+
+
+def _short(spec: str) -> str:
+    """With a head's directory by its last part."""
+    path = read_spec(spec)[1].get("head")
+    return spec if path is None else spec.replace(str(path), Path(str(path)).name)
+
+
+def _stop_of(experiment: Experiment, spec: str, name: str) -> Stop:
+    policy, (kind, given) = experiment.policy(spec), read_spec(spec)
+    own = experiment.decode.grid.get(kind)
+    grid = {key: values for key, values in (own or POLICIES[kind].values(experiment.decode.max_draft_length)).items() if key not in given}
+    choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    if own is None and len(choices) > NUM_CHOICES:
+        places = np.linspace(0, len(choices) - 1, NUM_CHOICES + 2)[1:-1]
+        choices = [choices[round(place)] for place in places.tolist()]
+    if not choices:
+        raise ValueError(f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out")
+    settings = {", ".join(f"{key}={value}" for key, value in one.items()): replace(policy, **one) for one in choices}  # type: ignore[type-var]
+    return Stop(name, settings, version_of(policy.heads))

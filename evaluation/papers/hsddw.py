@@ -1,0 +1,178 @@
+"""HSDDW, Tables 1 to 4, clocked: decoded on the test prompts in turns, with the paper's window of 10 at every level and no choice on dev.
+
+    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, EAGLE's and PEARL's; the paper quotes other methods
+    Table 2   pre-verify and self-verify, alone and together, by dataset
+    Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
+    Table 4   sigma, eta and speed-up
+
+EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-1's tree, which the paper quotes, as
+EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, and under stops (`evaluation.papers.drafts`).
+
+PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
+and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
+
+`evaluation hierarchy` compares more contenders at their best settings. Generations are stored and shared with it (`evaluation.hierarchies.runs`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from decode.drafters.hierarchies.trio import Trio
+from decode.drafters.parallel.pearl import PearlDecoder
+from decode.experiment import Experiment
+from evaluation.hierarchies.contenders import WINDOW, Contender, contenders_of
+from evaluation.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, times_of
+from evaluation.hierarchies.times import Times, redundancy, target_utilisation
+from evaluation.papers.choice import Finalists, finalists_of, merged
+from evaluation.papers.drafts import ALONE, EAGLE_1, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, lines_of, shown_speed_up, verdict
+from evaluation.papers.sheet import Sheet
+from lm.features.eagle import Eagle
+
+Runs = dict[str, Run]
+"""contender -> what it did on the prompts of one dataset."""
+_ABLATION = {
+    "sd": ("", "", ""),
+    "sd + pre-verify": ("x", "", ""),
+    "sd + self-verify": ("", "x", ""),
+    "sd + pre-verify + self-verify": ("x", "x", ""),
+    "HSDDW": ("", "", "x"),
+}
+_MODELS = {
+    "target-draft": "sd",
+    "target-micro": MICRO_ALONE,
+    "Pre+Self-verify": "sd + pre-verify + self-verify",
+    "HSDDW": "HSDDW",
+}
+_CLOCKED = "clocked, against the target alone (AT)"
+
+
+def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
+    """Tables 1 to 4.
+
+    Raises:
+        ValueError: no test prompts; of EAGLE: no dev prompts, no EAGLE draft of this target.
+    """
+    trio = Trio(lambda: experiment.pair)
+    names = [ALONE, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
+    contenders = [at_window(each) for each in contenders_of(trio) if each.name in names]
+    finalists = eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
+    arms = [*contenders, *(one for each in finalists for one in each.contenders)]
+    runs: dict[str, Runs] = {}
+    played: list[list[Run]] = []
+    pearl: dict[str, str] = {}
+    categories: dict[str, list[str]] = {}
+    for dataset in experiment.datasets:
+        encoded = experiment.encoded(dataset, "test")
+        if not encoded:
+            raise ValueError("there are no test prompts to decode; raise decode.num_test")
+        categories[dataset] = [prompt.category for prompt, _ in encoded]
+        played.append(resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats))
+        own = played[-1][: len(contenders)]
+        runs[dataset] = {run.contender.name: run for run in own}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], times_of(own)):.2f}x"
+    rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
+    return [
+        Sheet(f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}", [*rows, {"": _PEARL, **pearl}], note),
+        Sheet(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
+        *(Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows) for name, rows in mathematics(runs, categories).items()),
+        *(Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(each)) for name, each in runs.items()),
+    ]
+
+
+_METHODS = {"AT": ALONE, "HSDDW": "HSDDW"}
+_PEARL = "PEARL, two devices, predicted"
+
+
+def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]) -> list[Finalists]:
+    """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
+    beside = experiment.with_feature_draft(path)
+    if not isinstance(beside.pair.drafting, Eagle):
+        raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
+    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), Models(beside)
+    version = str(beside.described("draft")["weights"])[:8]
+    contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
+    loops = [(resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev")) for dataset in experiment.datasets]
+    every = [one for contest in contests for one in contest.contenders]
+    dev = [run for one in every for run in merged([loop.play([one], prompts) for loop, prompts in loops if prompts])]
+    return [finalists_of(contest, dev) for contest in contests]
+
+
+def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Finalists]) -> tuple[list[dict[str, str]], str]:
+    """Table 1 with intervals over prompts, and whether a stop pays."""
+    columns = {dataset: by_key(runs) for dataset, runs in played.items()}
+    lines = [line for each in finalists for line in lines_of(each, by_key(merged(list(played.values()))))]
+    keys = {line.method: (line.run.contender.name, line.run.setting.key) for line in lines}
+    labels = {line.method: line.run.label for line in lines}
+    for method, name in _METHODS.items():
+        keys[method] = next(key for runs in columns.values() for key in runs if key[0] == name)
+
+    def row(method: str) -> dict[str, str]:
+        spent = {dataset: (runs[keys["AT"]].measured, runs[keys[method]].measured) for dataset, runs in columns.items()}
+        gains = next((line.gains for line in lines if line.method == method), {})
+        return {"": method, **{name: shown_speed_up(*each) for name, each in spent.items()}, "setting": labels.get(method, ""), **gains}
+
+    return [row(method) for method in ("AT", *labels, "HSDDW")], verdict(lines)
+
+
+def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
+    """Over the target alone, predicted from the steps that PEARL takes on these prompts."""
+    gamma = max(1, round(times.t_target_s / times.t_draft_s))
+    decoder = PearlDecoder(trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
+    generator = torch.Generator().manual_seed(experiment.decode.seed)
+    steps = [step for ids in prompts for step in decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator).rounds]
+    seconds = sum(max(times.t_draft_s * len(step.drafted), times.t_target_s) for step in steps)
+    return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
+
+
+def at_window(contender: Contender) -> Contender:
+    """With the paper's window, where a contender has several settings."""
+    at = tuple(setting for setting in contender.settings if setting.label == f"K={WINDOW}")
+    return replace(contender, settings=at or contender.settings)
+
+
+def speed_up(runs: Runs, name: str) -> str:
+    """Over the target alone, by the clock."""
+    return f"{runs[name].measured.tokens_per_s / runs[ALONE].measured.tokens_per_s:.2f}x"
+
+
+def ablation_rows(runs: Mapping[str, Runs]) -> list[dict[str, str]]:
+    """Table 2."""
+    columns = ("Pre-verify", "Self-verify", "HSDDW")
+    return [
+        {**dict(zip(columns, marks, strict=True)), **{dataset: speed_up(each, name) for dataset, each in runs.items()}}
+        for name, marks in _ABLATION.items()
+    ]
+
+
+def mathematics(runs: Mapping[str, Runs], categories: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, str]]]:
+    """Table 3 of each dataset in which some categories, and not all, are mathematics."""
+    tables = {}
+    for dataset, each in runs.items():
+        is_math = ["math" in category.lower() for category in categories[dataset]]
+        if 0 < sum(is_math) < len(is_math):
+            columns = {"All": [True] * len(is_math), "only Math": is_math, "rm Math": [not one for one in is_math]}
+            parts = {column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()}
+            arms = {"AT": ALONE, "SD": "sd", "HSDDW": "HSDDW"}
+            tables[dataset] = [{"": row, **{column: speed_up(part, arm) for column, part in parts.items()}} for row, arm in arms.items()]
+    return tables
+
+
+def utilisation_rows(runs: Runs) -> list[dict[str, str]]:
+    """Table 4."""
+    return [
+        {
+            "Model": label,
+            "σ (%)": f"{100 * redundancy(runs[name].counts):.2f}",
+            "η (%)": f"{100 * target_utilisation(runs[name].counts):.2f}",
+            "Speedup": speed_up(runs, name),
+        }
+        for label, name in _MODELS.items()
+    ]
+
+
+def _part(run: Run, chosen: Sequence[bool]) -> Run:
+    """The run over some of its prompts."""
+    return Run(run.contender, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen))

@@ -1,0 +1,99 @@
+"""SVIP (arXiv 2411.18462), Tables 1, 2, 5 and 6: speed-ups of a constant length of 5, of the heuristic, and of SVIP, replayed on test.
+
+Tables 1 and 5 have a column per category of the prompts (SpecBench's), greedy and at temperature 1; Tables 2 and 6 a column per generation
+length, at temperature 1 and greedy. The pair's `Sampling` decides which two are made.
+
+SVIP's threshold is the paper's where the pair is one of its pairs, and for other pairs what its procedure chooses: of {0.2, 0.3, 0.4, 0.5}
+the fastest on 8 prompts held out, here of dev. The heuristic starts at 5. Departures: drafts end at decode.max_draft_length (the paper's
+limit is 40); the times of a forward do not grow with the context; the speed-up of one generation length is that of the first so many tokens
+of the longer generations.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from decode.experiment import Experiment
+from decode.policies import Entropy, FixedLength, Heuristic, Policy
+from evaluation.costs.machine import costs_for
+from evaluation.costs.model import CostModel
+from evaluation.papers.sheet import Sheet
+from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import Trace
+
+PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
+"""Part of the target's name -> the threshold that the paper chose for its pair."""
+CHOICES = (0.2, 0.3, 0.4, 0.5)
+HELD_OUT = 8
+_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
+"""Generation lengths; printed are those from 128 on, the shorter ones are for pairs that write little."""
+
+
+def svip_tables(experiment: Experiment) -> list[Sheet]:
+    """Both tables of this pair's sampling."""
+    folder = trace_folder(experiment)
+    folder.complete()
+    traces, cost = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
+    threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, cost)
+    methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
+    tests = {dataset: each.test for dataset, each in traces.items()}
+    figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
+    is_greedy = experiment.sampling.is_greedy
+    lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [experiment.decode.max_new_tokens]
+    return [
+        Sheet(f"SVIP Table {1 if is_greedy else 5}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
+        Sheet(f"SVIP Table {6 if is_greedy else 2}: speed-up by generation length, {figures}", length_rows(tests, methods, lengths, cost)),
+    ]
+
+
+def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]:
+    """(max_sqrt_entropy, where it is from)."""
+    for name, threshold in PUBLISHED.items():
+        if name in target.lower():
+            return threshold, "the paper's"
+    held_out = dev.select(range(min(HELD_OUT, len(dev.rows))))
+    speeds = cost.tokens_per_s(replay_settings(held_out, Entropy(np.array(CHOICES))))  # type: ignore[arg-type]
+    return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
+
+
+def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cost: CostModel) -> list[dict[str, str]]:
+    """A column per category, of a dataset without categories one for all; the last is their mean, and SVIP's gain over the constant."""
+    parts = {name: part for dataset, trace in tests.items() for name, part in by_category(dataset, trace).items()}
+    rows: list[dict[str, str]] = []
+    averages: dict[str, float] = {}
+    for method, policy in methods.items():
+        speed_ups = {name: speed_up(part, policy, cost) for name, part in parts.items()}
+        averages[method] = float(np.mean(list(speed_ups.values())))
+        gain = f" ({averages['SVIP'] / averages['Const.'] - 1:+.1%})" if method == "SVIP" else ""
+        rows.append({"Methods": method, **_cells(speed_ups), "Avg.": f"{averages[method]:.2f}{gain}"})
+    return rows
+
+
+def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
+    """The prompts of each category."""
+    members: dict[str, list[int]] = {}
+    for index, row in enumerate(trace.rows):
+        members.setdefault(row.category or dataset, []).append(index)
+    return {name: trace.select(members[name]) for name in sorted(members)}
+
+
+def length_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: CostModel) -> list[dict[str, str]]:
+    """A column per generation length, of each dataset a block of rows."""
+    rows = []
+    for dataset, trace in tests.items():
+        cut = {str(length): trace.select(range(len(trace.rows)), num_tokens=length) for length in lengths}
+        for method, policy in methods.items():
+            speed_ups = {length: speed_up(part, policy, cost) for length, part in cut.items()}
+            rows.append({"Methods": f"{dataset}: {method}" if len(tests) > 1 else method, **_cells(speed_ups)})
+    return rows
+
+
+def speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
+    """Over the target alone, all prompts together."""
+    return float(cost.tokens_per_s(replay_settings(trace, policy))[0] * cost.t_target_s[0])
+
+
+def _cells(speed_ups: Mapping[str, float]) -> dict[str, str]:
+    return {name: f"{value:.2f}" for name, value in speed_ups.items()}

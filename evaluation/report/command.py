@@ -1,0 +1,240 @@
+"""python -m evaluation evaluate: every policy and every threshold from one trace, chosen on dev, reported on test.
+
+Hierarchies of three models cannot be replayed from it: with `decode.hierarchies` they are decoded (`evaluation.contest.decoded`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from configs.paths import check_local
+from configs.schema import Config, SamplingConfig
+from data_gen.store.manifest import read_manifest
+from decode.drafters.hierarchies.trio import Trio
+from decode.experiment import Experiment
+from decode.policies.entropy import check_at_least_zero
+from evaluation.batches.curves import kept_curves
+from evaluation.console import announce, wide_console
+from evaluation.contest.arms import Replays, replay_dataset
+from evaluation.contest.clocked import check_clock, clock_dataset
+from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
+from evaluation.contest.grids import Grid, grids_of
+from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
+from evaluation.contest.results import parallel_results, results_of, yardstick_of
+from evaluation.contest.tables import NAMES, frame_of, lead_line, ordered, table_of, write_counts
+from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_table
+from evaluation.costs.machine import costs_for
+from evaluation.costs.model import CostModel
+from evaluation.figure import Plot
+from evaluation.hierarchies.runs import resumable_loop
+from evaluation.report.page import Page, report_arms, report_hierarchies, write_report
+from evaluation.report.plots import all_plots, speed_up_bars
+from evaluation.traces.recording import TraceFolder, Traces, trace_folder
+from heads.model.head import AcceptanceHead
+from store.shards import write_atomic
+
+
+def evaluate(
+    config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3, exchange_s: float = 0.0, home: str | None = None
+) -> None:
+    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
+
+    Args:
+        config: of the experiment.
+        batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
+        clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
+        repeats: of each timed generation; medians count.
+        exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from one to the other.
+        home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every dataset of this one.
+    """
+    check_local(home, "--home")
+    check_clock(clock, repeats)
+    check_at_least_zero("exchange_s", exchange_s)
+    sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
+    experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+    grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+    cost = costs_for(experiment)
+    costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
+    homes = homes_at(home, config, grids, costs) if home else {}
+    folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
+    page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
+    every, results = compare_all(experiment, folder, costs, homes=homes, page=page, exchange_s=exchange_s)
+    written = write(experiment.directory, results, page=page)
+    written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
+    written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
+    figures = {"results": records(results), "batches": page.batches, "clock": [report.as_dict() for report in page.clocks]}
+    print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
+
+
+def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
+    """What competes, these heads among it."""
+    return grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
+
+
+def compare_all(
+    experiment: Experiment, folder: TraceFolder, costs: Sequence[CostModel], *, homes: dict[str, Judged], page: Page, exchange_s: float
+) -> tuple[dict[str, Replays], pd.DataFrame]:
+    """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
+
+    Args:
+        experiment: what is compared.
+        folder: its trace, complete.
+        costs: the first decides what is plotted.
+        homes: as `compare` takes them; where there are some already, all datasets are away from home.
+        page: of the report.
+        exchange_s: of PEARL.
+    """
+    heads, trio, is_away = experiment.heads, Trio(lambda: experiment.pair), bool(homes)
+    if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
+        heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
+    grids, perfect = grids_with(experiment, heads), experiment.decode.perfect_head
+    every: dict[str, Replays] = {}
+    frames: list[pd.DataFrame] = []
+    for dataset in experiment.datasets:
+        traces = folder.load(dataset)
+        replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=perfect, name=dataset)
+        every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
+        terms = Terms(dataset, experiment.is_home(dataset) and not is_away, exchange_s)
+        compared = [compare(replays, decoded, terms, cost=each, homes=homes) for each in costs]
+        frames.extend(frame for frame, _ in compared)
+        plots = [*(bars for _, bars in compared), *all_plots(replays, costs[0], names=NAMES)]
+        page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
+        page.datasets[dataset] = [*report_arms(replays, costs[0]), *(report_hierarchies(decoded) if decoded else [])]
+        write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
+    return every, pd.concat(frames)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as JSON has them."""
+    return list(json.loads(frame.to_json(orient="records")))
+
+
+def hierarchies_of(
+    experiment: Experiment, dataset: str, traces: Traces, *, trio: Trio, costs: Sequence[CostModel]
+) -> DecodedHierarchies | None:
+    """Those of one dataset, decoded; None where none are asked for."""
+    if not experiment.decode.hierarchies:
+        return None
+    loop = resumable_loop(experiment, dataset, trio)
+    return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
+
+
+class Terms(NamedTuple):
+    """Of the comparison on one dataset."""
+
+    dataset: str
+    is_home: bool
+    """Heads are trained on this set, so that nothing travels to it."""
+    exchange_s: float
+    """Of PEARL."""
+
+
+def compare(
+    replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, homes: dict[str, Judged]
+) -> tuple[pd.DataFrame, Plot]:
+    """Print the table of one dataset at one cost; the same as numbers, and as a plot.
+
+    Args:
+        replays: of the dataset.
+        decoded: its hierarchies.
+        terms: of the comparison.
+        cost: of both.
+        homes: title of the cost -> the set on which what travels is chosen: the first one.
+    """
+    home = None if terms.is_home else homes.get(cost.title)
+    judged = judge(replays, decoded, terms, cost=cost, num_home=home.num_dev if home else 0)
+    results, dataset = judged.results, terms.dataset
+    frame = frame_of(results, cost, dataset=dataset, chosen_on=dataset)
+    wide_console().print(table_of(results, cost, dataset=dataset, num_prompts=replays.num_prompts))
+    wide_console().print(lead_line(judged.yardstick))
+    if decoded:
+        wide_console().print(decoded.table(cost))
+        frame = decoded.annotated(frame, cost)
+    homes.setdefault(cost.title, judged)
+    if home is not None:
+        travelled = travel(home, judged, test=replays.traces.test, cost=cost)
+        wide_console().print(travel_table(travelled, home, judged, cost))
+        frame = pd.concat([frame, travel_frame(travelled, home, judged, cost)])
+    return frame, speed_up_bars(results, cost, names=NAMES)
+
+
+def judge(replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, num_home: int = 0) -> Judged:
+    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
+    arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
+    yardstick = yardstick_of(arms, cost, num_home=num_home)
+    others = [
+        *parallel_results(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
+        *(decoded.results(cost, yardstick) if decoded else []),
+    ]
+    results = ordered([*results_of(arms, cost, yardstick), *others])
+    return Judged(dataset=terms.dataset, arms=arms, yardstick=yardstick, results=results)
+
+
+def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
+    """Title of each cost -> what its best settings are on the first dataset of the evaluation in `directory`, under its own sampling.
+
+    Raises:
+        FileNotFoundError: no whole trace of this config's prompts there.
+    """
+    sampling = read_manifest(Path(directory) / "trace", command="evaluation trace", keys=["sampling"])["sampling"]
+    pair = replace(config.pair, sampling=SamplingConfig(**sampling))
+    experiment = Experiment(replace(config, pair=pair, decode=replace(config.decode, dir=directory, allow_foreign_heads=True)))
+    name = next(iter(experiment.datasets))
+    heads, traces = experiment.heads, trace_folder(experiment).load(name)
+    replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}")
+    terms = Terms(f"{name} (temperature {experiment.sampling.temperature:g})", is_home=True, exchange_s=0.0)
+    return {cost.title: judge(replays, None, terms, cost=cost) for cost in costs}
+
+
+def about(experiment: Experiment, cost: CostModel) -> str:
+    """What was evaluated, in one line."""
+    sampling = ", ".join(f"{key} {value}" for key, value in experiment.sampling.as_dict().items() if value is not None)
+    names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
+    measured = f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin}; {cost.stop_origin})"
+    limits = f"responses up to {experiment.decode.max_new_tokens} tokens, drafts up to {experiment.decode.max_draft_length}"
+    return f"{names}; {sampling}; {limits}; {measured}"
+
+
+def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
+    """Everything but the counts; the names of all files."""
+    results.to_csv(directory / "results.csv", index=False)
+    write_plots(directory / "plots", page.plots)
+    write_report(directory / "report.html", page, names=NAMES)
+    counts = [directory / f"counts-{dataset}.parquet" for dataset in page.datasets]
+    return announce([directory / "report.html", directory / "plots", directory / "results.csv", *counts])
+
+
+def in_batches(
+    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], *, page: Page, sizes: Sequence[int]
+) -> list[str]:
+    """What batches come to, printed and written, and the page with it; the names of files."""
+    setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
+    frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"
+    write_atomic(path, frame.to_csv(index=False).encode())
+    page.batches.extend(records(frame))
+    write_report(experiment.directory / "report.html", page, names=NAMES)
+    return announce([path])
+
+
+def clocked(
+    experiment: Experiment, every: Mapping[str, Replays], cost: CostModel, *, page: Page, num_prompts: int, repeats: int
+) -> list[str]:
+    """Time every dataset; what the clock said, printed and written, and the page with it."""
+    for dataset, replays in every.items():
+        page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats))
+        wide_console().print(page.clocks[-1].table(NAMES))
+    path = experiment.directory / "clock.json"
+    write_atomic(path, json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
+    write_plots(experiment.directory / "plots", [report.plot(NAMES) for report in page.clocks])
+    write_report(experiment.directory / "report.html", page, names=NAMES)
+    return announce([path])
+
+
+def write_plots(directory: Path, plots: Sequence[Plot]) -> None:
+    """Every plot as an SVG file."""
+    for plot in plots:
+        write_atomic(directory / f"{plot.name}.svg", plot.svg.encode())

@@ -1,0 +1,176 @@
+"""python -m evaluation theory: the closed forms as tables and as Chen's Figure 1, each beside a Monte Carlo run of the real loop."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import log
+from pathlib import Path
+
+import pandas as pd
+from rich.table import Table
+
+from configs.schema import Config
+from evaluation.console import announce, right, wide_console
+from evaluation.theory import closed_forms as forms
+from evaluation.theory.monte_carlo import (
+    Estimate,
+    acceptance_rounds,
+    interleaved_rounds,
+    pearl_steps,
+    pre_verified_rounds,
+    two_level_rounds,
+)
+from evaluation.theory.plots import plot_interleaved
+
+_WIDTH = 110
+_NUMBERS = ("closed form", "loop", "s.e.", "z", "speed-up")
+_SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
+_DISTRIBUTIONS = {
+    "near": ((0.5, 0.3, 0.2), (0.45, 0.35, 0.2)),
+    "apart": ((0.7, 0.2, 0.1), (0.3, 0.4, 0.3)),
+    "far": ((0.98, 0.01, 0.01), (0.02, 0.49, 0.49)),
+}
+"""name -> (q, p)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One closed form beside its measurement, in tokens per target forward (bounds: as a probability)."""
+
+    form: str
+    setting: str
+    expected: float
+    measured: float
+    standard_error: float
+    z_score: float
+    speedup: float | None = None
+    """Over the target alone, at the command's costs."""
+
+
+def theory(
+    config: Config,
+    *,
+    rates: tuple[float, float, float] = (0.6, 0.8, 0.7),
+    costs: tuple[float, float] = (0.02, 0.2),
+    num_rounds: int = 3000,
+) -> None:
+    """Closed forms beside Monte Carlo on the real loop, Chen's Figure 1, CSV.
+
+    Args:
+        config: decode.dir is where tables and plot go.
+        rates: acceptance rates of small under target, of medium (draft) under target, of small (micro) under draft.
+        costs: one forward of the small and of the medium model, in target forwards.
+        num_rounds: rounds of the real loop per check.
+    """
+    if num_rounds < 2:
+        raise ValueError(f"num_rounds is {num_rounds}; a standard error needs at least 2")
+    small, medium, inner = rates
+    checks = [
+        *_two_level_checks({small: costs[0], medium: costs[1]}, num_rounds),
+        *_pearl_checks(medium, costs[1], num_rounds),
+        *_schedule_checks(interleaved=(small, medium), pre_verified=(inner, medium), costs=costs, num_rounds=num_rounds),
+    ]
+    bounds = list(_bound_checks(num_rounds))
+    directory = Path(config.decode.dir) / "theory"
+    directory.mkdir(parents=True, exist_ok=True)
+    table, figure = directory / "theory.csv", directory / "chen-figure-1.png"
+    pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(table, index=False)
+    plot_interleaved(figure, rates=(small, medium), costs=costs, num_rounds=num_rounds)
+    best = best_settings((small, medium, inner), costs)
+    console = wide_console(_WIDTH)
+    console.print(_table("tokens per target forward, i.i.d. acceptance", checks))
+    console.print(_table("SVIP's lower bounds of the acceptance rate", bounds))
+    console.print(best_table(best))
+    written = announce([table, figure])
+    largest = max(abs(check.z_score) for check in checks)
+    print(json.dumps({"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}))
+
+
+def best_settings(rates: tuple[float, float, float], costs: tuple[float, float]) -> dict[str, dict[str, int | float]]:
+    """The fastest setting of each algorithm at these rates and costs, by the closed forms."""
+    small, medium, inner = rates
+    best: dict[str, dict[str, int | float]] = {}
+    for name, rate, cost in (("small alone", small, costs[0]), ("medium alone", medium, costs[1])):
+        length = forms.best_draft_length(rate, cost)
+        best[name] = {"draft_length": length, "speedup": forms.speedup(rate, length, cost)}
+    families: dict[str, Callable[..., float]] = {
+        "interleaved (Chen)": partial(forms.interleaved_speedup, (small, medium), costs),
+        "pre-verified": partial(forms.pre_verified_speedup, (inner, medium), costs),
+    }
+    for name, speedup in families.items():
+        m, n = forms.best_schedule(speedup)
+        best[name] = {"m": m, "n": n, "speedup": speedup(m=m, n=n)}
+    return best
+
+
+def best_table(best: dict[str, dict[str, int | float]]) -> Table:
+    """What to run, by the closed forms."""
+    table = Table("drafter", "setting", "speed-up", title="the fastest setting of each, by the closed forms")
+    for name, values in best.items():
+        setting = ", ".join(f"{key} = {value}" for key, value in values.items() if key != "speedup")
+        table.add_row(name, setting, f"{values['speedup']:.3f}")
+    return table
+
+
+def _two_level_checks(costs: dict[float, float], num_rounds: int) -> Iterator[Check]:
+    """Leviathan's expected tokens at lengths around the best."""
+    for rate, cost in costs.items():
+        best = forms.best_draft_length(rate, cost)
+        for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
+            name = f"a={rate} K={length}" + (" (best)" if length == best else "")
+            estimate = two_level_rounds(rate, length, num_rounds=num_rounds, seed=length)
+            expected, speed = forms.expected_tokens(rate, length), forms.speedup(rate, length, cost)
+            yield _check("Leviathan", name, expected=expected, estimate=estimate, speedup=speed)
+
+
+def _pearl_checks(rate: float, cost: float, num_rounds: int) -> Iterator[Check]:
+    """PEARL's tokens per step; its speed-up is that of two devices."""
+    for gamma in sorted({1, 2, max(round(1 / cost), 1) if cost else 8}):
+        estimate = pearl_steps(rate, gamma, num_rounds=num_rounds, seed=gamma)
+        expected, speed = forms.pearl_tokens(rate, gamma), forms.pearl_speedup(rate, gamma, cost)
+        yield _check("PEARL, on two devices", f"a={rate} gamma={gamma}", expected=expected, estimate=estimate, speedup=speed)
+
+
+def _schedule_checks(
+    *, interleaved: tuple[float, float], pre_verified: tuple[float, float], costs: tuple[float, float], num_rounds: int
+) -> Iterator[Check]:
+    """Chen's m and n, and the same schedule with pre-verification."""
+    for m, n in _SCHEDULES:
+        name = f"m={m} n={n}"
+        estimate = interleaved_rounds(interleaved, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
+        speed = forms.interleaved_speedup(interleaved, costs, m=m, n=n)
+        yield _check("Chen", name, expected=forms.interleaved_tokens(*interleaved, m=m, n=n), estimate=estimate, speedup=speed)
+        estimate = pre_verified_rounds(pre_verified, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
+        speed = forms.pre_verified_speedup(pre_verified, costs, m=m, n=n)
+        expected = forms.pre_verified_tokens(*pre_verified, m=m, n=n)
+        yield _check("pre-verified", name, expected=expected, estimate=estimate, speedup=speed)
+
+
+def _bound_checks(num_rounds: int) -> Iterator[Check]:
+    """SVIP's bounds beside the measured acceptance rate that they must not exceed; z is how far above the bound that lies."""
+    for name, (q, p) in _DISTRIBUTIONS.items():
+        divergence = sum(mass * log(mass / other) for mass, other in zip(q, p, strict=True))
+        estimate = acceptance_rounds(q, p, num_rounds=num_rounds)
+        for form, bound in (("Pinsker", forms.pinsker), ("Bretagnolle-Huber", forms.bretagnolle_huber)):
+            yield _check(form, f"{name}, KL={divergence:.3f}", expected=bound(divergence), estimate=estimate)
+
+
+def _check(form: str, setting: str, *, expected: float, estimate: Estimate, speedup: float | None = None) -> Check:
+    return Check(
+        form=form,
+        setting=setting,
+        expected=expected,
+        measured=estimate.mean,
+        standard_error=estimate.standard_error,
+        z_score=estimate.z_score(expected),
+        speedup=speedup,
+    )
+
+
+def _table(title: str, checks: list[Check]) -> Table:
+    table = Table("form", "setting", *right(*_NUMBERS), title=title)
+    for check in checks:
+        numbers = [f"{check.expected:.4f}", f"{check.measured:.4f}", f"{check.standard_error:.4f}", f"{check.z_score:+.2f}"]
+        table.add_row(check.form, check.setting, *numbers, "" if check.speedup is None else f"{check.speedup:.3f}")
+    return table

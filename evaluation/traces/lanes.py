@@ -1,0 +1,79 @@
+"""What replay steps through: the tokens of a trace, and where each lane stands among them (law 4.10)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from decode.policies.base import AfterDraw, Policy
+from decode.policies.bounds import Oracle
+from decode.policies.scores import moment_of
+from evaluation.traces.trace import Array, Trace
+
+
+class Tokens(NamedTuple):
+    """What the trace says of every token, with one entry after the last, which only lanes that have ended read."""
+
+    rejected: Int[Array, " positions+1"]
+    fork: Int[Array, " positions+1"]
+    branch: Int[Array, " positions+1"]
+    longest: Int[Array, " positions+1"]
+    is_eos: Bool[Array, " drafts+1"]
+    signals: dict[str, Float[Array, " drafts+1"]]
+    max_draft_length: int
+    oracle: Int[Array, " positions+1"] | None
+    """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
+    acceptance_prob: Float[Array, " drafts+1"] | None
+    """What lessons are made of; None for policies that take none."""
+
+    @classmethod
+    def of(cls, trace: Trace, policy: Policy) -> "Tokens":
+        """Of the trace, with the signals that the policy asks for."""
+        heads = {f"{moment_of(head)}_logit": head for head in policy.heads}
+        signals = {}
+        for name in policy.signals & frozenset(AfterDraw._fields):
+            values = trace.logit(heads[name]) if name in heads else trace.signal(name)
+            signals[name] = np.append(values, values[-1:])
+        rejected, fork = (np.append(places, trace.num_positions) for places in (trace.rejected, trace.fork))
+        branch, longest = np.append(trace.branch, 0), np.append(trace.longest, 0)
+        oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
+        revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.nothing_learned else None
+        return cls(rejected, fork, branch, longest, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle, revealed)
+
+
+@dataclass
+class Lanes:
+    """Where each lane stands, arrays [lane]. Places are flat indices of the trace."""
+
+    index: Int[Array, " lane"]
+    """In the totals."""
+    start: Int[Array, " lane"]
+    """Where the round starts."""
+    end: Int[Array, " lane"]
+    """Where the response ends; a lane with start = end has ended."""
+    limit: Int[Array, " lane"]
+    """Where the length limit ends it at the latest."""
+    room: Int[Array, " lane"]
+    """The most tokens that the loop lets this round draft."""
+    allowed: Int[Array, " lane"]
+    """The most that the policy lets it draft, of those."""
+    position: Int[Array, " lane"]
+    """Tokens drafted so far in this round."""
+    stop: Int[Array, " lane"]
+    """The first rejected place from the start on."""
+    fork: Int[Array, " lane"]
+    """Where the round leaves the path: at the rejection, or with a feature draft at once."""
+    shift: Int[Array, " lane"]
+    """From there to its branch."""
+
+    @classmethod
+    def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "Lanes":
+        """At the start of these rows; no round has begun."""
+        start, none = trace.offsets[rows], np.zeros_like(rows)
+        limit = start + np.array([row.limit for row in trace.rows])[rows]
+        return cls(index, start, trace.offsets[rows + 1], limit, room=none, allowed=none, position=none, stop=none, fork=none, shift=none)
+
+    def at(self, chosen: Bool[Array, " lane"]) -> "Lanes":
+        """Some of them."""
+        return Lanes(*(values[chosen] for values in vars(self).values()))

@@ -1,0 +1,246 @@
+"""Law 4.10: every policy of one draft from one trace, with no model.
+
+Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft step of every lane
+and, where the draft ends with it, the verification. The policy is the same object that the loop runs, called on arrays of one number per
+lane; where a lane takes no part, a mask keeps its state. Nothing is approximated: limits, EOS, stops before the draw and the outcomes that
+policies learn are those of `decode.loop.decoder` and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the laws exactly).
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Num
+
+from decode.loop.counts import Counts
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from evaluation.traces.lanes import Lanes, Tokens
+from evaluation.traces.trace import Array, Trace
+
+_LANES_AT_ONCE = 12288
+"""So many that the arrays of a step stay in a core's cache."""
+_COMPACT_EVERY = 32
+_LEAST_ALIVE = 0.8
+"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a copy."""
+_ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
+"""Signals that the policy does not ask for."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What every setting did on every prompt."""
+
+    counts: Counts
+    """Arrays [setting, row]."""
+    lengths: Int[Array, "setting row lengths"]
+    """Rounds by the number of tokens drafted, 0 to max_draft_length."""
+    prompt_of_row: Int[Array, " row"]
+    """As the trace has it."""
+    stop_kind: str = ""
+    """`Policy.stop_kind`."""
+
+    def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
+        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the next."""
+        order = self.prompt_of_row.argsort(kind="stable")
+        starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
+        return np.add.reduceat(amounts[:, order], starts, axis=1)
+
+
+def replay(trace: Trace, policy: Policy) -> Counts:
+    """Totals of one policy over all prompts of a trace; their law is exactly that of real decoding."""
+    counts = replay_settings(trace, policy).counts
+    return Counts(**{f.name: int(np.sum(getattr(counts, f.name))) for f in fields(Counts)})
+
+
+def replay_settings(trace: Trace, policy: Policy) -> Replayed:
+    """Every setting on every prompt.
+
+    Args:
+        trace: of one or more prompts.
+        policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
+
+    Raises:
+        ValueError: array parameters of several lengths.
+    """
+    shape = (_num_settings(policy), len(trace.rows))
+    totals = _totals(trace, policy, keeps_rounds=False)
+    counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
+    return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
+
+
+class Rounds(NamedTuple):
+    """Every round of every lane (setting * num_rows + row), lane after lane, each in its order."""
+
+    lane: Int[Array, " round"]
+    drafted: Int[Array, " round"]
+    forwards: Int[Array, " round"]
+    """Of the draft."""
+    emitted: Int[Array, " round"]
+
+
+def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
+    """The same replay, round by round."""
+    totals = _totals(trace, policy, keeps_rounds=True)
+    every = Rounds(*(np.concatenate(column) for column in zip(*totals.rounds, strict=True)))
+    order = every.lane.argsort(kind="stable")
+    return Rounds(*(column[order] for column in every))
+
+
+def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
+    num_rows = len(trace.rows)
+    num_lanes = _num_settings(policy) * num_rows
+    totals, tokens = Totals.of(num_lanes, trace.max_draft_length, keeps_rounds=keeps_rounds), Tokens.of(trace, policy)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        for start in range(0, num_lanes, _LANES_AT_ONCE):
+            lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
+            Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
+    return totals
+
+
+_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
+
+
+class Totals(NamedTuple):
+    """What all lanes did so far."""
+
+    counts: dict[str, Int[Array, " lanes"]]
+    lengths: Int[Array, "lanes lengths"]
+    rounds: list[tuple[Array, ...]]
+    """(lane, drafted, draft forwards, emitted) of the rounds that ended in each step; empty unless `keeps_rounds`."""
+    keeps_rounds: bool = False
+
+    @classmethod
+    def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
+        """Nothing done yet."""
+        counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
+        return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
+
+
+class Lockstep:
+    """Lanes that take their steps together."""
+
+    def __init__(self, tokens: Tokens, policy: Policy, lanes: Lanes) -> None:
+        self.tokens, self.policy, self.lanes = tokens, policy, lanes
+        self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
+        size = len(lanes.index)
+        # a state may hold one number for all lanes; compaction needs one of each
+        self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
+        self._begin(np.ones(size, dtype=bool), self.state)
+
+    def run(self, totals: Totals) -> None:
+        """All rounds of all lanes."""
+        for step in count(1):
+            if step % _COMPACT_EVERY == 0:
+                self._compact()
+                if not len(self.lanes.index):
+                    return
+            self._step(totals)
+
+    def _begin(self, begins: Array, state: State) -> None:
+        """A new round where `begins`."""
+        lanes, tokens = self.lanes, self.tokens
+        self.state = merged(begins, self.policy.begin(state), self.state)
+        lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
+        limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
+        allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
+        first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
+        if begins.all():  # with a fixed length always, and cheaper than the masks
+            lanes.position, lanes.allowed, lanes.stop, lanes.fork = np.zeros_like(lanes.start), allowed, first_rejected, fork
+        else:
+            lanes.position = np.where(begins, 0, lanes.position)
+            lanes.allowed = np.where(begins, allowed, lanes.allowed)
+            lanes.stop, lanes.fork = np.where(begins, first_rejected, lanes.stop), np.where(begins, fork, lanes.fork)
+        lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
+        self.lesson = mapped(lambda value: np.where(begins, 0.0, value), self.lesson)
+
+    def _step(self, totals: Totals) -> None:
+        """One draft step of every lane, and verification where the draft ended."""
+        self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
+
+    def _drafted(self, wants: Array) -> tuple[Array, Array]:
+        """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not drawn)."""
+        lanes, tokens = self.lanes, self.tokens
+        path = lanes.start + lanes.position
+        at = np.where(path < lanes.fork, path, path + lanes.shift)
+        np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
+        drawn = self._drawn(at)
+        draws = wants
+        if self.policy.stops_before:
+            draws = wants & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
+        state, stops = self.policy.after(self.state, drawn)
+        if tokens.acceptance_prob is not None:
+            lesson = self.policy.lesson(self.state, drawn, tokens.acceptance_prob.take(at))
+            is_revealed = draws & (path <= lanes.stop)
+            self.lesson = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.lesson, lesson)
+        self.state = merged(draws, state, self.state)
+        lanes.position = lanes.position + draws
+        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
+
+    def _drawn(self, at: Array) -> AfterDraw:
+        signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
+        if "fed_logit" in signals:
+            signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
+        return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
+
+    def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
+        """Verification where the draft ended."""
+        lanes = self.lanes
+        over = (ended & (lanes.start < lanes.end)).nonzero()[0]
+        index, start, drafted = lanes.index[over], lanes.start[over], lanes.position[over]
+        accepted = np.minimum(drafted, lanes.stop[over] - start)
+        emitted = np.minimum(accepted + 1, lanes.end[over] - start)
+        amounts = (emitted, drafted, 1, accepted, drafted + has_unused_forward[over])
+        for name, amount in zip(_COUNTED, amounts, strict=True):
+            totals.counts[name][index] += amount
+        totals.lengths[index, drafted] += 1
+        if totals.keeps_rounds:
+            totals.rounds.append((index, drafted, amounts[-1], emitted))
+        state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
+        lanes.start[over] += emitted
+        self._begin(ended, state)
+
+    def _outcome(self) -> Outcome:
+        """Of each lane's round, if it ends here; where it does not, nobody reads it."""
+        lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
+        accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
+        at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
+        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
+        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.lesson)
+
+    def _compact(self) -> None:
+        """Drop lanes that have ended, once they are many."""
+        alive = self.lanes.start < self.lanes.end
+        if alive.mean() <= _LEAST_ALIVE:
+            self.lanes = self.lanes.at(alive)
+            self.state, self.lesson = (mapped(lambda value: value[alive], each) for each in (self.state, self.lesson))
+            self.policy = _expanded(self.policy, alive)
+
+
+def merged(mask: Array, new: State, old: State) -> State:
+    """The new state where the mask says so."""
+    return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
+
+
+def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
+    for f in fields(policy):  # type: ignore[arg-type]
+        value = getattr(policy, f.name)
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            yield f.name, value
+
+
+def _num_settings(policy: Policy) -> int:
+    lengths = {name: len(value) for name, value in _array_fields(policy)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: {lengths}")
+    return next(iter(lengths.values()), 1)
+
+
+def _expanded(policy: Policy, index: Array) -> Policy:
+    """The policy with its array parameters indexed, one number per lane."""
+    result = copy.copy(policy)
+    for name, value in list(_array_fields(policy)):
+        object.__setattr__(result, name, value[index])
+    return result

@@ -1,0 +1,131 @@
+"""python -m evaluation tune: each head's best threshold for this hardware, by replay, beside the rule that needs none (law 4.11)."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from configs.schema import Config
+from decode.experiment import Experiment
+from decode.policies import HeadPolicy
+from evaluation.console import wide_console
+from evaluation.costs.machine import costs_for
+from evaluation.costs.model import CostModel
+from evaluation.traces.recording import Traces, trace_folder
+from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import join
+from evaluation.tuning.rule import auto_for
+from heads.model.head import AcceptanceHead, update_config
+
+FINE = 201
+_RULE = (
+    "t_draft_s",
+    "t_target_s",
+    "t_verify_s",
+    "t_start_s",
+    "throughput",
+    "next_mean",
+    "index_offset",
+    "index_slope",
+    "first_index",
+    "prior_profit",
+    "prior_rounds",
+)
+"""What `auto` reads back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """One head for one cost."""
+
+    head: str
+    timing: str
+    max_rejection_prob: float
+    """The best of a fine grid on dev, on the head's raw probabilities."""
+    tokens_per_s: float
+    """On test, at that threshold."""
+    best_tokens_per_s: float
+    """On test, at the threshold that would have been best there."""
+    auto_tokens_per_s: float
+    """On test, by the rule with lambda from dev."""
+    online_tokens_per_s: float
+    """On test, by the rule that learns lambda in each generation."""
+    target_alone_tokens_per_s: float
+    recommended: dict[str, Any]
+
+
+def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> None:
+    """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
+
+    Args:
+        config: the experiment.
+        write: put `recommended` into every head's config.json.
+        ratio: t_target / t_draft of other hardware, in place of the measured times.
+    """
+    experiment = Experiment(config)
+    if not experiment.heads:
+        raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
+    folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
+    folder.complete()
+    dev, test = (join(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
+    tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
+    wide_console().print(table_of(tuned, cost))
+    for each in tuned if write else []:
+        path = experiment.head_paths[each.head]
+        if not Path(path).is_dir():
+            print(f"{path} is on the hub, and nothing is written there: {json.dumps(each.recommended)}")
+            continue
+        update_config(path, recommended=each.recommended)
+        print(f"wrote recommended into {Path(path) / 'config.json'}")
+    print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))
+
+
+def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
+    """The best threshold on dev, and what it and the rule come to on test."""
+    thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
+    on_dev, on_test = (cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
+    best = int(on_dev.argmax())
+    threshold = round(float(thresholds[best]), 5)
+    rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
+    auto_s, online_s = (float(cost.tokens_per_s(replay_settings(traces.test, each))[0]) for each in (rule, online))
+    return Tuned(
+        head=name,
+        timing=head.timing,
+        max_rejection_prob=threshold,
+        tokens_per_s=float(on_test[best]),
+        best_tokens_per_s=float(on_test.max()),
+        auto_tokens_per_s=auto_s,
+        online_tokens_per_s=online_s,
+        target_alone_tokens_per_s=1 / cost.t_target_s[0],
+        recommended={
+            "max_rejection_prob": threshold,
+            "is_calibrated": False,
+            **{name: getattr(rule, name) for name in _RULE},
+            "costs": f"{cost.origin}; {cost.stop_origin}",
+            "num_prompts": traces.dev.num_prompts,
+        },
+    )
+
+
+def table_of(tuned: list[Tuned], cost: CostModel) -> Table:
+    """Threshold and rule side by side."""
+    table = Table(title=f"thresholds for {cost.title}; tokens/s on test")
+    columns = ("head", "max_rejection_prob", "tokens/s", "best on test", "auto", "against best", "auto online", "against best")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "head" else "right")
+    for each in sorted(tuned, key=lambda each: -each.tokens_per_s):
+        best = each.best_tokens_per_s
+        table.add_row(
+            each.head,
+            f"{each.max_rejection_prob:.4f}",
+            f"{each.tokens_per_s:.2f}",
+            f"{best:.2f}",
+            f"{each.auto_tokens_per_s:.2f}",
+            f"{each.auto_tokens_per_s / best - 1:+.2%}",
+            f"{each.online_tokens_per_s:.2f}",
+            f"{each.online_tokens_per_s / best - 1:+.2%}",
+        )
+    return table

@@ -1,0 +1,123 @@
+"""Laws of the recipe (same seed, same bytes) and of the trio in the repository: it loads, fits, is small, and is accepted unevenly."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints.recipes.figures import NAMES, acceptance_rates
+from checkpoints.recipes.recipe import Recipe, Shape, make_trio
+from checkpoints.recipes.tokenizer import ASSISTANT, END, train_tokenizer
+from checkpoints.recipes.training import batches, encode_story, padded
+from configs.schema import ModelSource, PairConfig
+from data_gen.stories.stories import stories
+from lm import Pair, load_pair
+
+TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
+TOY = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
+TOY_RECIPE = Recipe(
+    target=TOY, draft=TOY, micro=TOY, vocab_size=300, num_tokenizer_stories=40, batch_size=4, target_steps=5, distil_steps=3
+)
+
+
+@pytest.fixture(scope="module")
+def trio() -> Pair:
+    sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in NAMES}
+    return load_pair(PairConfig(**sources))
+
+
+def digest(directory: Path) -> dict[str, str]:
+    files = (file for file in directory.rglob("*") if file.is_file())
+    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture
+def _no_measuring(monkeypatch):
+    monkeypatch.setattr("checkpoints.recipes.recipe.measure", lambda out_dir: {"size_bytes": 0.0})
+
+
+@pytest.mark.usefixtures("_no_measuring")
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
+    for name, seed in {"a": 0, "b": 0, "c": 1}.items():
+        make_trio(tmp_path / name, seed=seed, recipe=TOY_RECIPE)
+    first, again, other = (digest(tmp_path / name) for name in "abc")
+    assert set(first) == set(again)
+    assert first == again
+    assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in NAMES)
+
+
+@pytest.mark.usefixtures("_no_measuring")
+def test_models_on_disk_are_replaced_only_on_request(tmp_path):
+    make_trio(tmp_path, recipe=TOY_RECIPE)
+    before = digest(tmp_path)
+    with pytest.raises(ValueError, match=r"target exists.*overwrite"):
+        make_trio(tmp_path, seed=1, recipe=TOY_RECIPE)
+    assert digest(tmp_path) == before
+    make_trio(tmp_path, seed=1, recipe=TOY_RECIPE, overwrite=True)
+    assert digest(tmp_path) != before
+
+
+@pytest.mark.usefixtures("_no_measuring")
+def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("checkpoints.recipes.recipe.distil", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_trio(tmp_path / "out", recipe=TOY_RECIPE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_answers_are_learned():
+    story = stories("train", 1)[0]
+    tokenizer = train_tokenizer(stories("train", 40), 300)
+    ids, start = encode_story(story, tokenizer)
+    batch = padded([(ids, start), ([*ids, 7, 7], start)], pad_id=0)
+    learned = batch.ids[0, 1:][batch.is_learned[0]].tolist()
+    assert tokenizer.decode(learned) == story.answer + END
+    assert batch.ids[0, -2:].tolist() == [0, 0]
+
+
+def test_every_row_of_whole_chunks_is_seen_once_per_epoch():
+    rows = [([index, index], 1) for index in range(64)]
+    source = batches(rows, batch_size=4, seed=0, pad_id=0)
+    for _ in range(2):
+        assert sorted(index for _ in range(16) for index in next(source).ids[:, 0].tolist()) == list(range(64))
+
+
+def test_a_digit_is_a_token_and_any_text_survives(trio):
+    tokenizer = trio.tokenizer
+    assert tokenizer.tokenize("14 + 9") == ["1", "4", "Ġ+", "Ġ", "9"]
+    text = "Ünïcode, tabs\tand 漢字 \U0001f600 are spelled in bytes"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_chat_template_ends_where_the_target_speaks(trio):
+    text = trio.tokenizer.apply_chat_template([{"role": "user", "content": "Work out 2 + 3."}], add_generation_prompt=True, tokenize=False)
+    assert text == f"<|user|>\nWork out 2 + 3.\n{ASSISTANT}\n"
+    assert trio.tokenizer.eos_token == END
+    assert trio.eos_ids == {trio.tokenizer.eos_token_id}
+
+
+def test_the_trio_shares_one_tokenizer_and_takes_at_most_6_mb():
+    files = {name: {file.name: file.read_bytes() for file in (TINY / name).iterdir()} for name in NAMES}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert len({files[model][name] for model in NAMES}) == 1
+    assert sum(len(content) for of_model in files.values() for content in of_model.values()) <= 6_000_000
+
+
+def test_the_trio_is_stored_as_finite_bfloat16():
+    for name in NAMES:
+        for tensor in load_file(TINY / name / "model.safetensors").values():
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.isfinite().all()
+
+
+def test_acceptance_is_high_and_uneven_and_the_micro_is_accepted_less(trio):
+    models = {"target": trio.target, "draft": trio.draft, "micro": trio.micro}
+    rates = acceptance_rates(models, trio.tokenizer, num_prompts=16, seed=0)
+    assert 0.65 <= rates["draft"].mean() <= 0.9
+    assert rates["draft"].std() >= 0.2
+    assert rates["micro"].mean() <= rates["draft"].mean() - 0.03

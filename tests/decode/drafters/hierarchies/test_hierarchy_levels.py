@@ -1,0 +1,210 @@
+"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws 4.4, 4.5)."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
+from decode.drafters.hierarchies.hsddw import CONFIGURATIONS, hsddw
+from decode.drafters.hierarchies.interleaved import InterleavedDrafter
+from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.policies import FixedLength, Policy, SelfVerify
+from lm import CachedModel, Sampling, entropy
+from tests.decode.enumeration import ToyModel
+
+PROMPT = [0, 1, 2]
+VOCAB = 6
+
+
+class CheckedModel(CachedModel):
+    """Every row it returns is that of an uncached forward over the same tokens."""
+
+    def forward(self, token_ids, num_rows=1):
+        rows = super().forward(token_ids, num_rows)
+        with torch.inference_mode():
+            whole = self.model(input_ids=torch.tensor([token_ids])).logits[0, -num_rows:]
+        torch.testing.assert_close(rows, whole, atol=1e-9, rtol=0)
+        return rows
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            initializer_range=1.0,
+            max_position_embeddings=64,
+            eos_token_id=5,
+        )
+        return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def trio() -> tuple[LlamaForCausalLM, ...]:
+    """(micro, draft, target)"""
+    return llama(1), llama(2), llama(3)
+
+
+def drafters(micro: CachedModel, draft: CachedModel) -> dict[str, Drafter]:
+    every: dict[str, Drafter] = {name: hsddw(micro, draft, configuration=name, window=3) for name in CONFIGURATIONS}
+    every["pre-verify without bonus"] = hsddw(micro, draft, configuration="pre-verify", window=3, bonus=False)
+    every["full without bonus"] = hsddw(micro, draft, window=3, bonus=False)
+    every["fixed"] = PreVerifiedDrafter(ModelDrafter(micro, FixedLength(2)), draft, FixedLength(5))
+    every["interleaved"] = InterleavedDrafter(micro, draft, m=2, n=2)
+    return every
+
+
+NAMES = list(drafters(ToyModel(1), ToyModel(2)))
+
+
+def generate(drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = 24) -> Generation:
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({5}), max_draft_length=8)
+    return decoder.generate(PROMPT, new, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_caches_of_all_three_models_agree_with_uncached_forwards(trio, name, temperature):
+    micro, draft, target = (CheckedModel(model) for model in trio)
+    for seed in range(3):
+        generate(drafters(micro, draft)[name], target, sampling=Sampling(temperature=temperature), seed=seed)
+        assert len(micro) <= len(PROMPT) + 24
+        assert len(draft) > len(PROMPT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_hierarchies_say_what_the_target_alone_says(trio, name):
+    micro, draft, target = (CachedModel(model) for model in trio)
+    ours = generate(drafters(micro, draft)[name], target, sampling=Sampling(temperature=0)).token_ids
+    alone = trio[2].generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=5, pad_token_id=5)
+    assert list(ours) == alone[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hierarchy_stops_drafting_where_a_context_is_full(trio, name):
+    micro, draft, target = (CachedModel(model) for model in trio)
+    decoder = SpeculativeDecoder(target, drafters(micro, draft)[name], eos_ids=frozenset(), max_draft_length=8)
+    assert len(decoder.generate(PROMPT, 62, generator=torch.Generator().manual_seed(0)).token_ids) == 62
+
+
+def test_a_hierarchy_without_an_inner_level_is_the_draft_alone():
+    """Same draws, same tokens, same counts: an empty inner round is plain drafting."""
+    alone = ModelDrafter(ToyModel(2), SelfVerify(initial=1.0))
+    empty = PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(0)), ToyModel(2), SelfVerify(initial=1.0))
+    for seed in range(5):
+        assert_same_rounds(generate(alone, ToyModel(1), seed=seed), generate(empty, ToyModel(1), seed=seed))
+
+
+def assert_same_rounds(one: Generation, other: Generation) -> None:
+    assert one.counts == other.counts
+    assert [played.emitted for played in one.rounds] == [played.emitted for played in other.rounds]
+
+
+def test_identical_models_never_reject_and_counts_are_what_the_schedule_says():
+    """Four rounds of 8 + 1 tokens; 8 drafted tokens are inner rounds of 3 + 1 and 3 + 1."""
+    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), ToyModel(1), Policy())
+    decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset(), max_draft_length=8)
+    counts = decoder.generate(PROMPT, 36, generator=torch.Generator().manual_seed(0)).counts
+    assert (counts.num_target, counts.num_drafted, counts.num_accepted) == (4, 32, 32)
+    assert (counts.num_draft_forwards, counts.num_micro, counts.num_micro_forwards) == (8, 24, 24)
+
+
+def test_interleaved_counts_book_each_forward_to_its_model():
+    decoder = SpeculativeDecoder(ToyModel(1), InterleavedDrafter(ToyModel(1), ToyModel(1), m=2, n=3), eos_ids=frozenset())
+    counts = decoder.generate(PROMPT, 27, generator=torch.Generator().manual_seed(0)).counts
+    assert (counts.num_target, counts.num_drafted, counts.num_micro) == (3, 24, 18)
+    assert (counts.num_draft_forwards, counts.num_micro_forwards) == (6, 18)
+
+
+@dataclass(frozen=True)
+class Spy(Policy):
+    """Stops at nothing and remembers everything."""
+
+    signals = frozenset({"entropy", "token_prob", "max_prob"})
+    drawn: list = field(default_factory=list)
+    outcomes: list = field(default_factory=list)
+
+    def after(self, state, drawn):
+        self.drawn.append(drawn)
+        return state, False
+
+    def end(self, state, outcome):
+        self.outcomes.append(outcome)
+        return state
+
+
+def test_the_draft_level_sees_its_own_models_signals_at_every_emitted_position():
+    spy = Spy()
+    generation = generate(PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), spy), ToyModel(1), new=12)
+    ids, expected = list(PROMPT), []
+    for played in generation.rounds:
+        for position, token in enumerate(played.drafted):
+            logits = ToyModel(2).forward([*ids, *played.drafted[:position]])[-1]
+            expected.append((position, float(entropy(logits)), float(logits.softmax(-1)[token])))
+        ids += played.emitted
+    assert len(expected) > 10
+    seen = [(drawn.position, drawn.entropy, drawn.token_prob) for drawn in spy.drawn]
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
+
+
+def test_tau_of_each_level_is_fed_by_the_rejections_of_the_level_above():
+    """tau_2: H of the draft where the target rejected; tau_1: H of the micro where the draft rejected; neither sees the other's."""
+    inner, outer = Spy(), Spy()
+    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), inner), ToyModel(2), outer, rounds=InnerRounds(window=2))
+    generation = generate(drafter, ToyModel(1), new=16)
+    ids, rejected = list(PROMPT), []
+    for played in generation.rounds:
+        if played.num_accepted < len(played.drafted):
+            rejected.append(float(entropy(ToyModel(2).forward([*ids, *played.drafted[: played.num_accepted]])[-1])))
+        ids += played.emitted
+    seen = [outcome.rejected_entropy for outcome in outer.outcomes if outcome.num_accepted < outcome.num_drafted]
+    assert seen
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(rejected))
+    own = {drawn.entropy for drawn in inner.drawn}
+    inner_seen = [outcome.rejected_entropy for outcome in inner.outcomes if outcome.num_accepted < outcome.num_drafted]
+    assert inner_seen
+    assert set(inner_seen) <= own
+
+
+def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure():
+    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, and drafts longer than one inner round occur."""
+    micro_policy, draft_policy = FixedLength(2), SelfVerifyAt(0.8)
+    drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(micro_policy, draft_policy))
+    generation = generate(drafter, ToyModel(1), new=60)
+    ids = list(PROMPT)
+    for played in generation.rounds:
+        entropies = [float(entropy(ToyModel(2).forward([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))]
+        assert all(value <= 0.8 for value in entropies[:-1])
+        assert played.stop_reason != "policy" or entropies[-1] > 0.8
+        ids += played.emitted
+    assert max(len(played.drafted) for played in generation.rounds) > 3
+
+
+@dataclass(frozen=True)
+class SelfVerifyAt(Policy):
+    """Self-verification with a tau that does not move."""
+
+    tau: float
+    signals = frozenset({"entropy"})
+
+    def after(self, state, drawn):
+        return state, drawn.entropy > self.tau
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda: InnerRounds(window=-1), "window is -1"),
+        (lambda: InnerRounds(max_rounds=-1), "max_rounds is -1"),
+        (lambda: InterleavedDrafter(ToyModel(1), ToyModel(2), m=-1), "m is -1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_name(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        wrong()

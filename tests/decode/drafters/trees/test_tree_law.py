@@ -1,0 +1,166 @@
+"""Trees in the real loop: the output has exactly the target's law, whatever shape, policy and sampling; and counts are what was seen."""
+
+import pytest
+import torch
+
+import lm.trees.verification
+from decode import Counts, ModelDrafter, SpeculativeDecoder
+from decode.drafters.trees.decoder import TreeDecoder, TreeRound
+from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees.growth import Growth
+from decode.drafters.trees.shapes import SHAPES as PUBLISHED
+from decode.drafters.trees.shapes import Cape, Dynamic, Shape, Static
+from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
+from lm import Draws, Sampling
+from tests.decode.enumeration import assert_same_law, law_of
+from tests.decode.random_pairs import CONFIGS, random_pair
+from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, toy_head
+from tests.decode.toy_trees import tree_decoder_of
+
+SHAPES = {
+    "dynamic": Dynamic(2, 4),
+    "cape": Cape(((0.5, 3), (1.0, 2))),
+    "greedy chain": Dynamic(1, None),
+    "static": Static(((0,), (1,), (0, 0), (0, 1), (1, 0))),
+}
+
+
+def tree_law(decoder: TreeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
+    """The loop's law, exactly; law 4.4 holds on every branch."""
+
+    def play(draws: Draws) -> tuple[int, ...]:
+        generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
+        counts = generation.counts
+        assert counts.num_drafted == sum(len(played.drafted) for played in generation.rounds)
+        assert counts.num_accepted == sum(len(played.path) for played in generation.rounds)
+        assert counts.num_emitted == len(generation.token_ids)
+        assert all(token not in decoder.eos_ids for token in generation.token_ids[:-1])
+        return generation.token_ids
+
+    return law_of(play)
+
+
+def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how) -> None:
+    decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
+    expected = decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids))
+    assert_same_law(tree_law(decoder, 3), expected)
+
+
+CANDIDATE = toy_head("candidate", seed=2)
+RULES = POLICIES | {"candidate_head": HeadPolicy(CANDIDATE, 0.5), "learning_candidate_head": HeadPolicy(CANDIDATE, 0.5, is_learning=True)}
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_every_policy_keeps_the_target_law_on_trees(policy):
+    for name in ("cold", "top_k", "greedy"):
+        assert_target_law(RULES[policy], SHAPES["dynamic"], SAMPLINGS[name])
+
+
+def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
+    drawn = toy_head("drawn", seed=2)
+    drawn.load_state_dict(CANDIDATE.state_dict())
+    found = [
+        tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4)).generate(PROMPT, 20, generator=torch.Generator().manual_seed(0)).rounds
+        for head in (CANDIDATE, drawn)
+    ]
+    assert [played.drafted for played in found[0]] == [played.drafted for played in found[1]]
+    with pytest.raises(ValueError, match="a candidate head goes alone"):
+        assert HeadPolicy(CANDIDATE, 0.5, also=toy_head("fed", seed=2)).scores
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_keeps_the_target_law_under_every_sampling(shape):
+    for sampling in SAMPLINGS.values():
+        assert_target_law(Entropy(0.3), SHAPES[shape], sampling, length=2)
+        assert_target_law(FixedLength(2), SHAPES[shape], sampling, eos_ids=(), read_every=2)
+
+
+def test_eagle_1s_tree_has_its_candidates_at_their_places():
+    shape, vocab_size = PUBLISHED["eagle1"], 9
+    growth, generator, after = Growth(shape, frozenset()), torch.Generator().manual_seed(0), {}
+    while growth.depth < 6:
+        log_q = torch.randn(len(growth.expanded), vocab_size, generator=generator).log_softmax(-1)
+        paths = [() if node < 0 else tuple(growth.tokens[each] for each in growth.path(node)) for node in growth.expanded]
+        after |= dict(zip(paths, log_q.argsort(descending=True).tolist(), strict=True))
+        growth.add_level(log_q)
+        if growth.expand() is None:
+            break
+    tree = growth.tree()
+    found = {tuple(tree.tokens_of(tree.path(node))) for node in range(len(tree))}
+    expected = set()
+    for place in shape.places:
+        path = ()
+        for rank in place:
+            path = (*path, after[path][rank])
+        expected.add(path)
+    assert (len(tree), tree.depth, shape.num_levels) == (25, 5, 5)
+    assert found == expected
+
+
+def test_a_static_tree_with_a_gap_is_refused():
+    with pytest.raises(ValueError, match=r"places has \(1,\) and not \(0,\)"):
+        Static(((1,),))
+    with pytest.raises(ValueError, match=r"places has \(0, 0\) and not \(0,\)"):
+        Static(((0, 0),))
+
+
+def _unwarped(self, logits, committed, tree):
+    return logits.softmax(-1)
+
+
+def _unreduced(tokens, law, draws):
+    yield from (1.0 - law[token].item() for token in tokens)
+
+
+@pytest.mark.parametrize("mutant", [(TreeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)])
+def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
+    assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
+    monkeypatch.setattr(*mutant)
+    with pytest.raises(AssertionError):
+        assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_greedy_output_equals_transformers_generate(architecture):
+    target, draft = random_pair(architecture)
+    prompt = [3, 1, 4, 1, 5]
+    expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30)[0, len(prompt) :].tolist()
+    kinds = set()
+    for policy, shape in (
+        (FixedLength(4), Dynamic(3, 10)),
+        (Entropy(0.6), Cape()),
+        (AdaEDL(), Dynamic(4, None)),
+        (FixedLength(9), Static()),
+    ):
+        decoder = TreeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
+        generation = decoder.generate(prompt, 30)
+        assert list(generation.token_ids) == expected
+        kinds |= {played.next_kind for played in generation.rounds}
+        assert generation.counts.num_target < 30
+    assert "bonus" in kinds
+
+
+def test_counts_are_what_the_models_saw():
+    decoder = tree_decoder_of(FixedLength(2), Dynamic(2, 4), sampling=Sampling(), eos_ids=())
+    target, draft = decoder.target, decoder.drafter.model
+    generation = decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0))
+    counts = generation.counts
+    assert (counts.num_target, counts.num_draft_forwards) == (len(target.forwards), len(draft.forwards))
+    assert sum(target.forwards) == len(PROMPT) + counts.num_drafted + counts.num_target - 1
+    assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
+    assert max(len(played.path) for played in generation.rounds) == 2
+
+
+def test_a_decoder_of_one_kind_refuses_a_drafter_of_the_other():
+    trees = tree_decoder_of(FixedLength(2), Dynamic(2, 4))
+    with pytest.raises(ValueError, match="a ModelDrafter drafts chains, and a TreeDecoder verifies trees"):
+        TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
+    with pytest.raises(ValueError, match="a TreeDrafter chooses its tokens"):
+        SpeculativeDecoder(trees.target, trees.drafter, eos_ids=frozenset()).generate(PROMPT, 4)
+
+
+def test_what_a_tree_shows_as_refused_is_its_likeliest_path_behind_the_accepted_one():
+    played = TreeRound((5, 6, 7, 8, 9), 1, (5, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1, 0, 0, 2), path=(0,))
+    assert (played.refused, played.next_kind) == ((7, 9), "residual")
+    full = TreeRound((5, 6), 1, (6, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1), path=(1,))
+    assert (full.refused, full.next_kind) == ((), "bonus")

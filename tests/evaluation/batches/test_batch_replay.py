@@ -1,0 +1,175 @@
+"""A batch replayed is a batch decoded (laws 4.10, 4.13), step by step, from a trace that is played to the loop; both ways of replaying."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from decode import SpeculativeDecoder
+from decode.policies import FixedLength, HeadPolicy, LearnedProb, TokenProb
+from decode.policies.auto import Auto
+from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
+from decode.policies.bounds import PerfectHead
+from evaluation.batches import lockstep
+from evaluation.batches.load import Load, load_of, queue_of
+from evaluation.batches.lockstep import step_through
+from evaluation.batches.rule import batch_auto_for
+from evaluation.traces.played import PlayedDraws
+from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
+from lm import Sampling
+from tests.decode import small_pair
+from tests.decode.loop.test_batch import ToySeats
+from tests.decode.toy_loop import POLICIES, decoder_of, toy_head
+from tests.evaluation.toy_traces import traced
+
+COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))
+RULES = {
+    "known": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, throughput=2.5, index_slope=0.4),
+    "learned": BatchAuto(toy_head("fed", seed=2), COSTS, 3, index_slope=0.4, also=toy_head("drawn", seed=2)),
+    "learning": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, index_slope=0.4, is_learning=True),
+    "curves": BatchAuto(
+        toy_head("drawn", seed=2), BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3))), 3, index_slope=0.3
+    ),
+}
+
+
+def some(num: int, limit: int = 4):
+    _, every = traced("plain", limit, 3, (2,))
+    return every.select(range(0, len(every.rows), len(every.rows) // num))
+
+
+def assert_same_load(one: Load, other: Load) -> None:
+    width = max(one.steps.shape[1], other.steps.shape[1])
+    steps = [np.pad(each.steps, ((0, 0), (0, width - each.steps.shape[1]))) for each in (one, other)]
+    assert np.array_equal(*steps)
+    for name in ("num_tokens", "emitted"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    for name in ("begins", "ends"):
+        assert sorted(getattr(one, name)) == sorted(getattr(other, name)), name
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [*((policy, 3) for policy in (POLICIES | RULES)), *((policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8))],
+)
+def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
+    monkeypatch.setattr(SpeculativeDecoder, "_seats", lambda self, model, num: ToySeats(model, num))
+    trace, chosen = some(40), (POLICIES | RULES)[policy]
+    rows = queue_of(len(trace.rows), 2)[:24]
+    decoder = decoder_of(chosen, length=3)
+    requests = [trace.rows[row] for row in rows]
+    batch, rounds = decoder.batch(
+        [row.prompt_ids for row in requests],
+        [row.limit for row in requests],
+        batch_size=size,
+        generator=[PlayedDraws(trace, row) for row in rows.tolist()],
+    )
+    played = list(rounds)
+    assert [each.token_ids for each in batch.generations] == [row.response_ids for row in requests]
+    replayed = step_through(trace, chosen, rows, size, is_drained=True)
+    assert [tuple(filter(None, steps)) for steps in replayed.steps.tolist()] == [one.steps for one in played]
+    assert replayed.num_tokens.tolist() == [one.num_tokens for one in played]
+    assert replayed.emitted.tolist() == [one.num_emitted for one in played]
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("policy", ["never_draft", "ada_edl", "self_verify", "learning_head", "learned_prob"])
+def test_sequences_that_do_not_depend_on_each_other_need_no_stepping(policy, size, is_drained):
+    trace = some(20)
+    rows = queue_of(len(trace.rows), size)
+    ours = load_of(replay_rounds(trace, POLICIES[policy]), rows, size, is_drained=is_drained)
+    assert_same_load(ours, step_through(trace, POLICIES[policy], rows, size, is_drained=is_drained))
+
+
+@pytest.mark.parametrize("policy", [LearnedProb(0.5), HeadPolicy(PerfectHead("drawn"), 0.5, is_learning=True)])
+def test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(policy):
+    recorded = small_pair.trace(Sampling(temperature=0.8))
+    rows = queue_of(len(recorded.rows), 5)
+    assert_same_load(load_of(replay_rounds(recorded, policy), rows, 5), step_through(recorded, policy, rows, 5))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (lockstep._Seats, "_outcome", lambda self: Lockstep._outcome(self)._replace(lesson=())),
+        (lockstep, "merged", lambda begins, first, state: state),
+    ],
+    ids=["withheld", "handed_on"],
+)
+def test_lessons_withheld_or_handed_on_would_not_pass(mutant, monkeypatch):
+    monkeypatch.setattr(*mutant, raising=False)
+    with pytest.raises(AssertionError):
+        test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(LearnedProb(0.5))
+
+
+def test_a_load_costs_what_its_rounds_cost():
+    trace, size = some(20), 3
+    rows = queue_of(len(trace.rows), size)
+    load = load_of(replay_rounds(trace, FixedLength(2)), rows, size)
+    seconds = [
+        sum(float(COSTS.draft(num)) for num in steps if num) + float(COSTS.target(tokens))
+        for steps, tokens in zip(load.steps, load.num_tokens, strict=True)
+    ]
+    waits = [sum(seconds[begin:end]) for begin, end in zip(load.begins, load.ends, strict=True)]
+    spent = load.spent(COSTS)
+    assert spent.seconds == pytest.approx(sum(seconds))
+    assert spent.request_s == pytest.approx(np.mean(waits))
+    assert spent.tokens_per_s == pytest.approx(load.emitted.sum() / sum(seconds))
+
+
+def test_rounds_are_those_of_the_counts():
+    trace = some(30)
+    policy = TokenProb(np.array([0.2, 0.4, 0.6]))
+    rounds, counts = replay_rounds(trace, policy), replay_settings(trace, policy).counts
+    shape = counts.num_drafted.shape
+    for name, column in (("num_drafted", rounds.drafted), ("num_draft_forwards", rounds.forwards), ("num_emitted", rounds.emitted)):
+        assert np.array_equal(np.bincount(rounds.lane, column, minlength=shape[0] * shape[1]).reshape(shape), getattr(counts, name))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_full_batch_of_one_policy_is_always_full(size):
+    trace = some(20)
+    load = load_of(replay_rounds(trace, FixedLength(2)), queue_of(len(trace.rows), size), size)
+    assert (load.num_tokens >= size).all()
+    assert (load.steps[:, 0] <= size).all()
+
+
+def test_the_rule_is_law_4_13_where_curves_are_lines():
+    pace = replace(RULES["known"], throughput=2.0).pace()
+    own_price, step_price = 2.0 * 0.05, 2.0 * 0.2
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        worth = generator.uniform(0, 0.4, generator.integers(1, 7))
+        wants = worth >= own_price
+        goes_on = (worth[wants] - own_price).sum() >= step_price
+        assert pace.chosen(worth, 5).tolist() == (wants & goes_on).tolist()
+
+
+def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to():
+    trace = some(40)
+    rule = batch_auto_for(toy_head("drawn", seed=2), trace, COSTS, 4)
+    reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).spent(COSTS).tokens_per_s
+    assert reached == pytest.approx(rule.throughput, rel=2e-3)
+
+
+def test_auto_is_the_batch_rule_in_a_batch_and_other_policies_are_themselves():
+    head = toy_head("drawn", seed=2)
+    rule = batched(Auto(head, 0.2, 1.0, t_verify_s=0.05, index_slope=0.2), 8)
+    assert isinstance(rule, BatchAuto)
+    assert (rule.batch_size, rule.index_slope, rule.throughput) == (8, 0.2, None)
+    assert rule.costs.target(9) - rule.costs.target(8) == pytest.approx(0.05)
+    assert batched(FixedLength(3), 8) == FixedLength(3)
+    assert not rule.is_learning
+    assert batched(replace(Auto(head, 0.2, 1.0), is_learning=True), 8).is_learning
+
+
+@pytest.mark.parametrize(("numbers", "seconds"), [((), ()), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (1, 0))])
+def test_a_curve_that_is_none_is_refused(numbers, seconds):
+    with pytest.raises(ValueError, match="rising numbers"):
+        Curve(numbers, seconds)
+
+
+def test_a_curve_goes_on_as_it_ends():
+    curve = Curve((1, 4, 8), (1.0, 1.0, 3.0))
+    assert [float(curve(number)) for number in (0, 1, 3, 6, 8, 10)] == [1.0, 1.0, 1.0, 2.0, 3.0, 4.0]

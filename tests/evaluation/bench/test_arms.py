@@ -1,0 +1,136 @@
+"""Arms take turns and write the same number of tokens; transformers runs under its own schedules and is left as it was."""
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from decode import SpeculativeDecoder
+from decode.policies import FixedLength, TokenProb
+from evaluation.bench.arms import generations_of, median_ratio, timed_in_turns, turns
+from evaluation.bench.lengths import num_differing
+from evaluation.bench.schedules import HEURISTICALLY, assisted, constant
+from evaluation.costs.measure import Loop
+from lm import Sampling
+from tests.decode.small_pair import EOS, PROMPTS
+
+NUM_TOKENS = 12
+SAMPLINGS = [Sampling(temperature=0.0), Sampling(), Sampling(temperature=0.7, top_p=0.9)]
+
+
+def loop_of(pair, sampling):
+    return Loop(pair=pair, prompts=PROMPTS[:2], sampling=sampling, max_draft_length=5, max_new_tokens=NUM_TOKENS)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Per generation of transformers: its settings and warpers, and how many tokens each draft may have."""
+    generations = []
+    prepare, limit = AssistedCandidateGenerator.__init__, AssistedCandidateGenerator._calculate_new_tokens
+
+    def watched(self, *arguments, **settings):
+        prepare(self, *arguments, **settings)
+        own = self.assistant_generation_config
+        generations.append(
+            {
+                "schedule": own.num_assistant_tokens_schedule,
+                "threshold": own.assistant_confidence_threshold,
+                "eos": self.generation_config.eos_token_id,
+                "temperature": self.generation_config.temperature,
+                "top_p": self.generation_config.top_p,
+                "most": [],
+            }
+        )
+
+    def limited(self, ids):
+        generations[-1]["most"].append(int(self.num_assistant_tokens))
+        return limit(self, ids)
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "__init__", watched)
+    monkeypatch.setattr(AssistedCandidateGenerator, "_calculate_new_tokens", limited)
+    return generations
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_arm_writes_the_same_number_of_tokens_and_leaves_the_models_as_they_were(pair, sampling, monkeypatch):
+    lengths = []
+    generate = SpeculativeDecoder.generate
+
+    def watched(self, *arguments, **settings):
+        generation = generate(self, *arguments, **settings)
+        lengths.append(len(generation.token_ids))
+        return generation
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
+    before = [each.generation_config.to_dict() for each in (pair.target, pair.draft)]
+    loop = loop_of(pair, sampling)
+    for policy in (FixedLength(0), FixedLength(3), TokenProb(0.3)):
+        assert generations_of(loop.decoder(policy), NUM_TOKENS)(PROMPTS[0], 0) > 0
+    for changes in (None, {}, HEURISTICALLY, constant(3)):
+        assert assisted(pair, NUM_TOKENS, sampling, changes)(PROMPTS[0], 0) > 0  # asserts its own length
+    assert lengths == [NUM_TOKENS] * 3
+    assert [each.generation_config.to_dict() for each in (pair.target, pair.draft)] == before
+    assert pair.target.generation_config.eos_token_id == EOS
+
+
+def test_the_default_schedule_is_what_transformers_does_where_nothing_is_set(pair, seen):
+    assisted(pair, NUM_TOKENS, SAMPLINGS[2], {})(PROMPTS[0], 0)
+    assert seen[0]["threshold"] == 0.4
+    assert seen[0]["schedule"] == "constant"
+    assert seen[0]["most"][0] == 20
+    assert (seen[0]["temperature"], seen[0]["top_p"], seen[0]["eos"]) == (0.7, 0.9, None)
+
+
+def test_a_constant_schedule_drafts_so_many_tokens_and_has_no_threshold(pair, seen):
+    assisted(pair, NUM_TOKENS, Sampling(), constant(3))(PROMPTS[0], 0)
+    assert set(seen[0]["most"]) == {3}
+    assert not seen[0]["threshold"]
+
+
+def test_the_heuristic_keeps_its_threshold_and_what_it_has_learnt_through_other_arms_turns(pair, seen):
+    timed = assisted(pair, NUM_TOKENS, Sampling(), HEURISTICALLY)
+    other = assisted(pair, NUM_TOKENS, Sampling(), constant(2))
+    timed(PROMPTS[0], 0)
+    learnt = pair.draft.generation_config.num_assistant_tokens
+    other(PROMPTS[0], 0)
+    timed(PROMPTS[1], 1)
+    first, between, second = seen
+    assert first["threshold"] == 0.4
+    assert learnt is None
+    assert set(between["most"]) == {2}
+    assert abs(second["most"][0] - first["most"][-1]) <= 2
+    assert second["most"][0] != 20
+
+
+def test_arms_of_one_prompt_start_from_one_seed(pair):
+    loop, drawn = loop_of(pair, Sampling()), []
+    generate = SpeculativeDecoder.generate
+
+    def watched(self, *arguments, generator):
+        drawn.append(torch.rand(1, generator=generator.clone_state()).item())
+        return generate(self, *arguments, generator=generator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, "generate", watched)
+        arms = {name: generations_of(loop.decoder(FixedLength(k)), NUM_TOKENS) for name, k in (("two", 2), ("four", 4))}
+        timed_in_turns(arms, PROMPTS[:2])
+    assert drawn[::2] == drawn[1::2]
+    assert len(set(drawn)) == 3  # the turn that is not measured, and two prompts
+
+
+def test_greedy_generations_of_one_pair_never_differ_from_themselves(pair):
+    greedy = Sampling(temperature=0.0)
+    assert num_differing(loop_of(pair, greedy), loop_of(pair, greedy), 3) == 0
+
+
+def test_arms_take_turns_after_one_turn_that_is_not_measured():
+    played = []
+    arms = {name: lambda prompt, seed, name=name: played.append((name, prompt[0])) or float(prompt[0]) for name in "ab"}
+    assert timed_in_turns(arms, [[1], [2]]) == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+    assert played == [("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    played.clear()
+    assert len(list(turns(arms, [[1], [2]], has_warm_up=False))) == 2
+    assert played == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+def test_a_ratio_is_the_median_over_prompts():
+    assert median_ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == 3.0

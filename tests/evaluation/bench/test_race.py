@@ -1,0 +1,140 @@
+"""A race on the embedded trio: every arm in every cell, finished cells are kept, slow models write the same tokens, gains are paired."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.command import config_of, parser_for
+from evaluation.bench.choices import Choices
+from evaluation.bench.command import bench
+from evaluation.bench.race import ALONE, SAMPLINGS, Race
+from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
+from evaluation.bench.speeds import Speed, Stopwatch
+from evaluation.bench.standings import gain_plot, standings_of, summary_table, verdict_of
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Spent, gain_over
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+
+ROOT = Path(__file__, "../../../..").resolve()
+COST = CostModel.constant(0.001, 0.005)
+ASKED = {
+    "ratios": (3.0,),
+    "samplings": ("nucleus",),
+    "policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"),
+    "constants": (2,),
+    "num_prompts": 2,
+    "num_tokens": 4,
+}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = {"decode.dir": tmp_path / "decode", "heads.dir": tmp_path / "heads", "decode.t_draft_s": 0.001, "decode.t_target_s": 0.005}
+    flags |= {"decode.num_dev": 2, "decode.num_test": 2, "decode.max_new_tokens": 8, "decode.max_draft_length": 4}
+    parser = parser_for(bench)
+    spelt = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *spelt]))
+
+
+@pytest.fixture
+def slowed(monkeypatch):
+    """Two and three extra layers, without a clock."""
+    monkeypatch.setattr(Stopwatch, "slowed", lambda self, natural, *, ratio, t_draft_s: Speed(2, 3, natural.with_ratio(ratio)))
+
+
+def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed, monkeypatch, capsys):
+    document = bench(config, **ASKED)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
+    assert [(cell["ratio_wished"], cell["sampling"]) for cell in document["cells"]] == [(3.0, "nucleus")]
+    (cell,) = document["cells"]
+    families = [arm["family"] for arm in cell["arms"]]
+    assert families == [ALONE, "fixed_length", "fixed_length", "entropy", DEFAULT, HEURISTIC, CONSTANT]
+    assert (cell["speed"]["draft_layers"], cell["speed"]["target_layers"]) == (2, 3)
+    assert (Path(config.decode.dir) / "plots" / "bench.svg").read_text().startswith("<svg")
+
+    monkeypatch.setattr(Race, "_arms", lambda *_: pytest.fail("a finished cell was measured again"))
+    assert bench(config, **ASKED)["cells"] == document["cells"]
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        bench(config, **ASKED | {"num_tokens": 5})
+
+
+def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
+    known = {"temperature": 1.0, "top_k": None, "top_p": None}
+    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known)).save_pretrained(tmp_path / "heads" / "exported" / "linear")
+    for name, is_foreign in (("greedy", True), ("sampled", False)):
+        choices = Choices(config, name, SAMPLINGS[name], cost=COST)
+        chosen = choices.at(COST, ("head_drawn", "auto_drawn"))
+        assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
+        assert choices.replays.traces.dev.sampling == SAMPLINGS[name]
+        assert [one.is_foreign(SAMPLINGS[name]) for one in chosen.values()] == [False, is_foreign, is_foreign]
+        fixed = next(arm for arm in choices.replays.arms if arm.grid.family == "fixed_length")
+        assert chosen["fixed_length"].policy.k == int(COST.tokens_per_s(fixed.dev).argmax())
+    with pytest.raises(ValueError, match="no family 'oracle'"):
+        choices.at(COST, ("oracle",))
+
+
+def made_up(**seconds):
+    arms = [{"family": name, "setting": name, "is_foreign": False, "seconds": values} for name, values in seconds.items()]
+    speed = {"draft_layers": 0, "target_layers": 0, "t_draft_s": 0.01, "t_target_s": [0.05]}
+    return {"sampling": "greedy", "num_tokens": 10, "speed": speed, "default_schedule": "", "arms": arms, "ratio_wished": 5}
+
+
+CELL = made_up(
+    target_alone=[4.0, 6.0],
+    fixed_length=[2.0, 3.0],
+    entropy=[1.0, 3.0],
+    max_prob=[2.5, 3.5],
+    **{DEFAULT: [2.2, 3.1], HEURISTIC: [2.0, 4.0], CONSTANT: [5.0, 5.0]},
+)
+
+
+def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
+    entropy = standings_of(CELL)[2]
+    tokens = np.array([10, 10])
+    assert entropy.over["fixed_length"] == gain_over(Spent(tokens, np.array([2.0, 3.0])), Spent(tokens, np.array([1.0, 3.0])))
+    assert entropy.over["fixed_length"].value == pytest.approx(0.25)
+    assert entropy.median_over["fixed_length"] == pytest.approx(0.5)
+    assert entropy.over["target_alone"].value == pytest.approx(1.5)
+
+
+def test_a_lost_cell_says_so():
+    verdict = verdict_of(CELL, standings_of(CELL))
+    assert "Lost: largest probability behind transformers: default" in verdict
+    assert "entropy (SVIP) behind" not in verdict
+    won = made_up(target_alone=[4.0], fixed_length=[2.0], **{DEFAULT: [2.2]})
+    assert verdict_of(won, standings_of(won)).endswith("None of ours is behind.")
+
+
+def test_the_best_constant_schedule_is_what_gains_are_measured_from():
+    arms = [*CELL["arms"], {"family": CONSTANT, "setting": "k=9", "is_foreign": False, "seconds": [2.0, 2.0]}]
+    assert standings_of(CELL | {"arms": arms})[1].over[CONSTANT].value == pytest.approx(-0.2)
+
+
+def test_the_best_training_free_policy_is_what_heads_have_to_lead():
+    arms = [
+        {"family": family, "setting": "", "is_foreign": False, "seconds": [1.0, 1.0]} for family in ("head", "head_drawn", "auto_drawn")
+    ]
+    cell = CELL | {"arms": [*CELL["arms"], *arms]}
+    assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), "over entropy, and not over a head that was named"
+    of_dev = [arm | {"on_dev": {"entropy": 1.0, "max_prob": 2.0}.get(arm["family"], 0.5)} for arm in cell["arms"]]
+    assert standings_of(cell | {"arms": of_dev})[-2].over["training-free"].value == pytest.approx(2.0), "the one that dev chose"
+    table = summary_table([(cell, standings_of(cell))])
+    assert list(table.columns[2].cells) == ["best head, drawn-time", "auto, drawn-time head"]
+    assert list(table.columns[5].cells) == ["+100.0 (+0, +200)"] * 2
+
+
+def test_without_a_fixed_length_there_is_nothing_to_gain_from():
+    with pytest.raises(ValueError, match="name at least one"):
+        standings_of(made_up(target_alone=[1.0], entropy=[1.0]))
+
+
+def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
+    cells = [(cell, standings_of(cell)) for cell in (CELL, CELL | {"sampling": "nucleus"})]
+    text = gain_plot(cells).svg
+    assert text.count("entropy (SVIP)") == 1
+    assert "greedy" in text
+    assert "top-p 0.9" in text

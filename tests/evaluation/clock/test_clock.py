@@ -1,0 +1,131 @@
+"""On the clock every family plays the same prompts; what it took is held against what was predicted, part by part."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
+from evaluation.clock.primed import PrimedCompiledModel, PrimedLoop, PrimedModel
+from evaluation.clock.results import report_of
+from evaluation.clock.turns import Clocked, Runner, clock
+from evaluation.contest.arms import picks_of, replay_arms
+from evaluation.contest.clocked import check_clock, runner_of
+from evaluation.contest.grids import make_grid
+from evaluation.costs.model import CostModel
+from evaluation.report.page import Page, write_report
+from evaluation.traces.recording import Traces
+from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import Trace
+from lm import CachedModel, Pair, Sampling
+from tests.decode.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
+
+WARM = Sampling(temperature=0.8)
+POLICIES: dict[str, Policy] = {"fixed_length": FixedLength(2), "cumulative_token_prob": CumulativeTokenProb(0.3), "ada_edl": AdaEDL(0.4)}
+COST = CostModel.constant(0.001, 0.005)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Trace:
+    return trace(WARM).select(range(5))
+
+
+def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Runner]:
+    return [Runner(family=name, setting="-", policy=each, replayed=replay_settings(recorded, each)) for name, each in policies.items()]
+
+
+class Words(PreTrainedTokenizerBase):
+    """As many as the models know."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(VOCAB)}
+
+
+def loop() -> PrimedLoop:
+    pair = Pair(model(1, 2), model(2), None, Words())
+    return PrimedLoop(pair, WARM, max_draft_length=LENGTH, compile=False)
+
+
+def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):
+    clocked = clock(loop(), runners_on(recorded), recorded, repeats=2, name="made")
+    assert clocked.seconds.shape == (3, 2, 5, 3)
+    assert clocked.agrees.all()
+    assert (clocked.seconds > 0).all()
+    assert (clocked.seconds[..., 0] > clocked.seconds[..., 1:].sum(-1)).all()
+
+
+def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
+    runners = runners_on(recorded)
+    other = replay_settings(recorded, CumulativeTokenProb(0.9))
+    differs = (other.lengths != runners[1].replayed.lengths)[0].any(-1)
+    assert differs.any()
+    runners[1] = replace(runners[1], replayed=other)
+    assert np.array_equal(clock(loop(), runners, recorded, repeats=1, name="made").agrees, ~differs)
+
+
+@pytest.mark.parametrize("kind", [PrimedModel, PrimedCompiledModel])
+def test_a_primed_model_says_what_an_unprimed_one_says(kind):
+    primed, plain = kind(model(1, 2), vocab_size=VOCAB), CachedModel(model(1, 2), vocab_size=VOCAB)
+    if kind is PrimedCompiledModel:
+        primed._is_tried, primed._capacity = False, 16  # uncompiled, and soon too small
+    for prompt in (PROMPTS[0], PROMPTS[1][:1], PROMPTS[2] * 4):
+        primed.prime(prompt)
+        for tokens in ([1, 2], [3], [4, 5, 6] * 4):
+            primed.reset()
+            plain.reset()
+            assert len(primed) <= len(prompt) - 1
+            ids = [*prompt, *tokens]
+            assert torch.allclose(primed.forward(ids, len(tokens)), plain.forward(ids, len(tokens)), atol=1e-5)
+            primed.roll_back(len(prompt))
+
+
+def test_a_primed_model_reads_its_prompt_once():
+    primed = PrimedModel(model(1, 2), vocab_size=VOCAB)
+    primed.prime(PROMPTS[0])
+    for _ in range(2):
+        primed.forward([*PROMPTS[0], EOS])
+        primed.reset()
+        assert len(primed) == len(PROMPTS[0]) - 1
+
+
+def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recorded, tmp_path):
+    runners = runners_on(recorded)
+    predicted = [COST.time_s(runner.replayed)[0] for runner in runners]
+    verify_s = [0.005 * runner.replayed.counts.num_target[0] for runner in runners]
+    # drafts a tenth slower than predicted and 1 ms between rounds of each generation, but for the first family
+    slower = [np.zeros(5), *(0.1 * (total - verify) for total, verify in zip(predicted[1:], verify_s[1:], strict=True))]
+    rest = [0.0, 0.001, 0.001]
+    parts = [
+        np.stack([total + more + extra, total - verify + more, verify], -1)
+        for total, verify, more, extra in zip(predicted, verify_s, slower, rest, strict=True)
+    ]
+    agrees = np.array([True, True, True, True, False])
+    clocked = Clocked(np.stack(parts)[:, None].repeat(3, 1), agrees)
+    report = report_of(clocked, runners, COST, dataset="made", baseline="fixed_length")
+    first, second, _ = report.rows
+    assert (first.difference, first.draft, first.verify, first.rest) == pytest.approx((0, 0, 0, 0))
+    total_s = predicted[1][agrees].sum()
+    assert second.draft == pytest.approx(slower[1][agrees].sum() / total_s)
+    assert second.rest == pytest.approx(0.004 / total_s)
+    assert second.difference == pytest.approx(1 / (1 + second.draft + second.verify + second.rest) - 1)
+    assert second.clocked_gain.value == pytest.approx((1 + second.predicted_gain.value) * (1 + second.difference) - 1)
+    assert "1 prompts left out" in report.about
+    assert f"{second.family} {second.difference:+.1%} (most of it: draft)" in report.verdict
+    assert first.family not in report.verdict.split("pace")[0]
+    assert f"beyond 3% of that pace: {first.family} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
+    path = tmp_path / "report.html"
+    grid = make_grid("fixed_length", "fixed_length", {"k": [2]})
+    (arm,) = replay_arms([grid], Traces(recorded, recorded))
+    write_report(path, Page(about="", ratio=5.0, clocks=[report]), names={"ada_edl": "AdaEDL"})
+    assert "AdaEDL" in path.read_text()
+    runner = runner_of("fixed_length", picks_of([arm], COST)["fixed_length"], 3)
+    assert runner.policy == FixedLength(2)
+    assert np.array_equal(runner.replayed.lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths)
+
+
+@pytest.mark.parametrize(("num_prompts", "repeats", "word"), [(-1, 3, "clock"), (2, 0, "repeats")])
+def test_a_clock_that_cannot_run_is_refused(num_prompts, repeats, word):
+    with pytest.raises(ValueError, match=word):
+        check_clock(num_prompts, repeats)

@@ -1,0 +1,174 @@
+"""Settings are chosen on dev and reported on test, beside bounds, with paired intervals."""
+
+import numpy as np
+import pytest
+import torch
+
+from decode.policies.auto import Auto
+from decode.policies.bounds import PerfectHead
+from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from evaluation.contest.arms import Replays, best_heads, by_family, picks_of, replay_arms, replay_dataset
+from evaluation.contest.grids import bounds, default_values, grids_of, head_grid, make_grid
+from evaluation.contest.results import Result, results_of, yardstick_of
+from evaluation.contest.tables import NAMES
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Spent, gain_over
+from evaluation.traces.recording import Traces
+from evaluation.traces.replay import replay_settings
+from evaluation.tuning.rule import auto_for
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling
+from tests.decode.small_pair import trace
+
+COST = CostModel.constant(0.2, 1.0)
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return Traces(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
+
+
+@pytest.fixture(scope="module")
+def arms(splits):
+    grids = [make_grid(name, name, values) for name, values in default_values(5).items() if name != "head"]
+    return list(replay_arms([*grids, *bounds()], splits))
+
+
+def results_at(cost: CostModel, arms) -> list[Result]:
+    return results_of(arms, cost, yardstick_of(arms, cost))
+
+
+def test_every_policy_has_a_built_in_grid():
+    assert set(default_values(20)) == set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"entropy": {"max_sqrt_entropy": []}}, "no value of max_sqrt_entropy"),
+        ({"fixed_length": {"k": [2, 9]}}, "fixed length of 9; decode.max_draft_length is 5"),
+        ({"fixed_length": {"k": [2.5]}}, "whole number"),
+    ],
+)
+def test_a_grid_that_cannot_be_replayed_is_refused(own, says):
+    with pytest.raises(ValueError, match=says):
+        grids_of(own, {}, max_draft_length=5)
+
+
+def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
+    for result, arm in zip(results_at(COST, arms), arms, strict=True):
+        on_dev = COST.tokens_per_s(arm.dev)
+        assert on_dev[list(arm.grid.settings).index(result.setting)] == on_dev.max()
+        assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(arm.test)[int(on_dev.argmax())])
+
+
+def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
+    results = {result.family: result for result in results_at(COST, arms)}
+    assert results["oracle"].percent_of_oracle == pytest.approx(100)
+    assert max(result.percent_of_oracle for result in results.values()) == pytest.approx(100)
+    assert results["fixed_length"].gain == 0
+    for result in results.values():
+        assert result.gain_low <= result.gain <= result.gain_high
+        assert result.speed_up == pytest.approx(result.tokens_per_s * 1.0)
+
+
+def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_best(splits):
+    torch.manual_seed(0)
+    heads = {
+        f"{timing}{'+s' * scalars}-{i}": AcceptanceHead(16, 1, timing, scalars)
+        for timing in ("fed", "drawn")
+        for scalars in (False, True)
+        for i in range(3)
+    }
+    for head in heads.values():
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+    arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits))
+    picks = picks_of(arms, COST)
+    assert picks["head_specdec"].arm.grid.name.startswith("head:fed-")
+    assert picks["head_fed"].arm.grid.name.startswith("head:fed+s-")
+    assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
+    speeds = {arm.grid.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
+    for timing, best in best_heads(arms, COST).items():
+        assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
+    assert best_heads(arms[:3], COST).keys() == {"fed"}
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
+def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
+    cost = CostModel.constant(1 / ratio, 1.0)
+    replays = Replays(traces=splits, arms=arms, heads={})
+    results = results_at(cost, [*arms, replays.oracle_arm(cost)])
+    assert max(result.percent_of_oracle for result in results) == pytest.approx(100)
+    assert next(result.speed_up for result in results if result.family == "oracle") >= 1 - 1e-9
+
+
+def test_the_interval_is_paired_and_covers():
+    """Of 300 intervals, at most 33 miss the true gain, and at least 3.
+
+    Misses are binomial. At the nominal 5 % their mean is 15; more than 33 have probability 1e-5, fewer than 3 4e-5. Of an interval that
+    covers only 80 % the mean is 60, and 33 or fewer have probability 2e-5.
+    """
+    generator = np.random.default_rng(0)
+    misses = 0
+    for seed in range(300):
+        base = generator.gamma(9.0, size=60)
+        own = base / 1.1 * generator.normal(1.0, 0.05, size=60)
+        tokens = np.full(60, 10)
+        gain = gain_over(Spent(tokens, base), Spent(tokens, own), seed=seed)
+        misses += not gain.low <= 0.1 <= gain.high
+        assert gain.high - gain.low < 0.1
+        assert gain.standard_error == pytest.approx((gain.high - gain.low) / 3.92, rel=0.15)
+    assert 3 <= misses <= 33
+
+
+@pytest.mark.parametrize("ratio", [2, 5, 10, 20])
+@pytest.mark.parametrize("timing", ["fed", "drawn"])
+def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(splits, arms, timing, ratio):
+    dev, test = splits
+    cost = CostModel.constant(1 / ratio, 1.0)
+    rule = auto_for(PerfectHead(timing), dev, cost)
+    reached = cost.tokens_per_s(replay_settings(test, rule))[0]
+    grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
+    assert reached > 0.97
+    assert reached > 0.98 * cost.tokens_per_s(grid.test).max()
+
+
+def test_auto_learns_online_what_it_is_told_offline(splits):
+    dev, test = splits
+    offline, online = (auto_for(PerfectHead("drawn"), dev, COST, is_online=is_online) for is_online in (False, True))
+    speeds = [COST.tokens_per_s(replay_settings(test, rule))[0] for rule in (offline, online)]
+    assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
+
+
+def test_auto_stops_drafting_where_drafting_cannot_pay(splits):
+    cost = CostModel.constant(2.0, 1.0)
+    for is_online in (False, True):
+        rule = auto_for(PerfectHead("drawn"), splits[0], cost, is_online=is_online)
+        counts = replay_settings(splits[1], rule).counts
+        assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
+
+
+def test_auto_is_the_rule_that_tune_recommended():
+    times = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "next_mean": 0.5, "max_rejection_prob": 0.4}
+    head = AcceptanceHead(4, 0, provenance=Provenance(recommended=times))
+    rule = make_policy("head", head=head, max_rejection_prob="auto")
+    assert isinstance(rule, Auto)
+    assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
+    with pytest.raises(ValueError, match="evaluation tune"):
+        make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
+
+
+def test_a_prefix_head_competes_before_the_draw_and_after_it_and_in_the_rule(splits):
+    """Before the draw it pays a forward for the token that it then does without; one that keeps that token pays none for nothing."""
+    torch.manual_seed(0)
+    heads = {"it": AcceptanceHead(16, 1, "prefix", True).eval()}
+    grids = grids_of({"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5)
+    replays = replay_dataset(splits, grids, heads=heads, cost=COST, perfect_head=False, name="")
+    families = by_family([*replays.arms, *replays.auto_arms(COST)])
+    assert {name for name in families if "prefix" in name} == {name for name in NAMES if "prefix" in name}
+    before, kept = (families[name][0].test.counts for name in ("head_prefix", "head_prefix_kept"))
+    assert (before.num_draft_forwards - before.num_drafted).max() > 0
+    assert (kept.num_draft_forwards == kept.num_drafted).all()
+    assert (kept.num_drafted.sum(-1) >= before.num_drafted.sum(-1)).all()

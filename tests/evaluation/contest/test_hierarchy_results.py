@@ -1,0 +1,121 @@
+"""Decoded hierarchies beside replayed policies: settings follow the costs, times are the three-time model's, the page computes the same."""
+
+import html
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from decode import Counts
+from evaluation.contest.arms import replay_arms
+from evaluation.contest.decoded import DecodedHierarchies
+from evaluation.contest.grids import bounds, make_grid
+from evaluation.contest.results import results_of, yardstick_of
+from evaluation.costs.model import CostModel
+from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.hierarchies.gain import gain_frame, paying
+from evaluation.hierarchies.generations import Decoded
+from evaluation.hierarchies.runs import Run, best_on_dev
+from evaluation.hierarchies.times import Times
+from evaluation.report.page import Page, ReportArm, report_hierarchies, write_report
+from evaluation.traces.recording import Traces
+from lm import Sampling
+from tests.decode.small_pair import trace
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHORT, LONG = (Setting(label, lambda: None) for label in ("n=1 K=3", "n=4 K=10"))
+HSDDW = Contender("HSDDW", 3, (Setting("K<=10", lambda: None),))
+FIXED = Contender("pre-verified, fixed lengths", 3, (SHORT, LONG))
+
+
+def run_of(contender: Contender, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40) -> Run:
+    """Every prompt: ten tokens, `target` rounds of five handed over, three accepted."""
+    counts = Counts(
+        num_emitted=10,
+        num_drafted=5 * target,
+        num_accepted=3 * target,
+        num_target=target,
+        num_micro_forwards=micro,
+        num_draft_forwards=draft,
+    )
+    decoded = Decoded(counts=counts, lengths=(5,) * target, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5)
+    return Run(contender, setting, (decoded,) * num_prompts)
+
+
+def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
+    """Of FIXED, the short setting asks the target often, the long one the draft; which is faster depends on the ratio."""
+    runs = [
+        run_of(HSDDW, HSDDW.settings[0], 20, 4, 2, num_prompts=num_prompts),
+        run_of(FIXED, SHORT, 10, 4, 3, num_prompts=num_prompts),
+        run_of(FIXED, LONG, 20, 16, 2, num_prompts=num_prompts),
+    ]
+    return DecodedHierarchies(runs, runs, 0.25, np.arange(num_prompts))
+
+
+@pytest.fixture(scope="module")
+def arms():
+    splits = Traces(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    return list(replay_arms([make_grid("fixed_length", "fixed_length", {"k": range(5)}), *bounds()], splits))
+
+
+@pytest.mark.parametrize(("ratio", "label"), [(2, "n=1 K=3"), (40, "n=4 K=10")])
+def test_each_cost_has_the_setting_that_is_fastest_for_it(ratio, label):
+    assert hierarchies().picks(CostModel.constant(1 / ratio, 1.0))["decoded_pre_verified"].label == label
+
+
+def test_the_time_of_a_round_grows_with_what_it_verifies():
+    growing = CostModel(0.1, tuple(1 + 0.2 * k for k in range(6)))
+    run = hierarchies().dev[0]
+    assert hierarchies().spent(run, growing).seconds[0] == pytest.approx(0.1 * (0.25 * 20 + 4) + 2 * (1 + 0.2 * 5))
+
+
+def test_a_decoded_row_compares_throughputs(arms):
+    cost = CostModel.constant(0.1, 1.0)
+    yardstick = yardstick_of(arms, cost)
+    replayed = results_of(arms, cost, yardstick)
+    rows = {row.family: row for row in hierarchies().results(cost, yardstick)}
+    fixed = next(row for row in replayed if row.family == "fixed_length")
+    row = rows["decoded_hsddw"]
+    assert row.tokens_per_s == pytest.approx(10 / (0.1 * (0.25 * 20 + 4) + 2))
+    assert row.gain == pytest.approx(row.tokens_per_s / fixed.tokens_per_s - 1)
+    assert row.gain_low < row.gain < row.gain_high
+    assert (row.verification_rate, row.acceptance_length, row.label) == (0.2, 4.0, "K<=10")
+
+
+def test_a_third_level_pays_exactly_between_its_break_evens():
+    """Two runs of ten tokens: T = 4 c + 2 + 20 c m against 10 c + 3, equal at m = (6 c + 1) / 20 c, which is 0.55 for c = 0.2."""
+    plain = run_of(Contender("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
+    gain = gain_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
+    here = gain[gain["is_here"]]
+    assert paying(here) == "0.00-0.54"
+    assert here["standard_error"].max() == pytest.approx(0.0)
+
+
+def test_dev_decides_and_without_dev_the_first_setting_stands():
+    runs = hierarchies().dev
+    assert [one.settings for one in best_on_dev([FIXED], runs[1:], lambda run: run.counts.num_draft_forwards)] == [(LONG,)]
+    assert [one.settings for one in best_on_dev([FIXED], [], lambda run: 0.0)] == [(SHORT,)]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+@pytest.mark.parametrize("ratio", [3, 30])
+def test_the_page_computes_hierarchies_as_python_does(arms, tmp_path, ratio):
+    path = tmp_path / "report.html"
+    entries = [*map(ReportArm, arms), *report_hierarchies(hierarchies())]
+    write_report(path, Page(about="", ratio=5.0, datasets={"made": entries}), names={})
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    dom = subprocess.run(
+        [BROWSER, *flags, f"{path.as_uri()}#ratio={ratio}"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
+    table = dom.split('id="third"')[1].split("</table>")[0]
+    rows = [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in re.findall(r"<tr data-decoded.*?</tr>", table)]
+    cost = CostModel.constant(1 / shown, 1.0)
+    expected = sorted(hierarchies().picks(cost).items(), key=lambda item: -hierarchies().spent(item[1], cost).tokens_per_s)
+    assert [row[:2] for row in rows] == [[family, run.label] for family, run in expected]
+    for row, (_, run) in zip(rows, expected, strict=True):
+        assert float(row[2]) == pytest.approx(hierarchies().spent(run, cost).tokens_per_s, rel=5e-3)
+        assert float(row[6]) == pytest.approx(run.counts.verification_rate, abs=6e-4)

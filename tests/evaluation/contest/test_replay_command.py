@@ -1,0 +1,164 @@
+"""`replay`, `tune` and `costs` on a small trace of the embedded pair: what they print is what the library says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.command import config_of, parser_for, run
+from decode import replay
+from decode.experiment import Experiment
+from decode.policies import Entropy
+from decode.policies.auto import Auto
+from evaluation.__main__ import COMMANDS
+from evaluation.console import wide_console
+from evaluation.costs.machine import read_costs
+from evaluation.costs.model import CostModel
+from evaluation.report.one_policy import at_costs, histogram
+from evaluation.traces.recording import trace_folder
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+
+SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "6")
+TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Of a run with a recorded trace and one untrained head."""
+    directory = tmp_path_factory.mktemp("run")
+    AcceptanceHead(96, 0, "drawn").save_pretrained(directory / "heads" / "exported" / "plain")
+    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory / "heads"), *SMALL, *TIMES]
+    run(COMMANDS, argv=["trace", *flags])
+    return flags
+
+
+def printed(capsys, *argv):
+    """Lines above, and the JSON on the last."""
+    capsys.readouterr()
+    run(COMMANDS, argv=list(argv))
+    *lines, last = capsys.readouterr().out.splitlines()
+    return lines, json.loads(last)
+
+
+def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
+    lines, document = printed(capsys, "replay", *flags, "--policy", "entropy:max_sqrt_entropy=0.4")
+    parser = parser_for(COMMANDS["trace"])
+    traces = trace_folder(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
+    for played in document["played"]:
+        counts = replay(getattr(traces, played["split"]), Entropy(0.4))
+        assert played["num_drafted"] == counts.num_drafted
+        assert played["num_target"] == counts.num_target
+        assert played["discard_rate"] == counts.discard_rate
+        seconds = 0.01 * counts.num_drafted + 0.05 * counts.num_target
+        assert played["tokens_per_s"] == pytest.approx(counts.num_emitted / seconds)
+        assert played["speed_up"] == pytest.approx(counts.num_emitted / seconds * 0.05)
+        assert sum(played["rounds_by_length"]) == counts.num_target
+    assert [played["split"] for played in document["played"]] == ["dev", "test"]
+    assert sum("draft lengths" in line for line in lines) == 2
+
+
+def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, capsys):
+    _, here = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3")
+    _, there = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3", "--ratio", "20")
+    assert here["played"][1]["num_drafted"] == there["played"][1]["num_drafted"]
+    assert there["costs"]["t_draft_s"] == pytest.approx(0.05 / 20)
+    assert there["played"][1]["speed_up"] > here["played"][1]["speed_up"]
+
+
+def test_what_tune_writes_is_what_auto_replays(flags, capsys):
+    lines, document = printed(capsys, "tune", *flags)
+    assert max(map(len, lines)) <= 190
+    assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
+    _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
+    assert auto["played"][1]["num_emitted"] > 0
+    assert set(document["tuned"][0]["recommended"]) >= {"index_offset", "index_slope", "throughput", "max_rejection_prob"}
+
+
+def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
+    rule = Auto(AcceptanceHead(4, 0), 0.01, 0.05, throughput=30.0, prior_profit=2.0, index_offset=0.4)
+    assert at_costs(rule, CostModel.constant(0.01, 0.05)) is rule
+    other = at_costs(rule, CostModel.constant(0.001, 0.05))
+    assert isinstance(other, Auto)
+    assert (other.t_draft_s, other.throughput, other.prior_profit, other.index_offset) == (0.001, None, None, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--policy", "svip"], "there is no policy 'svip'"),
+        (["--policy", "entropy:h=1"], "no parameter 'h'"),
+        (["--policy", "token_prob:min_token_prob=2"], "a probability lies in"),
+        (["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
+        (["--policy", "entropy", "--decode.dir", "nowhere"], "evaluation trace"),
+        (["--policy", "entropy", "--decode.seed", "7"], "seed"),
+        (["--policy", "head:/nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, said):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(COMMANDS, argv=["replay", *flags, *argv])
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert problem.startswith("error: ")
+    assert said in problem
+
+
+def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
+    lines, document = printed(capsys, "costs", *flags)
+    for row in ("in the loop", "standalone", "by regression", "drawn-d0", "entropy"):
+        assert sum(f" {row} " in line and "│" in line for line in lines) == 1
+    assert len(document["t_target_s"]) == len(document["standalone"]["t_target_s"]) == 7
+    assert 0 < document["fit"]["r2"] <= 1
+    again = printed(capsys, "costs", *flags)[1]
+    assert {**again, "standalone": None} == {**document, "standalone": None}
+
+
+def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
+    one = printed(capsys, "costs", *flags)[1]
+    other = printed(capsys, "costs", *flags, "--decode.max_draft_length", "5")[1]
+    path = Path(flags[3]) / "costs.json"
+    entries = json.loads(path.read_text())
+    assert [entry["loop"]["max_draft_length"] for entry in entries] == [6, 5]
+    assert [entry["times"]["t_draft_s"] for entry in entries] == [one["t_draft_s"], other["t_draft_s"]]
+
+
+def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
+    before = printed(capsys, "costs", *flags)[1]
+    AcceptanceHead(96, 1, "drawn").save_pretrained(Path(flags[5]) / "exported" / "deeper")
+    after = printed(capsys, "costs", *flags)[1]
+    assert set(after["stops"]) == set(before["stops"]) | {"drawn-d1"}
+    assert {kind: after["stops"][kind] for kind in before["stops"]} == before["stops"]
+    assert after["t_draft_s"] == before["t_draft_s"]
+
+
+def test_broken_costs_name_their_file(flags, capsys):
+    path = Path(flags[3]) / "costs.json"
+    for text in ('[{"loop": {', '{"t_draft_s": 1.0}', "null"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"costs\.json is not what `evaluation costs` writes .* delete it"):
+            read_costs(path.parent)
+    path.unlink()
+
+
+def test_a_histogram_shows_every_draft_length():
+    assert histogram([0, 8, 4, 0]) == "0 | █▄ | 3   mean 1.33, median 1"
+
+
+def test_a_table_in_a_pipe_is_wide(capsys):
+    assert wide_console().width >= 190
+
+
+def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
+    path = tmp_path / "warm"
+    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
+    there = ["--decode.heads", f"[{path}]", "--pair.sampling.temperature", "0.5", "--decode.allow_foreign_heads", "true"]
+    home = flags[flags.index("--decode.dir") + 1]
+    _, document = printed(capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home)
+    rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
+    assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
+    assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", str(tmp_path / "nowhere")])
+    assert "nowhere/trace/manifest.json" in capsys.readouterr().err

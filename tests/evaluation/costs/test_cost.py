@@ -1,0 +1,179 @@
+"""What rounds cost (law 4.9)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import sleep
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from decode import Counts
+from decode.loop.decoder import Generation, Round
+from decode.policies import Entropy, FixedLength, HeadPolicy
+from decode.policies.auto import Auto
+from decode.policies.bounds import Oracle, PerfectHead
+from evaluation.costs.measure import Loop, costs_of, fit_costs
+from evaluation.costs.model import CostModel, StopShares
+from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.traces.replay import replay_settings
+from heads import AcceptanceHead
+from lm import Pair, Sampling
+from tests.decode.random_pairs import random_pair
+from tests.evaluation.toy_traces import traced
+
+
+def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:
+    counts = Counts(num_emitted=1, num_drafted=num_drafted, num_target=1, num_draft_forwards=num_drafted)
+    return Round((0,) * num_drafted, 0, (0,), "limit", counts, draft_s, target_s)
+
+
+def generations(
+    t_draft_s: float, t_target_s: float, slope_s: float = 0.0, *, begin_s: float = 0.0, lengths: Sequence[int] = (0, 1, 3, 6)
+) -> list[Generation]:
+    """Rounds with exactly those times; the first of each reads a prompt and is slow."""
+    made = []
+    for length in lengths:
+        rounds = [played(length, draft_s=9.0, target_s=9.0)]
+        rounds += [
+            played(length, draft_s=(length > 0) * begin_s + length * t_draft_s, target_s=t_target_s + slope_s * length)
+            for _ in range(4 + length)
+        ]
+        made.append(Generation((), tuple(rounds), Counts()))
+    return made
+
+
+def test_latency_per_token_is_the_papers_sum_of_two_rates():
+    _, trace = traced("plain", 3, 3, (2,))
+    replayed = replay_settings(trace, FixedLength(2))
+    t_draft, t_target = 0.0234, 0.112
+    counts = replayed.counts
+    tokens = counts.num_emitted.sum()
+    discard_rate, verification_rate = counts.num_discarded.sum() / tokens, counts.num_target.sum() / tokens
+    latency = CostModel.constant(t_draft, t_target).time_s(replayed).sum() / tokens
+    assert latency == pytest.approx(t_draft + t_draft * discard_rate + (t_target - t_draft) * verification_rate)
+
+
+def test_a_verification_costs_what_its_length_costs():
+    _, trace = traced("plain", 3, 3, (2,))
+    replayed = replay_settings(trace, FixedLength(3))
+    cost = CostModel(0.01, (1.0, 1.5, 2.5))
+    expected = 0.01 * replayed.counts.num_draft_forwards + replayed.lengths @ np.array([1.0, 1.5, 2.5, 2.5])
+    assert cost.time_s(replayed) == pytest.approx(expected)
+
+
+def test_costs_are_found_in_rounds_that_have_them():
+    cost = costs_of(generations(0.02, 0.1, 0.005), 6)
+    assert cost.t_draft_s == pytest.approx(0.02)
+    assert cost.t_target_s == pytest.approx([0.1 + 0.005 * length for length in range(7)])
+
+
+def test_what_a_draft_takes_whatever_its_length_is_paid_once_a_round():
+    cost = costs_of(generations(0.02, 0.1, 0.005, begin_s=0.01), 6)
+    assert cost.t_draft_s == pytest.approx(0.02)
+    assert cost.t_target_s == pytest.approx([0.1, *(0.11 + 0.005 * length for length in range(1, 7))])
+
+
+def test_compiled_verifications_rise_in_steps():
+    seen = {0: 0.1, 1: 0.11, 3: 0.11, 6: 0.2}
+    made = [
+        Generation((), (played(k, draft_s=9.0, target_s=9.0), *[played(k, draft_s=0.02 * k, target_s=s)] * 5), Counts())
+        for k, s in seen.items()
+    ]
+    assert costs_of(made, 6, in_steps=True).t_target_s == pytest.approx([0.1, 0.11, 0.11, 0.11, 0.14, 0.17, 0.2])
+
+
+def test_drafts_of_one_length_are_all_steps():
+    cost = costs_of(generations(0.02, 0.1, lengths=(0, 3)), 3)
+    assert cost.t_draft_s == pytest.approx(0.02)
+    assert cost.t_target_s == pytest.approx([0.1] * 4)
+
+
+def test_a_verification_never_gets_cheaper_with_length():
+    cost = costs_of(generations(0.02, 0.1, -0.004), 6)
+    assert list(cost.t_target_s) == sorted(cost.t_target_s)
+
+
+def test_regression_finds_both_times_with_r2_1_where_they_are_exact():
+    fit = fit_costs(generations(0.02, 0.1))
+    assert [fit.t_draft_s, fit.t_target_s, fit.r2, fit.num_generations] == pytest.approx([0.02, 0.1, 1.0, 4])
+
+
+def test_another_ratio_keeps_the_target_and_changes_the_draft():
+    other = CostModel(0.02, (0.1, 0.2)).with_ratio(10.0)
+    assert other.t_draft_s == pytest.approx(0.01)
+    assert other.t_target_s == (0.1,)
+
+
+@pytest.mark.parametrize("times", [(0.0, (1.0,)), (1.0, ()), (1.0, (1.0, -1.0)), (float("inf"), (1.0,))])
+def test_times_that_are_no_times_are_refused(times):
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        CostModel(*times)
+
+
+def test_a_stop_is_paid_at_every_draft_forward():
+    _, trace = traced("plain", 3, 3, (2,))
+    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002})
+    looks, blind = replay_settings(trace, Entropy(0.5)), replay_settings(trace, FixedLength(2))
+    assert cost.time_s(looks) == pytest.approx(0.012 * looks.counts.num_draft_forwards + looks.counts.num_target)
+    assert cost.time_s(blind) == pytest.approx(0.01 * blind.counts.num_draft_forwards + blind.counts.num_target)
+
+
+def test_what_was_not_measured_as_a_whole_is_the_sum_of_its_parts():
+    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
+    assert [cost.stop_s(kind) for kind in ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")] == [0.0, 0.002, 0.005, 0.004]
+
+
+def test_policies_of_one_kind_of_stop_share_a_name():
+    heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
+    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "max_prob & token_prob", "fed+s-d2", "drawn+s-d2"}
+    both = HeadPolicy(heads[0], also=heads[1])
+    assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
+    assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(PerfectHead("drawn")))] == ["", "", ""]
+
+
+def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
+    head = AcceptanceHead(8, 1)
+    num_weights = 8 * 8 + 8 + 8 + 1
+    by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
+    assert by_size["fed-d1"] == num_weights / draft_weights
+    assert by_size["entropy"] == 0.0
+    other = CostModel(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
+    assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
+    assert "by size" in other.title
+
+
+class Words(PreTrainedTokenizerBase):
+    """As many ids as the pair has logits."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(40)}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    pair = Pair(*random_pair("llama"), None, Words())
+    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
+
+
+@dataclass(frozen=True)
+class Slow(Entropy):
+    """A stop that takes ten milliseconds, and would end every draft at once."""
+
+    max_sqrt_entropy: float = 0.0
+
+    def after(self, state, drawn):
+        sleep(0.01)
+        return super().after(state, drawn)
+
+
+def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
+    found = time_stops(loop, {"slow": Slow(), "entropy": Entropy(0.0)})
+    assert found["slow"].seconds > 0.005
+    assert found["slow"].seconds > found["entropy"].seconds >= 0
+    assert found["entropy"].error_s > 0
+
+
+def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
+    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
+    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "max_prob & token_prob", "drawn+s-d1"}

@@ -1,0 +1,140 @@
+"""`evaluation hierarchy`, `evaluate` and `bench` with three models, and `evaluation theory`, on the embedded trio and a handful of tokens."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from configs.command import config_of, parser_for, run
+from evaluation.__main__ import COMMANDS
+from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_table
+from evaluation.hierarchies import contenders
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling, load_pair
+
+ROOT = Path(__file__, "../../../..").resolve()
+WIDTHS = {"micro": 24, "draft": 96}
+FEW = ["--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "8", "--decode.max_draft_length", "4"]
+
+
+@pytest.fixture(autouse=True)
+def few_settings(monkeypatch):
+    """One or two settings per arm, and the repository as working directory, where the config's paths start."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(contenders, "_LENGTHS", (2, 3))
+    monkeypatch.setattr(contenders, "_INNER", ((1, 2),))
+    monkeypatch.setattr(contenders, "_SCHEDULES", ((1, 1),))
+
+
+def command(name: str, directory: Path, *flags: str) -> None:
+    run(COMMANDS, argv=[name, "--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory), *flags])
+
+
+def document(capsys) -> dict:
+    """The last line that a command printed."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def head_of(level: str, directory: Path, **provenance) -> str:
+    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means acceptance."""
+    torch.manual_seed(0)
+    head = AcceptanceHead(WIDTHS[level], 1, "drawn", True)
+    hidden, scalars = torch.randn(256, WIDTHS[level]), torch.rand(256, 2)
+    optimiser = torch.optim.Adam(head.parameters(), 1e-2)
+    for _ in range(20):
+        optimiser.zero_grad()
+        logits = head(hidden, scalars)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, (hidden[:, 0] > 0).float()).backward()
+        optimiser.step()
+    head.provenance = Provenance(sampling=vars(Sampling()), **provenance)
+    head.save_pretrained(directory / level)
+    return str(directory / level)
+
+
+def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_killed(capsys, tmp_path):
+    heads = ["--level_heads", json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])]
+    command("hierarchy", tmp_path, *FEW, *heads)
+    printed = capsys.readouterr().out
+    assert "HSDDW, Table 2" in printed
+    assert "a third level pays at" in printed
+    arms = json.loads(printed.splitlines()[-1])["datasets"]["stories"]["arms"]
+    assert len(arms) == 13
+    assert [arm["arm"] for arm in arms[-2:]] == ["sd with head", "HSDDW with heads"]
+    for arm in arms:
+        assert arm["num_emitted"] <= 16
+        assert arm["num_accepted"] <= arm["num_drafted"]
+        assert (arm["break_even"] is None) == (arm["num_levels"] < 3)
+    path = tmp_path / "hierarchy" / "stories" / "decoded.jsonl"
+    whole = path.read_bytes()
+    command("hierarchy", tmp_path, *FEW, *heads)
+    assert path.read_bytes() == whole, "what is there is not decoded again"
+    path.write_bytes(whole[: len(whole) // 2])
+    capsys.readouterr()
+    command("hierarchy", tmp_path, *FEW, *heads)
+    counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
+    resumed = {tuple(arm[name] for name in counted) for arm in document(capsys)["datasets"]["stories"]["arms"] if arm["setting"] != ""}
+    assert {row for row in resumed if row[0].startswith(("HSDDW", "sd + "))} <= {tuple(arm[name] for name in counted) for arm in arms}
+    manifest = path.with_name("manifest.json")
+    manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
+    with pytest.raises(SystemExit):
+        command("hierarchy", tmp_path, *FEW, *heads)
+    assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
+
+
+def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, tmp_path):
+    times = ["--decode.t_draft_s", "0.2", "--decode.t_target_s", "1", "--decode.t_micro_s", "0.05", "--decode.ratios", "[20]"]
+    grid = ["--decode.grid", '{"fixed_length": {"k": [0, 1, 2, 3]}}', "--decode.hierarchies", "true"]
+    command("evaluate", tmp_path, *FEW, *times, *grid)
+    assert "decoded on 2 test prompts, not replayed" in capsys.readouterr().out
+    frame = pd.read_csv(tmp_path / "results.csv")
+    decoded = frame[frame["source"] == "decoded"]
+    assert len(decoded) == 2 * 6
+    for row in decoded.to_dict("records"):
+        t_draft_s = 1 / row["ratio"]
+        seconds = t_draft_s * (0.25 * row["num_micro_forwards"] + row["num_draft_forwards"]) + row["num_target"]
+        assert row["tokens_per_s"] == pytest.approx(row["num_emitted"] / seconds)
+        assert row["verification_rate"] == pytest.approx(row["target_utilisation"])
+        assert row["gain_low"] <= row["gain"] <= row["gain_high"]
+    assert "decoded_hsddw" in (tmp_path / "report.html").read_text()
+
+
+def test_bench_times_three_models_beside_two():
+    config = config_of(parser := parser_for(COMMANDS["bench"]), parser.parse_args(["--config", "configs/tiny.yaml"]))
+    rows = list(hierarchy_rows(load_pair(config.pair), [[5, 6, 7]], {"greedy": Sampling(temperature=0)}, lengths=(2,), num_tokens=6))
+    assert {row["drafter"] for row in rows} >= {"target alone", "sd K=2", "HSDDW K<=10", "interleaved (Chen) m=1 n=1"}
+    assert all(row["against_sd"] == pytest.approx(1) for row in rows if row["drafter"] == "sd K=2")
+    assert hierarchy_table([{"threads": 1, **row} for row in rows]).row_count == len(rows)
+
+
+def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp_path):
+    command("theory", tmp_path, "--num_rounds", "30")
+    found = document(capsys)
+    assert found["largest_z_score"] < 5
+    assert all(Path(path).stat().st_size > 0 for path in found["written"])
+
+
+@pytest.mark.parametrize("name", ["hierarchy", "evaluate", "bench"])
+def test_without_a_micro_model_the_answer_is_one_line(name, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        command(name, tmp_path, "--pair.micro", "null", "--decode.hierarchies", "true")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: pair.micro is not set")
+
+
+def test_a_head_at_the_wrong_level_is_refused_and_named(capsys, tmp_path):
+    other = {"fingerprint": "0" * 64, "path": "somewhere/else"}
+    heads = [head_of("micro", tmp_path), head_of("draft", tmp_path, draft=other)]
+    with pytest.raises(SystemExit):
+        command("hierarchy", tmp_path, *FEW, "--level_heads", json.dumps(heads))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "somewhere/else where pair.draft is checkpoints/tiny/draft" in error
+
+
+def test_theory_refuses_what_is_no_standard_error(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        command("theory", tmp_path, "--num_rounds", "1")
+    assert stopped.value.code == 2
+    assert "num_rounds is 1" in capsys.readouterr().err

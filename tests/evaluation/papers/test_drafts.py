@@ -1,0 +1,185 @@
+"""Tables about drafts: dev chooses by counts and times, test is clocked and chooses nothing, and gains are those of the clock."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.command import run
+from decode.loop.counts import Counts
+from evaluation.__main__ import COMMANDS
+from evaluation.hierarchies.contenders import Contender, Setting
+from evaluation.hierarchies.generations import Decoded
+from evaluation.hierarchies.runs import Run
+from evaluation.papers.choice import Finalists, finalists_of, fitted, merged
+from evaluation.papers.drafts import Contest
+from evaluation.papers.gains import by_key, lines_of, rows_of, verdict
+
+SMALL = ("--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "10", "--decode.max_draft_length", "6")
+GRID = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}))
+SETTINGS = {k: Setting(f"k={k}", lambda: None) for k in (1, 2, 4)}
+FIXED = Contender("chain", 2, tuple(SETTINGS.values()))
+STOP = Contender("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
+CONTEST = Contest(FIXED, SETTINGS[4], (STOP,))
+ALONE = Contender("target alone", 1, (Setting("", lambda: None),))
+
+
+def decoded(*, rounds: int, length: int, emitted: int, draft_s: float = 0.0, target_s: float = 0.0, seconds: float = 1.0) -> Decoded:
+    """A generation of rounds of one length, its first round included."""
+    counts = Counts(num_emitted=emitted, num_drafted=rounds * length, num_target=rounds, num_draft_forwards=rounds * length)
+    lengths = (length,) * rounds
+    return Decoded(counts=counts, lengths=lengths, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s)
+
+
+def timed(rounds: int, length: int, emitted: int, stall: float = 1.0) -> Decoded:
+    """At 1 + 2 f seconds for a draft of f forwards, and 10 + 3 k for a verification of k tokens."""
+    draft_s, target_s = rounds * (1 + 2 * length), rounds * (10 + 3 * length)
+    return decoded(rounds=rounds, length=length, emitted=emitted, draft_s=stall * draft_s, target_s=stall * target_s)
+
+
+def dev_runs(stall: float = 1.0) -> list[Run]:
+    """Length 2 emits most per second; its last generation may stall."""
+    rounds = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17)}
+    runs = [Run(FIXED, SETTINGS[k], tuple(timed(number, k, 48) for number in numbers)) for k, numbers in rounds.items()]
+    slow = (*runs[1].decoded[:2], timed(19, 2, 48, stall))
+    stops = [Run(STOP, STOP.settings[0], (timed(30, 1, 48),) * 3), Run(STOP, STOP.settings[1], (timed(14, 3, 48),) * 3)]
+    return [runs[0], Run(FIXED, SETTINGS[2], slow), runs[2], *stops]
+
+
+def test_the_times_of_a_draft_are_found_in_its_generations():
+    assert fitted(dev_runs()[:3]) == pytest.approx((1, 2, 10, 3), rel=1e-3)
+
+
+@pytest.mark.parametrize("stall", [1.0, 8.0])
+def test_dev_chooses_what_counts_and_times_make_fastest_whatever_the_clock_stalled_at(stall):
+    chosen = finalists_of(CONTEST, dev_runs(stall))
+    assert chosen.best is SETTINGS[2]
+    assert [stop.settings for stop in chosen.stops] == [(STOP.settings[1],)]
+    assert [setting.label for setting in chosen.contenders[0].settings] == ["k=4", "k=2"]
+
+
+def test_a_choice_without_dev_prompts_is_refused_and_none_needs_none():
+    with pytest.raises(ValueError, match=r"decode\.num_dev"):
+        finalists_of(CONTEST, [])
+    alone = Contest(Contender("chain", 2, (SETTINGS[4],)), SETTINGS[4], ())
+    assert finalists_of(alone, []).best is SETTINGS[4]
+
+
+def clocked(name: Contender, setting: Setting, *seconds: float) -> Run:
+    return Run(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
+
+
+def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
+    """Four prompts of two categories; the best fixed length takes half the time of the published one."""
+    times = ((4.0, 4.0, 8.0, 8.0), best_s)
+    runs = [clocked(FIXED, SETTINGS[k], *seconds) for k, seconds in zip((4, 2), times, strict=True)]
+    runs += [clocked(STOP, STOP.settings[0], *stop_s), clocked(ALONE, ALONE.settings[0], 8.0, 8.0, 8.0, 8.0)]
+    finalists = Finalists("chain", SETTINGS[4], SETTINGS[2], (Contender(STOP.name, 2, STOP.settings[:1]),))
+    return lines_of(finalists, by_key(runs)), runs[-1]
+
+
+def test_a_toy_clock_gives_its_speed_ups_and_gains():
+    lines, alone = lines_at((1.6, 1.6, 3.2, 3.2))
+    rows = rows_of(lines, alone, ["a", "a", "b", "b"])
+    assert [(row["Methods"], row["a"], row["b"], row["Avg."], row["setting"]) for row in rows] == [
+        ("chain, as published", "2.00", "1.00", "1.33", "k=4"),
+        ("chain, best fixed", "4.00", "2.00", "2.67", "k=2"),
+        ("chain + stop", "5.00", "2.50", "3.33", "a=1"),
+    ]
+    assert [row["over best fixed"].split()[0] for row in rows if row["over best fixed"]] == ["-50.0%", "+25.0%"]
+    assert rows[-1]["over published"].startswith("+150.0%")
+    assert verdict(lines) == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+
+
+def test_a_gain_whose_interval_holds_0_beats_nothing():
+    lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
+    assert verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
+
+
+def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
+    lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
+    assert rows_of(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
+    assert verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
+
+
+def test_a_single_prompt_proves_nothing():
+    lines, _ = lines_at((1.6, 1.6, 3.2, 3.2))
+    single = [line._replace(run=alone_of(line.run), best=line.best and alone_of(line.best)) for line in lines]
+    assert verdict(single).startswith("No stop beats")
+
+
+def alone_of(run: Run) -> Run:
+    return Run(run.contender, run.setting, run.decoded[:1])
+
+
+def test_datasets_are_merged_prompt_after_prompt():
+    first, second = clocked(FIXED, SETTINGS[1], 1.0), clocked(FIXED, SETTINGS[1], 2.0, 3.0)
+    assert merged([[first], [second]])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
+    assert merged([]) == []
+
+
+def flags_of(directory: Path, *more: str) -> list[str]:
+    where = ("--decode.dir", str(directory), "--heads.dir", str(directory))
+    return ["tables", "--config", "configs/tiny.yaml", *where, *SMALL, *GRID, *more]
+
+
+def printed(capsys, argv):
+    capsys.readouterr()
+    run(COMMANDS, argv=argv)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+
+
+def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_path):
+    argv = flags_of(tmp_path, "--paper", "svip-trees", "--pair.draft.path", "checkpoints/tiny/glide", "--repeats", "2")
+    (first,) = printed(capsys, argv)
+    path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    tests = [line for line in lines if line["repeats"] == 2]
+    assert not {line["prompt"] for line in tests} & {line["prompt"] for line in lines if line["repeats"] == 1}
+    paces = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
+    for line in tests:
+        line["seconds"] = paces[line["arm"]] * line["counts"]["num_emitted"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (second,) = printed(capsys, argv)
+    assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]
+    assert {row["Methods"]: row["Avg."] for row in second["rows"]} == {
+        "chain, as published": "2.00",
+        "chain, best fixed": "2.00",
+        "chain + entropy": "4.00",
+        "CaPE, as published": "4.00",
+        "CaPE, best fixed": "4.00",
+        "CaPE + entropy": "2.00",
+    }
+    assert second["note"].startswith("1 of 2 stops beat")
+    assert "not so: CaPE + entropy -50.0%" in second["note"]
+    assert len(path.read_text().splitlines()) == len(lines), "nothing was decoded again"
+
+
+def test_an_eagle_draft_stands_in_hsddws_first_table(capsys, tmp_path):
+    argv = flags_of(tmp_path, "--paper", "hsddw", "--eagle", "checkpoints/tiny/eagle", "--repeats", "1")
+    first, *_ = printed(capsys, argv)
+    eagle = [f"EAGLE-{tree}{how}" for tree in (1, 2) for how in (", as published", ", best fixed", " + entropy")]
+    eagle += ["EAGLE, chain, best fixed", "EAGLE, chain + entropy"]
+    assert [row[""] for row in first["rows"]] == ["AT", *eagle, "HSDDW", "PEARL, two devices, predicted"]
+    assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
+    assert all(row["setting"] for row in first["rows"][1:9])
+    assert "on the clock" in first["note"]
+
+
+REFUSED = {
+    "no feature draft": (("--paper", "hsddw", "--eagle", "checkpoints/tiny/draft"), "no feature draft's directory"),
+    "no EAGLE": (("--paper", "hsddw", "--eagle", "checkpoints/tiny/glide"), "give an EAGLE's directory"),
+    "no repeats": (("--paper", "svip-trees", "--repeats", "0"), "at least once"),
+    "no dev prompts": (("--paper", "svip-trees", "--decode.num_dev", "0"), "decode.num_dev"),
+    "too short": (("--paper", "svip-trees", "--decode.max_draft_length", "5"), "published length of 6"),
+    "no such stop": (("--paper", "svip-trees", "--stops", "[entropi]"), "there is no policy"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_makes_no_table_is_refused_in_one_line(what, capsys, tmp_path):
+    flags, message = REFUSED[what]
+    with pytest.raises(SystemExit) as stopped:
+        run(COMMANDS, argv=flags_of(tmp_path, *flags))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

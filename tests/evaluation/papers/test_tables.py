@@ -1,0 +1,148 @@
+"""The papers' tables have the rows and columns that are printed, and their replayed cells are what replay says."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from configs.command import run
+from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
+from evaluation.__main__ import COMMANDS
+from evaluation.costs.model import CostModel
+from evaluation.papers.forward_times import LENGTHS, THRESHOLDS
+from evaluation.papers.specdec import best_threshold
+from evaluation.papers.svip import CHOICES, by_category, category_rows, length_rows, speed_up, threshold_for
+from evaluation.traces.replay import replay_settings
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling
+from tests.decode.small_pair import trace
+
+COST = CostModel.constant(0.2, 1.0)
+SMALL = ("--decode.num_dev", "3", "--decode.num_test", "3", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "8")
+TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
+METHODS = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(0.3)}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Of a run with a recorded trace, four of SpecDec++'s heads and one that is not."""
+    directory = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    for depth, weight in ((0, 1.0), (1, 1.0), (0, 6.0), (1, 6.0)):
+        known = Provenance(reject_weight=weight, metrics={"raw_kl": 0.1 + depth, "train_raw_kl": 0.2 * weight})
+        AcceptanceHead(96, depth, provenance=known).save_pretrained(directory / "heads" / "exported" / f"fed-d{depth}-w{weight:g}")
+    AcceptanceHead(96, 0, "drawn", True).save_pretrained(directory / "heads" / "exported" / "drawn+s")
+    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory / "heads"), *SMALL, *TIMES]
+    run(COMMANDS, argv=["trace", *flags])
+    return flags
+
+
+@pytest.fixture(scope="module")
+def played():
+    """A trace with categories."""
+    made = trace(Sampling(temperature=0.6), copies=1)
+    return replace(made, rows=tuple(replace(row, category="even" if i % 2 == 0 else "odd") for i, row in enumerate(made.rows)))
+
+
+def printed(capsys, *argv):
+    """The tables, from the JSON on the last line."""
+    capsys.readouterr()
+    run(COMMANDS, argv=list(argv))
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+
+
+def test_specdec_tables_have_the_papers_rows_and_columns(flags, capsys):
+    first, times, ablation = printed(capsys, "tables", "--paper", "specdec++", *flags)
+    assert [row["Dataset"] for row in first["rows"]] == ["SpecDec++", "SpecDec (baseline)"]
+    assert [(row["Setting"], row["Dataset"]) for row in times["rows"]] == [
+        (setting, dataset) for setting in ("stand-alone", "SpecDec", "SpecDec++") for dataset in ("stories", "average")
+    ]
+    assert list(ablation["rows"][0]) == ["w_rej", "Depth D", "train/KL", "eval/KL", "stories"]
+    assert [(row["w_rej"], row["Depth D"], row["train/KL"], row["eval/KL"]) for row in ablation["rows"]] == [
+        ("1", 0, "0.200", "0.100"),
+        ("1", 1, "0.200", "1.100"),
+        ("6", 0, "1.200", "0.100"),
+        ("6", 1, "1.200", "1.100"),
+    ]
+    assert any("[bold]" in row["stories"] for row in ablation["rows"])
+    best = max(float(row["stories"].removeprefix("[bold]").split()[0]) for row in ablation["rows"])
+    assert first["rows"][0]["stories"].startswith(f"{best:.2f} ")
+    assert "replayed" in first["title"]
+    assert "clocked" in times["title"]
+
+
+def test_a_run_without_the_papers_heads_is_told_how_to_train_them(flags, capsys):
+    path = flags[flags.index("--heads.dir") + 1] + "/exported/drawn+s"
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["tables", "--paper", "specdec++", *flags, "--decode.heads", json.dumps([path])])
+    assert "heads.specdec" in capsys.readouterr().err
+
+
+def test_the_best_threshold_is_that_of_the_papers_five(played):
+    head = AcceptanceHead(16, 0)
+    torch.nn.init.normal_(head.out.weight)
+    speeds = {h: COST.tokens_per_s(replay_settings(played, HeadPolicy(head, h)))[0] for h in THRESHOLDS}
+    best = best_threshold(head, played, COST)
+    assert best.tokens_per_s == pytest.approx(max(speeds.values()))
+    assert speeds[best.setting] == pytest.approx(best.tokens_per_s)
+    assert (len(LENGTHS), len(THRESHOLDS)) == (7, 5)
+
+
+def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
+    by_kind, by_length = printed(capsys, "tables", "--paper", "svip", *flags)
+    assert [row["Methods"] for row in by_kind["rows"]] == ["Const.", "Heuristics", "SVIP"]
+    assert [row["Methods"] for row in by_length["rows"]] == ["Const.", "Heuristics", "SVIP"]
+    assert list(by_length["rows"][0]) == ["Methods", "16"]
+    assert by_kind["title"].startswith("SVIP Table 5")
+    assert by_length["title"].startswith("SVIP Table 2")
+
+
+def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
+    rows = category_rows({"made": played}, METHODS, COST)
+    part = played.select(range(0, len(played.rows), 2))
+    seconds = COST.time_s(replay_settings(part, FixedLength(5))).sum()
+    assert rows[0]["even"] == f"{part.num_positions / seconds:.2f}"
+    assert list(by_category("made", replace(played, rows=tuple(replace(row, category="") for row in played.rows)))) == ["made"]
+
+
+def test_a_generation_length_ends_every_response_there(played):
+    cut = played.select(range(len(played.rows)), num_tokens=5)
+    assert [len(row.response_ids) for row in cut.rows] == [min(5, len(row.response_ids)) for row in played.rows]
+    counts = replay_settings(cut, FixedLength(0)).counts
+    assert counts.num_target.tolist() == [[len(row.response_ids) for row in cut.rows]]
+    assert np.array_equal(cut.is_rejected[: cut.offsets[1]], played.is_rejected[: cut.offsets[1]])
+    for policy in METHODS.values():
+        drafted = replay_settings(cut, policy).lengths[0].sum(0)
+        assert drafted[5:].sum() == 0, "the token that the target adds must fit, so that at most 4 are drafted"
+    longest = max(len(row.response_ids) for row in played.rows) + 1000
+    rows = length_rows({"made": played}, METHODS, [5, longest], COST)
+    assert rows[2][str(longest)] == f"{speed_up(played, METHODS['SVIP'], COST):.2f}"
+
+
+def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(played):
+    assert threshold_for("pythia-6.9b", played, COST)[0] == 0.4
+    assert threshold_for("Meta-Llama-3-70B-Instruct", played, COST)[0] == threshold_for("Qwen2.5-14B", played, COST)[0] == 0.3
+    held_out = played.select(range(8))
+    speeds = {h: COST.tokens_per_s(replay_settings(held_out, Entropy(h)))[0] for h in CHOICES}
+    chosen, _ = threshold_for("another", played, COST)
+    assert speeds[chosen] == pytest.approx(max(speeds.values()))
+
+
+def test_hsddw_tables_have_the_papers_rows(flags, capsys):
+    first, ablation, *mathematics, utilisation = printed(capsys, "tables", "--paper", "hsddw", "--repeats", "1", *flags)
+    assert [row[""] for row in first["rows"]] == ["AT", "HSDDW", "PEARL, two devices, predicted"]
+    assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
+    marks = [(row["Pre-verify"], row["Self-verify"], row["HSDDW"]) for row in ablation["rows"]]
+    assert marks == [("", "", ""), ("x", "", ""), ("", "x", ""), ("x", "x", ""), ("", "", "x")]
+    assert [row["Model"] for row in utilisation["rows"]] == ["target-draft", "target-micro", "Pre+Self-verify", "HSDDW"]
+    assert first["rows"][1]["stories"].split()[0] == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
+    assert mathematics == []
+
+
+def test_hsddw_needs_a_micro_model(flags, capsys):
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["tables", "--paper", "hsddw", *flags, "--pair.micro", "null"])
+    assert "micro" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,126 @@
+"""Every trace of a pair of toys with its probability, enumerated by its definition (law 4.10): a response from p; outcomes min(1, q/p);
+rejected draws from norm(max(0, q - p)); branches from q. All become rows of one trace.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from decode import Trace
+from evaluation.traces.inputs import TokenInputs
+from evaluation.traces.trace import TraceRow
+from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
+from tests.decode.enumeration import ToyModel
+from tests.decode.toy_loop import PROMPT, SAMPLINGS
+
+EOS = 2
+Draw = tuple[tuple[int, ...], int]
+"""A drawn token and the prefix that it was drawn after."""
+Variant = tuple[float, tuple[Draw, ...]]
+"""Probability and branch of one position's outcome; no branch: accepted."""
+
+
+class Toys:
+    """Every trace of the toys 1 (target) and 2 (draft)."""
+
+    def __init__(self, sampling: Sampling, *, limit: int, length: int, eos_ids: Sequence[int] = (EOS,)) -> None:
+        self.sampling, self.limit, self.length, self.eos_ids = sampling, limit, length, frozenset(eos_ids)
+        self.models = {"p": ToyModel(1), "q": ToyModel(2)}
+
+    @lru_cache  # noqa: B019
+    def row(self, name: str, prefix: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden state after the prompt and `prefix`."""
+        model = self.models[name]
+        model.reset()
+        logits = model.forward([*PROMPT, *prefix])[-1]
+        assert model.hidden is not None
+        return logits, model.hidden[-1]
+
+    def probs(self, name: str, prefix: tuple[int, ...]) -> torch.Tensor:
+        return self.sampling.probs(self.row(name, prefix)[0])
+
+    def responses(self, prefix: tuple[int, ...] = ()) -> Iterator[tuple[float, tuple[int, ...]]]:
+        if len(prefix) == self.limit or (prefix and prefix[-1] in self.eos_ids):
+            yield 1.0, prefix
+            return
+        for token, prob in enumerate(self.probs("p", prefix).tolist()):
+            if prob > 0:
+                yield from ((prob * weight, response) for weight, response in self.responses((*prefix, token)))
+
+    def variants(self, response: tuple[int, ...], position: int) -> list[Variant]:
+        """Outcomes of one position of a response."""
+        prefix = response[:position]
+        p, q = self.probs("p", prefix), self.probs("q", prefix)
+        accepted = float(acceptance_prob(torch.tensor(response[position]), q=p, p=q))
+        variants: list[Variant] = [(accepted, ())] if accepted > 0 else []
+        room = min(self.length, self.limit - 1 - position)
+        if accepted < 1 - 1e-12:
+            for token, prob in enumerate(residual_probs(q=p, p=q).tolist()):
+                if prob > 0:
+                    variants += [((1 - accepted) * prob * weight, branch) for weight, branch in self.branches(prefix, token, room)]
+        return variants
+
+    def branches(self, prefix: tuple[int, ...], token: int, room: int) -> Iterator[Variant]:
+        first: Draw = (prefix, token)
+        if token in self.eos_ids or room <= 1:
+            yield 1.0, (first,)
+            return
+        for follower, prob in enumerate(self.probs("q", (*prefix, token)).tolist()):
+            if prob > 0:
+                yield from ((prob * weight, (first, *rest)) for weight, rest in self.branches((*prefix, token), follower, room - 1))
+
+    def trace(self) -> tuple[np.ndarray, Trace]:
+        """The probability of each row, and the trace that has them all."""
+        weights, rows, paths, outcomes, branches = [], [], [], [], []
+        for prob, response in self.responses():
+            for variants in product(*(self.variants(response, position) for position in range(len(response)))):
+                weights.append(prob * np.prod([weight for weight, _ in variants]))
+                rows.append(TraceRow(str(len(rows)), "", tuple(PROMPT), response, self.limit))
+                paths += [(response[:position], token) for position, token in enumerate(response)]
+                outcomes += [bool(branch) for _, branch in variants]
+                branches += [branch for _, branch in variants if branch]
+        draws = [*paths, *(draw for branch in branches for draw in branch)]
+        return np.array(weights), self.trace_of(rows, draws, np.array(outcomes), [len(branch) for branch in branches])
+
+    def trace_of(self, rows: list[TraceRow], draws: list[Draw], is_rejected: np.ndarray, lengths: list[int]) -> Trace:
+        seen = list(dict.fromkeys(draws))
+        index = _index(draws, seen)
+        logits = torch.stack([self.row("q", prefix)[0] for prefix, _ in seen])
+        hidden = torch.stack([self.row("q", prefix)[1] for prefix, _ in seen])
+        tokens = torch.tensor([token for _, token in seen])
+        q, p = (torch.stack([self.probs(name, prefix) for prefix, _ in seen]) for name in ("q", "p"))
+        log_probs = logits.log_softmax(-1)
+        signals = {
+            "entropy": entropy(logits),
+            "max_prob": log_probs.exp().amax(-1),
+            "log_token_prob": log_probs.gather(-1, tokens[:, None])[:, 0],
+            "acceptance_prob": acceptance_prob(tokens, q, p),
+        }
+        return Trace(
+            rows=tuple(rows),
+            sampling=self.sampling,
+            max_draft_length=self.length,
+            token=tokens.numpy()[index],
+            is_eos=np.isin(tokens.numpy()[index], sorted(self.eos_ids)),
+            signals={name: values.numpy()[index] for name, values in signals.items()},
+            is_rejected=is_rejected,
+            acceptance_rate=acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
+            branch_lengths=np.array(lengths, dtype=np.int64),
+            inputs=TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
+        )
+
+
+def _index(draws: list[Draw], seen: list[Draw]) -> np.ndarray:
+    places = {draw: place for place, draw in enumerate(seen)}
+    return np.array([places[draw] for draw in draws])
+
+
+@lru_cache
+def traced(sampling: str, limit: int, length: int, eos_ids: tuple[int, ...]) -> tuple[np.ndarray, Trace]:
+    weights, trace = Toys(SAMPLINGS[sampling], limit=limit, length=length, eos_ids=eos_ids).trace()
+    assert weights.sum() == pytest.approx(1, abs=1e-12)
+    return weights, trace

@@ -1,0 +1,62 @@
+"""The page of the laws and the code that cites them belong together: no citation without a law, no law without its files and its tests."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.layout.modules import ROOT, modules
+
+PAGE = (ROOT / "docs/laws.md").read_text(encoding="utf-8")
+LAWS = dict(re.findall(r"^## Law (4\.\d+[a-c]?): .*\n((?:(?!^## ).*\n?)*)", PAGE, re.MULTILINE))
+"""Number of each law -> its text."""
+CITATION = re.compile(r"\b[Ll]aws? ((?:4\.\d+[a-c]?(?:, | and | or | to )?)+)")
+
+
+def cited(text: str) -> set[str]:
+    """Numbers of the laws that a text cites: "laws 4.2, 4.4" cites two."""
+    return {number for found in CITATION.finditer(text) for number in re.findall(r"4\.\d+[a-c]?", found[0])}
+
+
+def line_of(text: str, name: str) -> str:
+    """What stands behind "* Implemented in:" or "* Proven by:"."""
+    return re.search(rf"^\* {name}: (.*(?:\n  .*)*)", text, re.MULTILINE)[1]
+
+
+def citing_files() -> Iterator[Path]:
+    yield from (module.path for module in modules().values())
+    for folder in ("tests", "benchmarks", "checkpoints/recipes"):
+        yield from (path for path in (ROOT / folder).rglob("*.py") if path != Path(__file__))
+
+
+def test_every_law_that_the_code_cites_stands_on_the_page():
+    unknown = {str(path.relative_to(ROOT)): cited(path.read_text(encoding="utf-8")) - LAWS.keys() for path in citing_files()}
+    assert {path: numbers for path, numbers in unknown.items() if numbers} == {}
+
+
+@pytest.mark.parametrize("number", LAWS)
+def test_a_law_names_a_formula_or_a_sentence_an_example_its_files_and_its_tests(number):
+    law = LAWS[number]
+    assert "*Example.*" in law
+    files = re.findall(r"`([\w/]+\.py)`", line_of(law, "Implemented in"))
+    assert files
+    assert [path for path in files if not (ROOT / path).is_file()] == []
+    tests = set(re.findall(r"`(test_\w+)`", line_of(law, "Proven by")))
+    assert tests
+    assert tests - set(names_of_tests()) == set()
+
+
+def test_some_file_that_a_law_names_cites_it():
+    for number, law in LAWS.items():
+        files = re.findall(r"`([\w/]+\.py)`", line_of(law, "Implemented in"))
+        assert any(number in cited((ROOT / path).read_text(encoding="utf-8")) for path in files), number
+
+
+def names_of_tests() -> Iterator[str]:
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        yield from re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_a_citation_of_several_laws_is_read_whole():
+    assert cited("the loop (laws 4.2, 4.4 and 4.8b) and law 4.12, but not version 4.13") == {"4.2", "4.4", "4.8b", "4.12"}
