@@ -1,10 +1,13 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
 Frozen dataclasses that every room may read. A field's docstring is its help on the command line. Ranges are in `configs.limits`.
+That no path is a URL (`configs.paths`) is settled here, so that no config with one can be made, in Python either.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from configs.paths import check_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,10 @@ class PairConfig:
     """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this machine."""
     num_threads: int | None = None
     """CPU threads of torch; null: as torch chooses. Same seed, machine and thread count give the same bytes."""
+
+    def __post_init__(self) -> None:
+        for name, model in (("target", self.target), ("draft", self.draft), ("micro", self.micro)):
+            check_local(model and model.path, f"pair.{name}.path", may_be_on_hub=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +159,12 @@ class DataConfig:
     """Both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)
 
+    def __post_init__(self) -> None:
+        for name in ("dir", "split_ids", "responses"):
+            check_local(getattr(self, name), f"data.{name}")
+        for source in self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,):
+            check_local(source.path if isinstance(source, PromptSource) else source, "data.prompts", may_be_on_hub=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
@@ -188,6 +201,9 @@ class HeadsConfig:
     checkpoint_every_n_steps: int | None = None
     """A killed run goes on from the last checkpoint. null: as often as writing them takes a twentieth of the time, at most every 30 s."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_local(self.dir, "heads.dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +252,12 @@ class DecodeConfig:
     """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a draft step."""
     ratios: tuple[float, ...] = ()
     """Further values of t_target / t_draft to evaluate at, as on other hardware."""
+
+    def __post_init__(self) -> None:
+        check_local(self.dir, "decode.dir")
+        for name in ("datasets", "heads"):
+            for path in getattr(self, name):
+                check_local(path, f"decode.{name}", may_be_on_hub=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from configs.paths import check_local
 from configs.schema import ModelSource, PairConfig
 
 _YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
@@ -18,6 +19,7 @@ def experiment_file(given: str) -> str:
     Raises:
         ValueError: it is neither.
     """
+    check_local(given, "--config")
     if ":" in given or Path(given).is_file():  # a colon: the YAML itself
         return given
     shipped = _YAMLS.get(Path(given).name.removesuffix(".yaml") + ".yaml")

@@ -1,4 +1,4 @@
-"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, import, responses, stats."""
+"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, check, import, responses, stats."""
 
 import gc
 
@@ -6,8 +6,9 @@ import gc
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` names, or make."""
     gc.disable()  # a seventh of the start-up looked for garbage among what was just imported, and all of that stays
-    from configs.command import run
+    from configs.command import Command, run
     from data_gen.official.command import import_
+    from data_gen.pipeline.check import check
     from data_gen.pipeline.command import make
     from data_gen.pipeline.plan import plan
     from data_gen.pipeline.reuse import responses
@@ -15,7 +16,15 @@ def main(argv: list[str] | None = None) -> None:
 
     gc.freeze()
     gc.enable()
-    run({"make": make, "plan": plan, "import": import_, "responses": responses, "stats": stats}, default="make", argv=argv)
+    commands: dict[str, Command] = {
+        "make": make,
+        "plan": plan,
+        "check": check,
+        "import": import_,
+        "responses": responses,
+        "stats": stats,
+    }
+    run(commands, default="make", argv=argv)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
+from configs.paths import check_local
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
@@ -68,6 +69,7 @@ class Experiment:
         Raises:
             ValueError: no feature draft, or one that does not fit the target.
         """
+        check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if layout_of(source) is None:
             raise ValueError(f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their own")

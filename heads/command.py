@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from configs.paths import local_path
 from configs.schema import Config
 from heads.measures.tables import best_heads
 from heads.model import hub
@@ -38,7 +39,8 @@ def export(
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
     """
     run = RunDirectory(Path(config.heads.dir))
-    sweep = load_sweep(Path(checkpoint) if checkpoint else run.checkpoint)
+    root = local_path(out, "--out") if out else run.path / "exported"
+    sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
     there = run.read()
     if checkpoint is None and there and there.get("run") != sweep.facts.get("run"):
         raise ValueError(
@@ -47,7 +49,6 @@ def export(
         )
     results = _results(run, sweep)
     heads = sweep.heads()
-    root = Path(out) if out else run.path / "exported"
     written = []
     for name in _names(head, sweep, results=results, metric=metric):
         on_dev = results.get("dev", {}).get("heads", {}).get(name, {})
@@ -73,6 +74,7 @@ def import_(
         accept_weight: likewise.
         mixing_ratio: likewise.
     """
+    place = local_path(out, "--out")
     models: dict[str, Any] = {
         name: {"path": model.path, "name": model.path, "revision": model.revision}
         for name, model in (("draft", config.pair.draft), ("target", config.pair.target))
@@ -85,7 +87,7 @@ def import_(
         training={"imported_from": source},
         **models,
     )
-    path = save_whole(read_official_head(source, provenance), Path(out))
+    path = save_whole(read_official_head(source, provenance), place)
     print(path)
     return path
 
@@ -98,10 +100,11 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         repo: owner/name; made if it is not there.
         private: whether a new repository is.
     """
-    if not Path(path).is_dir():
+    directory = local_path(path, "--path")
+    if not directory.is_dir():
         raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
     AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
-    address = hub.push(Path(path), repo, private=private)
+    address = hub.push(directory, repo, private=private)
     print(address)
     return address
 

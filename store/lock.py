@@ -1,6 +1,11 @@
-"""One writer per directory: a lock that ends with its process, however that ends, and that names the process which holds it."""
+"""One writer per directory: a lock that ends with its process, however that ends, and that names the process which holds it.
 
-import fcntl
+The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this file names the
+holder in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is refused: the mere existence of a
+file, `filelock`'s way out there, outlives a process that is killed.
+"""
+
+import errno
 import json
 import os
 import socket
@@ -8,10 +13,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
+
+from configs.paths import local_path
 
 LOCK = ".lock"
 _ATTEMPTS = 100
+_HANDOVER_S = 0.1
+"""So long a holder that ends just now is waited for."""
+_POLL_S = 0.005
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @contextmanager
@@ -23,59 +35,59 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
         setting: the key of the config that names the directory, for the message.
 
     Raises:
-        ValueError: another process writes there, or it is a file, or cannot be written to.
+        ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem knows no locks.
     """
-    path = Path(directory) / LOCK
-    file = _locked(path, setting)
+    path = local_path(directory, setting) / LOCK
+    lock = _locked(path, setting)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
         with suppress(OSError):  # a full disk is for those to name who have something to write
-            file.truncate(0)
-            os.write(file.fileno(), json.dumps(holder).encode())
+            path.write_text(json.dumps(holder))
         yield
     finally:
-        path.unlink(missing_ok=True)
-        file.close()
-        with suppress(OSError):  # it holds something
-            path.parent.rmdir()
+        _remove(path)  # while it is held: whoever has the file open and gets its lock next sees that it has lost its name
+        lock.release()
 
 
-def _locked(path: Path, setting: str) -> IO[str]:
-    """The lock file, open and locked (`flock`, which the kernel takes back when the process is gone)."""
+def _locked(path: Path, setting: str) -> FileLock:
+    lock = FileLock(path, timeout=_HANDOVER_S, poll_interval=_POLL_S, fallback_to_soft=False)
     for attempt in range(_ATTEMPTS):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+")
+            lock.acquire()
+        except Timeout as error:
+            raise ValueError(
+                f"{path.parent} is in use by {_holder(path)}; wait until it ends, stop it, or choose another {setting}"
+            ) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _ATTEMPTS:
                 continue  # the folder was empty, and whoever held the lock has just removed it
-            raise ValueError(
-                f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}"
-            ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(
-                f"{path.parent} is in use by {_holder(file.read())}; wait until it ends, stop it, or choose another {setting}"
-            ) from error
-        if _is_still(path, file):
-            return file
-        file.close()  # whoever held the lock has just removed it
-    raise ValueError(f"{path.parent} is in use by other processes; choose another {setting}")
+            raise _refusal(path, error, setting) from error
+        break
+    return lock
 
 
-def _is_still(path: Path, file: IO[str]) -> bool:
-    """Whether the path leads to this open file."""
+def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
+    """What to say where the lock cannot be taken."""
+    if error.errno not in _NO_LOCKS:
+        return ValueError(f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}")
+    _remove(path)
+    return ValueError(
+        f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), so that two runs there could destroy "
+        f"each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; Lustre: flock), or choose a {setting} on "
+        "another disk"
+    )
+
+
+def _remove(path: Path) -> None:
+    """Remove the lock file, and its folder if that is empty then."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _holder(path: Path) -> str:
     try:
-        return path.samefile(f"/dev/fd/{file.fileno()}")
-    except FileNotFoundError:
-        return False
-
-
-def _holder(text: str) -> str:
-    try:
-        holder = json.loads(text)
+        holder = json.loads(path.read_text())
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (json.JSONDecodeError, KeyError, TypeError):  # it has not said yet
+    except (OSError, ValueError, KeyError, TypeError):  # it has not said yet, or has just ended
         return "another process"

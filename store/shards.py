@@ -12,9 +12,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from configs.paths import check_local
 from store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
@@ -66,8 +68,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays as it was.
 
     Raises:
-        ValueError: the disk is full.
+        ValueError: the disk is full, or the path is a URL.
     """
+    check_local(path, "the file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -103,29 +106,43 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard has a sidecar, and the size that it states (its sha256 is checked by `verify`, when the shard is read)."""
+    """Whether a shard has a sidecar, and the size that it states; its sha256 is compared by `store.sums`, before it is read."""
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
 def verify(path: Path, *, command: str = "data_gen") -> None:
-    """Raise ValueError unless the shard's content is what was written; readers call this first.
+    """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
 
     Args:
         path: of the shard.
         command: the part after `python -m` of the command that makes it, for the message.
     """
     again = f"run `python -m {command}` again"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {again}")
     if not sidecar_path(path).is_file():
         raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; {again}")
     facts = read_sidecar(path)
     if path.stat().st_size != facts["bytes"]:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; {again}")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != facts["sha256"]:
-        raise ValueError(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and {again}")
+    if sha256_of(path) != facts["sha256"]:
+        raise ValueError(
+            f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar and {again}, which makes it again"
+        )
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and has another's name: delete both and {again}")
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file, read once in this process as long as it stays the same file of the same size and time of change."""
+    facts = path.stat()
+    return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@cache
+def _sha256(path: Path, *_facts: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:

@@ -30,6 +30,7 @@ from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, acceptance_rates,
 from checkpoints.recipes.figures import NAMES, measure, report
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
 from checkpoints.recipes.training import Batch, batches, distil, encode_story, train
+from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
 from lm import load_model, load_tokenizer
@@ -82,7 +83,7 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     Raises:
         ValueError: a model is there already and `overwrite` is off.
     """
-    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, NAMES, overwrite=overwrite)
     torch.set_num_threads(recipe.num_threads)
     with _progress() as progress:
@@ -103,7 +104,7 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
         FileNotFoundError: there is no target.
         ValueError: a draft is there already and `overwrite` is off.
     """
-    recipe, out_dir = recipe or Recipe(), Path(out_dir)
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
     source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
     target, tokenizer = load_model(source), load_tokenizer(source)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
@@ -33,6 +34,7 @@ from data_gen.store.manifest import FORMAT, settle
 from store.json_files import read_json
 from store.lock import only_writer
 from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
+from store.sums import forget_broken, shards_in
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
@@ -53,24 +55,24 @@ def import_(
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
-    pair, data = config.pair, config.data
+    pair, data, path = config.pair, config.data, local_path(file, "--file")
     check(pair, data)
     if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
             f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
             "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
         )
-    keys = json_file.Keys(draft_key, target_key)
-    items, size = json_file.read(Path(file)), data.rows_per_shard
+    keys, items, size = json_file.Keys(draft_key, target_key), json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.OfficialRow:
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
-    claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=Path(file))
+    claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=path)
     with only_writer(data.dir, setting="data.dir"):
         if Path(data.dir, "manifest.json").is_file():
             claim()
         clean_partial(data.dir, *SHARD_FOLDERS)
+        forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
         missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
         worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
         for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000

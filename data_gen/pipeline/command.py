@@ -19,6 +19,7 @@ from lm import Sampling, load_pair_tokenizer
 from lm.features.released import layout_of
 from store.lock import only_writer
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
+from store.sums import forget_broken, shards_in
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 
@@ -40,10 +41,11 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
 
 
 def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors: bool) -> None:
-    """Make the shards that are missing, then the account of all."""
+    """Make the shards that are missing or not what was written, then the account of all."""
     clean_partial(data.dir, *SHARD_FOLDERS)
     specs, others = order.specs, [spec for spec in order.others if is_done(spec, data)]
-    missing = [spec for spec in specs if not is_done(spec, data)]
+    forget_broken(shards_in(data.dir))
+    missing = [spec for spec in (*specs, *others) if not is_done(spec, data)]
     again = [spec for spec in specs if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))]
     for stage in stages_of(data):
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
@@ -51,7 +53,7 @@ def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors:
         if again:
             _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), again)
     clean_partial(data.dir, *SHARD_FOLDERS)  # of actors that died in this very run
-    forget_all_stages(specs, data)
+    forget_all_stages([*specs, *others], data)
     paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*specs, *others)]
     totals = account(paths)
     write_errors(data.dir, paths)

@@ -12,12 +12,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
-from store.shards import atomic_file, is_whole, verify
+from store.shards import atomic_file, is_whole
+from store.sums import check_sums
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
@@ -32,7 +34,7 @@ def responses(config: Config, *, out: str) -> None:
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
-    path = Path(out)
+    path = local_path(out, "--out")
     read_manifest(config.data.dir)
     there = _there(path)
     num_added = 0
@@ -67,8 +69,8 @@ def _there(path: Path) -> dict[str, int]:
 def _records(directory: str) -> Iterator[dict[str, Any]]:
     """One per row of the whole shards, split by split."""
     paths = [path for split in SPLITS for path in sorted(Path(directory, "rows").glob(f"{split}-*.parquet")) if is_whole(path)]
+    check_sums(paths)
     for path in tqdm(paths, unit="shard", desc="responses"):
-        verify(path)
         for row in read_rows(path, _COLUMNS).to_pylist():
             yield {name: value for name, value in row.items() if value is not None}
 

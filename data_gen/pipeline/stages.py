@@ -30,7 +30,7 @@ from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Re
 from data_gen.store import features, rows
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
-from store.shards import features_path, is_whole, rows_path, sidecar_path, verify, write_shard
+from store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
 
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses", "draft": "safetensors"}
@@ -134,7 +134,6 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """What `save_responses` saved."""
-    verify(_stage_path(spec, data, "respond"))
     content = read_json(
         _stage_path(spec, data, "respond"), remedy="delete it and run the same command again", keys=("exchanges", "problems")
     )
@@ -150,7 +149,6 @@ def add_target(
     spec: ShardSpec, exchanges: Sequence[Exchange], *, labeller: Labeller, data: DataConfig, progress: Progress
 ) -> dict[str, Tensor]:
     """The stage `target`: the columns that `save_drafted` saved, with log_p and acceptance_prob."""
-    verify(_stage_path(spec, data, "draft"))
     columns = safetensors.torch.load(_stage_path(spec, data, "draft").read_bytes())
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     return columns | labeller.label(exchanges, inputs, with_hidden=False, progress=progress)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import read_schema
 
 from data_gen.store.rows import read_rows
-from store.shards import verify
+from store.sums import check_sums
 
 Array = NDArray[np.float64]
 
@@ -61,8 +61,8 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
     names = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
     columns: dict[str, list[Array]] = {name: [] for name in (*names, "accepted_length")}
     reasons: dict[str, int] = {}
+    check_sums(paths)
     for path in paths:
-        verify(path)
         for row in read_rows(path, [*names, "finish_reason"]).to_pylist():
             reason = str(row["finish_reason"])
             reasons[reason] = reasons.get(reason, 0) + 1

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from transformers.utils import logging
 
+from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
@@ -50,6 +50,7 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
+    picture_path = None if svg is None else local_path(svg, "--svg")
     experiment = Experiment(config)
     stop = experiment.policy(policy)
     logging.disable_progress_bar()
@@ -63,8 +64,8 @@ def generate(
         return
     transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
     closing = _show(rounds, transcript, stop)
-    if svg is not None:
-        Path(svg).write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
+    if picture_path is not None:
+        picture_path.write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.papers.hsddw import hsddw_tables
@@ -44,6 +45,7 @@ def tables(
         repeats: of svip-trees and hsddw: times that each test prompt is decoded by each; medians count.
         tree: of EAGLE-2: candidates after a node, and nodes that are verified. The published tree is for GPUs; a CPU pays for every node.
     """
+    check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
     clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}

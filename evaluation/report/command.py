@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from configs.paths import check_local
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
 from decode.drafters.hierarchies.trio import Trio
@@ -50,6 +51,7 @@ def evaluate(
         exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from one to the other.
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every dataset of this one.
     """
+    check_local(home, "--home")
     check_clock(clock, repeats)
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)

@@ -9,6 +9,7 @@ with sidecars (`store.shards`): present means whole.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from data_gen.store.manifest import read_manifest
 from evaluation.traces.inputs import InputTensors, TokenInputs
 from evaluation.traces.trace import Trace, TraceRow, join
 from lm import Sampling
-from store.shards import is_whole, verify, write_shard
+from store.shards import is_whole, write_shard
+from store.sums import check_sums
 
 _SIGNALS = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
 _ROWS = pa.schema(
@@ -78,16 +80,17 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         ValueError: one is corrupted; no prompt could be answered.
     """
     manifest = read_manifest(directory, command="evaluation trace")
+    places = [Place(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
+    paths = [place.paths(directory) for place in places]
+    for path in chain.from_iterable(paths):
+        if not path.is_file():
+            raise FileNotFoundError(f"no {path}: run `python -m evaluation trace` with this config to go on")
+    check_sums(chain.from_iterable(paths), command="evaluation trace")
     traces = []
-    for place in (Place(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)):
-        paths = place.paths(directory)
-        for path in paths:
-            if not path.is_file():
-                raise FileNotFoundError(f"no {path}: run `python -m evaluation trace` with this config to go on")
-            verify(path, command="evaluation trace")
-        rows = pq.read_table(paths[0]).to_pylist()
+    for rows_path, signals_path in paths:
+        rows = pq.read_table(rows_path).to_pylist()
         if rows:
-            traces.append(_trace([_row(row, dataset) for row in rows], paths[1], manifest))
+            traces.append(_trace([_row(row, dataset) for row in rows], signals_path, manifest))
     if not traces:
         raise ValueError(f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}")
     return join(traces)

@@ -32,7 +32,8 @@ from lm import FeatureDraft, Pair, Sampling
 from lm.frequencies import refuse_crossing
 from lm.uniforms import GENERATOR, seed_of, uniforms
 from store.lock import only_writer
-from store.shards import clean_partial, read_sidecar, write_atomic
+from store.shards import clean_partial, is_whole, read_sidecar, write_atomic
+from store.sums import forget_broken, problems_of
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} prompts [{elapsed}<{remaining}]"
@@ -65,17 +66,20 @@ class TraceFolder:
     decode: DecodeConfig
 
     def complete(self) -> None:
-        """Record the shards that are missing; no model is loaded when none is.
+        """Record the shards that are missing, or are not what was written; no model is loaded when there is none.
 
         Raises:
             ValueError: a trace of other settings lies there.
         """
-        if all(place.is_done(self.directory) for place, _ in self._every()):
+        there = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
+        is_broken = any(True for _ in problems_of(there, command="evaluation trace"))
+        if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(
                 self.directory, self._manifest(read_manifest(self.directory, command="evaluation trace")["eos_ids"]), setting="decode.dir"
             )
             return
         with only_writer(self.directory, setting="decode.dir"):
+            forget_broken(there)
             self._record_missing()
             self._write_errors()
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from store.shards import read_sidecar, verify
+from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
 """What prefix heads are trained on, where other heads are trained on acceptance_prob."""
@@ -72,14 +72,14 @@ def has_tokens(batch: Batch) -> bool:
 class FeatureShard:
     """One safetensors file of features, mapped, read in runs of rows.
 
-    The first reading checks the whole file against its sidecar; each checks that numbers are finite and probabilities lie in [0, 1].
+    The caller has compared it with its sidecar (`store.sums`); each reading checks that numbers are finite and that probabilities
+    lie in [0, 1].
     """
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:
         self.path, self.scalars = path, tuple(scalars)
         facts = read_sidecar(path, keys=("rows", "tokens"))
         self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
-        self.is_verified = False
 
     @property
     def hidden_size(self) -> int:
@@ -96,23 +96,12 @@ class FeatureShard:
         with self._open("row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
-    def verify(self) -> None:
-        """Compare the whole file with its sidecar, once.
-
-        Raises:
-            ValueError: it is corrupted.
-        """
-        if not self.is_verified:
-            verify(self.path)
-            self.is_verified = True
-
     def read(self, start: int, stop: int) -> list[Features]:
         """Rows start … stop - 1, each by itself.
 
         Raises:
-            ValueError: the file is corrupted, lacks a tensor, or holds numbers that cannot be.
+            ValueError: the file lacks a tensor, or holds numbers that cannot be.
         """
-        self.verify()
         names = (*_COLUMNS, *self.scalars)
         with self._open("row_offsets", *names) as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]

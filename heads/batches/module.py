@@ -1,13 +1,14 @@
 """The LightningDataModule: train, dev and test batches of cached features, or of rows for online features."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.identity import describe_model
@@ -17,7 +18,8 @@ from heads.batches.loader import BatchLoader, BlockReader, pinned
 from heads.batches.order import Item, Share
 from heads.batches.sets import sets_of
 from heads.grid import grid, scalar_names
-from store.shards import list_shards
+from store.shards import list_shards, read_sidecar
+from store.sums import check_sums
 
 
 class FeatureData(pl.LightningDataModule):
@@ -38,7 +40,7 @@ class FeatureData(pl.LightningDataModule):
 
         Raises:
             FileNotFoundError: no data.
-            ValueError: shards missing, empty or of several widths, or made for another draft.
+            ValueError: shards missing, empty, of several widths, not what was written, or made for another draft.
         """
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
@@ -49,7 +51,10 @@ class FeatureData(pl.LightningDataModule):
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
-        self._shards = {split: self._open(split) for split in ("train", "dev", "test") if split != "test" or data.num_test}
+        splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
+        if getattr(rank_zero_only, "rank", 0) == 0:  # of several processes the first, which starts the others or is waited for
+            check_sums(path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths))
+        self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
 
     @property
@@ -81,8 +86,6 @@ class FeatureData(pl.LightningDataModule):
         shards, first = self._shards[split], self.timings[0]
         times = self._rows_per_item[first]
         lengths = [[sum(rows[i : i + times]) for i in range(0, len(rows), times)] for rows in (s.row_lengths() for s in shards[first])]
-        if self.share.world_size > 1:
-            _verify_together(shards, self.share)
         reader = BlockReader(shards, self._rows_per_item)
         return self._loader(lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num, only=only)
 
@@ -124,6 +127,19 @@ class FeatureData(pl.LightningDataModule):
             self._names[split] = sets_of(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
         return self._names[split]
 
+    def _read(self, split: str) -> list[list[Path]]:
+        """The shards that are read of a split: of each feature set, and of dev and test rows that tell which set a response is of."""
+        has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
+        return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
+
+    def _of_num_train(self, split: str, paths: list[Path]) -> list[Path]:
+        """The shards that hold the first heads.num_train responses, of train; all of any other split."""
+        if split != "train" or self.heads.num_train is None:
+            return paths
+        times = self.data.mixes if "fed" in paths[0].parts else 1
+        ends = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths), initial=0)
+        return [path for path, start in zip(paths, ends, strict=False) if start < self.heads.num_train * times]
+
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {
             timing: [FeatureShard(path, self.columns) for path in list_shards(self.data.dir, split, timing)] for timing in self.timings
@@ -149,14 +165,6 @@ class FeatureData(pl.LightningDataModule):
                     f"{path} has hidden states of width {width}, other shards {first}: features of different drafts; make them again"
                 )
         return first
-
-
-def _verify_together(shards: Mapping[str, Sequence[FeatureShard]], share: Share) -> None:
-    """Compare each shard with its sidecar in one process, since blocks of it go to all of them."""
-    for index, shard in enumerate(shard for of_timing in shards.values() for shard in of_timing):
-        if index % share.world_size == share.rank:
-            shard.verify()
-        shard.is_verified = True
 
 
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
-from store.shards import list_shards, verify
+from store.shards import list_shards
 
 _COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "log_p", RATE, "from_target")
 _CHUNK_MB = 64
@@ -76,9 +76,11 @@ class RowData(FeatureData):
         rows = next(iter(self.loader("train")))
         return self.draft(rows, self.draft.draft.device)[timing]
 
+    def _read(self, split: str) -> list[list[Path]]:
+        return [list_shards(self.data.dir, split)]
+
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         for path in list_shards(self.data.dir, split):
-            verify(path)
             if RATE in self.columns and read_rows(path, (RATE,)).column(0).null_count:
                 raise ValueError(f"{path} {NO_RATE}")
         return {}

@@ -24,6 +24,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from configs.paths import local_path
 from heads.model.card import model_card
 from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
 from heads.model.formula import stack_forward
@@ -161,6 +162,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
         """The README.md beside the weights."""
         return model_card(self.config, num_parameters=sum(p.numel() for p in self.parameters()))
+
+    def save_pretrained(self, save_directory: str | Path, **how: Any) -> str | None:
+        """Write the head into a directory, which is made if it is not there; `how` is what `PyTorchModelHubMixin` takes.
+
+        Raises:
+            ValueError: the directory is a URL, or the disk is full.
+        """
+        return super().save_pretrained(local_path(save_directory, "save_directory"), **how)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         write_head_files(save_directory, {name: t.detach() for name, t in self.state_dict().items()}, self.config)

@@ -5,6 +5,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 
+from configs.paths import check_local
+
 FILES = ("config.json", "model.safetensors", "README.md")
 """What an exported head consists of, and all that is fetched."""
 
@@ -18,7 +20,9 @@ def local_directory(source: str | Path, **where: Any) -> Path:
 
     Raises:
         FileNotFoundError: nothing there, on this disk or on the hub, or the hub cannot be reached.
+        ValueError: it is a URL.
     """
+    check_local(source, "the path of a head", may_be_on_hub=True)
     path = Path(source)
     if path.exists():
         return path

@@ -1,5 +1,7 @@
 """One writer per directory: a second is refused by name, a dead one is no obstacle, and nothing that is not ours is deleted."""
 
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -85,6 +87,18 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"data\.dir is .*file"), only_writer(tmp_path / place, setting="data.dir"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_filesystem_without_locks_is_named_with_the_remedy_and_nothing_is_left_there(tmp_path, monkeypatch, number):
+    def no_flock(*_args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    says = rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\).*mount it with locks.*another disk"
+    with pytest.raises(ValueError, match=says), only_writer(tmp_path / "run", setting="heads.dir"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_the_partial_files_of_writers_are_removed(tmp_path):

@@ -61,6 +61,20 @@ def test_further_draws_keep_what_is_there_and_resume_to_the_same_bytes(tmp_path,
     assert contents(tmp_path) == after
 
 
+def test_a_flipped_byte_of_a_trace_is_named_and_its_shard_recorded_again(tmp_path, recorded, capsys):
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    before = contents(tmp_path)
+    path = tmp_path / "trace" / "stories" / "signals" / "dev-00000-draw1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted.*evaluation trace"):
+        loaded(tmp_path, 3)
+    run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])
+    assert f"{path} does not hold the bytes that were written" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
 def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
     one, three = loaded(recorded, 1).dev, loaded(recorded, 3).dev
     assert three.rows[:3] == one.rows

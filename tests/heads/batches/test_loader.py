@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
 
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
+from heads.training.sweep import Sweep
+from store import shards
 from store.shards import features_path, sidecar_path, write_shard
 from tests.heads.made_up import feature_data, make_config, write_data
+from train import train
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
 EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]
@@ -183,3 +187,37 @@ def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
     assert feature_data(make_config(data_dir, tmp_path, num_train=50)).num_responses("train") == 50
     with pytest.raises(ValueError, match="num_train is 65"):
         feature_data(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")
+
+
+@pytest.mark.parametrize(("timing", "split"), [("fed", "train"), ("drawn", "dev"), ("fed", "test")])
+def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, timing: str, split: str):
+    data_dir = write_data(tmp_path / "data")
+    path = features_path(data_dir, timing, split, int(split == "train"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    steps = []
+    monkeypatch.setattr(Sweep, "training_step", lambda *_args: steps.append(1))
+    with pytest.raises(ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted"):
+        train(make_config(data_dir, tmp_path / "run", timings=("fed", "drawn")))
+    assert not steps
+
+
+def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, monkeypatch):
+    data_dir = write_data(tmp_path / "data")
+    read = []
+    digest = shards.hashlib.file_digest
+    monkeypatch.setattr(shards.hashlib, "file_digest", lambda file, name: read.append(Path(file.name)) or digest(file, name))
+    train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
+    files = [("train", 0), ("dev", 0), ("test", 0)]
+    assert sorted(read) == sorted(features_path(data_dir, "fed", split, index) for split, index in files)
+
+
+def test_the_first_of_several_processes_takes_the_sums(tmp_path: Path, monkeypatch):
+    data_dir = write_data(tmp_path / "data")
+    break_data(data_dir, "corrupted")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    feature_data(make_config(data_dir, tmp_path))
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with pytest.raises(ValueError, match="corrupted"):
+        feature_data(make_config(data_dir, tmp_path))
