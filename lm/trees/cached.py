@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lm.caches.buffers import BufferLayer
-from lm.frequencies import refuse_crossing
 from lm.models.cached import CachedModel
 from lm.trees.tree import Tree
 
@@ -55,9 +54,12 @@ class TreeModel(CachedModel):
         super().roll_back(min(length, len(self) - len(self._tree)))
         self._tree = Tree()
 
-    def refuse_crossing(self, num_prompt: int, num_fed: int, *, what: str, remedy: str) -> None:
-        """Raise ValueError where a tree could have nodes on both sides of a change of frequencies; arguments as `lm.frequencies` has them."""
-        refuse_crossing(self.model, num_prompt, num_fed, what=what, remedy=remedy)
+    def check_reach(self, num_prompt: int, num_new: int) -> None:
+        """Raise ValueError if trees along a text of so many tokens, the last of which is never fed, could cross a change of frequencies."""
+        # the prompt's last token may be fed with the first tree
+        if self._keys is not None and self._keys.frequencies.crosses(num_prompt - 1, num_prompt + num_new - 1):
+            what = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
+            raise self._keys.frequencies.refusal(what, "lower max_new_tokens, or draft chains instead of trees")
 
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.

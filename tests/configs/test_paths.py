@@ -43,7 +43,7 @@ NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_ke
 NO_PATHS |= {"heads.scalars", "decode.grid", "trainer"}
 """Settings that hold text and are no paths; `trainer` is Lightning's, which reads and writes URLs itself."""
 NO_PATH_FLAGS = {"data_gen import": {"split", "draft_key", "target_key"}, "data_gen stats": {"split"}, "heads push": {"repo"}}
-NO_PATH_FLAGS |= {"heads export": {"head", "metric"}, "decode generate": {"prompt", "policy"}, "evaluation replay": {"policy"}}
+NO_PATH_FLAGS |= {"heads export": {"head", "metric"}, "decode generate": {"prompt", "policy"}, "evaluation replay_policy": {"policy"}}
 NO_PATH_FLAGS |= {
     "evaluation bench": {"batch", "policies", "families"},
     "evaluation evaluate": {"batch"},

@@ -20,9 +20,6 @@ class ToyTreeModel(ToyModel, TreeModel):
         super().reset()
         self.tree = Tree()
 
-    def refuse_crossing(self, num_prompt: int, num_fed: int, *, what: str, remedy: str) -> None:
-        """Toys have no positions, so none whose frequencies change."""
-
     def __len__(self) -> int:
         return len(self.fed) + len(self.tree)
 

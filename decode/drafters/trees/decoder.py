@@ -84,12 +84,9 @@ class TreeDecoder(SpeculativeDecoder):
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """As for chains; and no tree may have nodes on both sides of a change of frequencies."""
         super()._check(num_prompt_tokens, max_new_tokens)
-        length = num_prompt_tokens + max_new_tokens
-        what = f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones make a text of {length}"
-        remedy = "lower max_new_tokens, or draft chains instead of trees"
         for model in (self.target, getattr(self.drafter, "model", None)):
-            if isinstance(model, TreeModel):  # which may feed the prompt's last token with the first tree
-                model.refuse_crossing(num_prompt_tokens - 1, length - 1, what=what, remedy=remedy)
+            if isinstance(model, TreeModel):
+                model.check_reach(num_prompt_tokens, max_new_tokens)
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:

@@ -93,7 +93,7 @@ class Candid(Pupil):
 
 def test_a_tree_teaches_a_policy_that_looks_at_no_candidate():
     pupil = Candid()
-    tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 12, generator=seeded())
+    tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 60, generator=seeded())
     assert {drawn.position for _, drawn in pupil.taught} == {0, 1}
 
 
