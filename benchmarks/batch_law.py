@@ -1,6 +1,6 @@
 """The law of sequences that are decoded in batches of 7, against the target's by enumeration: are the p-values of many tests uniform?
 
-    PYTHONPATH=.:tests/decode python -m benchmarks.batch_law [--seed 0] [--num_samples 12] [--num_sequences 210]
+    PYTHONPATH=.:tests/decode python -m benchmarks.batch_law [--seed 0] [--num_samples 12] [--only rule]
 
 A test is a policy under a sampling, on the toys of `tests/decode` or on a pair of small Llamas in one padded cache: `num_sequences` answers
 to two prompts by turns, decoded as a continuous batch, and the chi-square of what they are, outcomes expected under 5 times pooled by the
@@ -8,7 +8,7 @@ exact law before any is drawn. Every test is repeated `num_samples` times, and i
 
     law           the chi-square of the answers, each sample of each test with a seed of its own: uniform, if the batch is lossless
     neighbours    of the same answers, the first two tokens of pairs that are decoded side by side, against the product of their laws
-    pooled        `law` again, of all samples of a test together, and so with the power to see a fault `num_samples` times as small
+    pooled        `law` again, of all samples of a test together, which shows a fault sqrt(num_samples) times as small
     one_seed      as `law`, where the tests of a sample have one seed: they draw with the same uniforms, so that their p-values lie together
     control       as `law`, of answers that numpy draws from the exact law: how far the chi-square approximation itself is from uniform
 
@@ -182,17 +182,20 @@ def uniformity(p: np.ndarray, *, are_independent: bool = True) -> dict[str, Any]
     return found
 
 
-def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210) -> None:
+def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210, only: str = "") -> None:
     """p-values of every test in every arm, and whether they are uniform.
 
     Args:
         seed: of everything.
         num_samples: of each test in each arm.
         num_sequences: of each sample; an even number.
+        only: a part of the names of the cases that are wanted, as in `rule` for those of `BatchAuto`.
     """
     if num_sequences % 2 or num_sequences < 2 * BATCH_SIZE:
         raise ValueError(f"num_sequences is {num_sequences}; it must be an even number of at least {2 * BATCH_SIZE}, half to each prompt")
-    every = list(cases())
+    every = [case for case in cases() if only in case.name]
+    if not every:
+        raise ValueError(f"no case has {only!r} in its name; there are {', '.join(case.name for case in cases())}")
     values: dict[str, list[list[float]]] = {name: [] for name in ("law", "neighbours", "one_seed", "control")}
     pooled: list[list[Outcome]] = [[] for _ in every]
     for sample in tqdm(range(num_samples), desc=f"{len(every)} tests", unit="sample"):
