@@ -61,8 +61,8 @@ def labelling(worker: Worker, spec: ShardSpec, repeats: int) -> dict[str, float]
     num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
 
     def label() -> None:
-        columns = stages.label_and_mix(spec, exchanges, labeller=labeller, data=data, progress=lambda count: None)
-        stages.write_files(spec, answers, columns=columns, data=data)
+        labelled = stages.label_and_mix(spec, exchanges, labeller=labeller, data=data, progress=lambda count: None)
+        stages.write_files(spec, answers, columns=labelled.columns, data=data)
 
     def bare() -> None:
         bare_forwards(labeller, exchanges, data.batch_size)

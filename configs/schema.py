@@ -103,11 +103,11 @@ class PromptSource:
     name: str | None = None
     """Configuration of the set, where it has several."""
     split: str = "train"
-    """Its part that is read, and split here."""
+    """Its part that is read, and split here; train of a known set: the part that it prescribes (of humaneval test, its only one)."""
     test_split: str | None = None
-    """Its part that is test alone; null: test is split off `split`."""
+    """Its part that is test alone; null: test is split off `split`, of a known set as it prescribes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name of it."""
+    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name; of a known set besides its own."""
     weight: float = 1.0
     """Share of the prompts, where there are several sets."""
 

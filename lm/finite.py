@@ -1,17 +1,28 @@
 """The check that a model's logits are numbers."""
 
+from jaxtyping import Bool
 from torch import Tensor
+
+REMEDY = "load it as float32 or bfloat16, or check its weights"
+
+
+class NonFiniteError(ValueError):
+    """A model yields what is no number."""
+
+
+def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
+    """Which rows of logits [..., vocab] have a NaN, a +inf, or nothing but -inf; some -inf mark impossible tokens."""
+    return ~values.amax(-1).isfinite()  # NaN if any entry is NaN, so one number per row tells all three cases
 
 
 def refuse_non_finite(values: Tensor, whose: str, where: str) -> None:
-    """Raise ValueError if any row of logits [..., vocab] has a NaN, a +inf, or nothing but -inf; some -inf mark impossible tokens.
+    """Raise NonFiniteError, a ValueError, if any row of logits [..., vocab] is `non_finite`.
 
     Args:
         values: the logits.
         whose: the model, for the message.
         where: what it was doing, for the message.
     """
-    highest = values.amax(-1)  # NaN if any entry is NaN, so one number per row tells all three cases
-    if not highest.isfinite().all():
-        kind = "NaN" if highest.isnan().any() else "infinite"
-        raise ValueError(f"{whose} yields {kind} logits {where}; load it as float32 or bfloat16, or check its weights")
+    if non_finite(values).any():
+        kind = "NaN" if values.amax(-1).isnan().any() else "infinite"
+        raise NonFiniteError(f"{whose} yields {kind} logits {where}; {REMEDY}")

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.schema import ModelSource
+from lm.finite import REMEDY, non_finite
 from lm.frequencies import frequencies_of, refuse_crossing
 
 _MIN_FILLED = 0.8
@@ -20,6 +22,8 @@ SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prom
 """The remedy for texts that cross a model's change of frequencies."""
 _ENOUGH_TOKENS = 512
 """A forward over fewer tokens costs more than padding does."""
+_NUM_PROBES = 8
+"""Ids that a model is tried with before it is used."""
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -69,8 +73,9 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
 def _hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Float[Tensor, "token hidden"]]:
     """Of each sequence, in one forward."""
     width = max(map(len, rows))
-    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id will do.
-    ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device_of(model))
+    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states will do. Attention
+    # multiplies the hidden states of other ids by 0, and 0 * NaN is NaN: so a row is padded with an id of its own, not with another's.
+    ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
@@ -109,6 +114,24 @@ def chunk_rows(vocab_size: int, chunk_mb: int) -> int:
 def chunks(num_tokens: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` positions that cover `num_tokens`."""
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
+
+
+def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
+    """Raise ValueError where accelerate has offloaded the output layer or the embeddings, whose weights are read directly."""
+    for part, layer in (("output layer", model.get_output_embeddings()), ("input embeddings", model.get_input_embeddings())):
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.device.type == "meta":
+            raise ValueError(
+                f"the weight of the {part} of {source.path} found no room and was offloaded (device_map {source.device_map!r}; it is on "
+                "meta), and every position needs it; give it a device of its own in device_map, free memory, or choose a smaller dtype"
+            )
+
+
+def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
+    """Raise ValueError if the model yields numbers for none of some ids; ids of their own may be broken (untrained, overflowing)."""
+    ids = sorted({place * (vocab_size - 1) // (_NUM_PROBES - 1) for place in range(_NUM_PROBES)})
+    if non_finite(logits_of(model, hidden_states(model, [[token] for token in ids], [0] * len(ids)), vocab_size)).all():
+        raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} ids that it was tried with; {REMEDY}")
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:

@@ -28,7 +28,7 @@ from lm.expanded import expand
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import layout_of
-from lm.forwards import num_logits_of
+from lm.forwards import num_logits_of, refuse_offloaded
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -155,6 +155,7 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: 
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
         raise ValueError(f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model again")
+    refuse_offloaded(model, source)
     expand(model.eval(), source.extra_layers)
     return model
 

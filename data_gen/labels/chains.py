@@ -11,8 +11,9 @@ what a head meets in decoding. One forward of the target over all drafts of a re
 There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
 from lm.branches.chains import Chains, Told, told_of
 from lm.branches.probe import check_branches, check_length
-from lm.finite import refuse_non_finite
+from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
 from lm.forwards import chunk_rows, logits_of, output_device_of
 
 _DRAFTS_AT_ONCE = 128
@@ -45,6 +46,8 @@ class LabelledDrafts(NamedTuple):
     """By timing."""
     lengths: list[list[int]]
     """Of each response, the length of each of its drafts."""
+    broken: Mapping[int, str] = MappingProxyType({})
+    """Responses along which a model yields what is no number -> the reason; nothing of them is in here."""
 
 
 class _Step(NamedTuple):
@@ -85,15 +88,20 @@ class ChainLabeller:
             progress: is told of every row once.
         """
         parts, lengths, start = [self._nothing(timings)], [], 0
-        for exchange in exchanges:
+        broken: dict[int, str] = {}
+        for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
-            labelled = self._labelled(exchange, uniform[start:end], timings)
-            parts += labelled
-            lengths.append([length for part in labelled for length in part.lengths[0]])
+            try:
+                labelled = self._labelled(exchange, uniform[start:end], timings)
+            except NonFiniteError as error:
+                broken[row] = str(error)
+            else:
+                parts += labelled
+                lengths.append([length for part in labelled for length in part.lengths[0]])
             start = end
             progress(1)
         rows, columns, hidden = (_one([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden"))
-        return LabelledDrafts(rows, columns, hidden, lengths)
+        return LabelledDrafts(rows, columns, hidden, lengths, broken)
 
     @torch.inference_mode()
     def _labelled(self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]) -> list[LabelledDrafts]:
@@ -109,7 +117,7 @@ class ChainLabeller:
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
         groups = torch.arange(len(response)).split(at_once)
-        where = f"along the drafts of {exchange.id}"
+        where = "along the drafts of the response"
         return [self._group(chains, told, (lengths[some], limits[some], uniform[some]), timings, where) for some in groups]
 
     def _group(
@@ -130,6 +138,8 @@ class ChainLabeller:
         columns = {name: values.cpu() for name, values in columns.items()}
         firsts = (lengths.cumsum(0) - lengths).cpu()
         hidden = {timing: torch.cat([getattr(step, timing) for step in steps])[order].to("cpu", self.feature_dtype) for timing in timings}
+        if not all(states.isfinite().all() for states in hidden.values()):
+            raise NonFiniteError(f"the draft yields hidden states {where} that are no finite numbers in {self.feature_dtype}; {REMEDY}")
         return LabelledDrafts({name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()])
 
     def _drafted(self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool, where: str) -> list[_Step]:

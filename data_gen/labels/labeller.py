@@ -6,6 +6,7 @@ the drawn-time features in one pass per model. Fed-time features need one more d
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,23 @@ from data_gen.labels.layout import layout_of
 from data_gen.labels.scalars import Scalars
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
-from lm.finite import refuse_non_finite
+from lm.finite import REMEDY, non_finite
 from lm.models.mode import refuse_training
 
 _CACHED_MB = 1
 """A chunk of so many MB stays in the cache of a CPU's core: labelling 4,096 ids took 1.3 s in such chunks and 2.2 s in chunks of 64 MB."""
 _FEWEST_ROWS = 32
 """Fewer rows than this make the product with the output layer slow."""
+_BROKEN = "yields NaN or infinite logits"
+
+
+class Labelled(NamedTuple):
+    """A shard's labels."""
+
+    columns: dict[str, Tensor]
+    """[token] of all rows; what those of broken rows hold means nothing."""
+    broken: dict[int, str]
+    """Rows where a model yields what is no number -> the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +51,7 @@ class Labeller:
     """Bound of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
 
-    def label(
-        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
-    ) -> dict[str, Tensor]:
+    def label(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress) -> Labelled:
         """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if wanted.
 
         Args:
@@ -69,7 +78,11 @@ class Labeller:
             for name, values in part.items():
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
             progress(len(rows))
-        return columns
+        broken: dict[int, str] = {}
+        for name in ("draft", "target"):
+            places = layout.rows_with(columns.pop(f"{name} {_BROKEN}")) if f"{name} {_BROKEN}" in columns else {}
+            broken = {row: f"the {name} {_BROKEN} at token {place} of the response; {REMEDY}" for row, place in places.items()} | broken
+        return Labelled(columns, broken)
 
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
         """The columns of a shard without rows, because every prompt was skipped."""
@@ -123,11 +136,10 @@ class Labeller:
         inputs = dict(inputs)
         if self.target is not None and "target_states" in inputs:
             states["target"] = inputs.pop("target_states").to(forwards.output_device_of(self.target))
-        where = f"over the batch of {exchanges[0].id}"
         num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
         parts = [
             self._label_chunk(
-                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in inputs.items()}, where
+                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in inputs.items()}
             )
             for chunk in forwards.chunks(num_tokens, self._chunk_rows())
         ]
@@ -142,12 +154,12 @@ class Labeller:
         device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
         return size if device.type != "cpu" else min(size, max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB)))
 
-    def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix exists."""
         columns: dict[str, Tensor] = {}
         draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
-            q_logits = self._logits(self.draft, states["draft"], f"the draft {where}")
+            q_logits, columns[f"draft {_BROKEN}"] = self._logits(self.draft, states["draft"])
             if draft_ids is None:
                 labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
             else:
@@ -157,7 +169,7 @@ class Labeller:
         if self.target is not None:
             assert draft_ids is not None, "without the draft, its labels come from the stage before"
             assert log_q is not None
-            p_logits = self._logits(self.target, states["target"], f"the target {where}")
+            p_logits, columns[f"target {_BROKEN}"] = self._logits(self.target, states["target"])
             if self.draft is not None:  # only what two distributions make needs them on one device
                 p_logits = p_logits.to(q_logits.device)
             columns["log_p"], p = label_target(p_logits, draft_ids.to(p_logits.device), self.sampling)
@@ -166,8 +178,8 @@ class Labeller:
             columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
         return columns
 
-    def _logits(self, model: PreTrainedModel, hidden: Tensor, whose: str) -> Tensor:
-        """The model's logits over the tokenizer's ids; ValueError if they are not numbers."""
+    def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's logits over the tokenizer's ids, and at which positions they are no numbers; there they are 0 instead."""
         logits = forwards.logits_of(model, hidden, self.vocab_size)
-        refuse_non_finite(logits, whose, "(teacher-forced)")
-        return logits
+        broken = non_finite(logits)
+        return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken

@@ -1,12 +1,13 @@
 """Where each row's positions are in a shard's flat [token] tensors."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from data_gen.responses.exchange import Exchange
@@ -33,12 +34,21 @@ class Layout:
 
     def positions(self, rows: Sequence[int]) -> Int[Tensor, " token"]:
         """Flat positions of some rows, in the order of `rows`."""
-        return torch.cat([torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
+        parts = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def order(self, times: int) -> Int[Tensor, " token"]:
         """Flat positions such that values[order] holds each row `times` times before the next."""
         rows = [row for row in range(len(self.lengths)) for _ in range(times)]
-        return self.positions(rows) if rows else torch.empty(0, dtype=torch.int64)
+        return self.positions(rows)
+
+    def rows_with(self, chosen: Bool[Tensor, " token"]) -> dict[int, int]:
+        """The rows in which a position is chosen -> the first such position, counted from the row's begin."""
+        first: dict[int, int] = {}
+        for position in chosen.nonzero().squeeze(-1).tolist():
+            row = bisect_right(self.offsets, position) - 1
+            first.setdefault(row, position - self.offsets[row])
+        return first
 
     def repeated(self, times: int) -> "Layout":
         """Each row `times` times before the next: the layout of several mixings."""

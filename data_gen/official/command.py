@@ -98,9 +98,11 @@ def _write(
     ours = stages.label_and_mix(
         spec, answers.exchanges, labeller=worker.labeller, data=data, progress=lambda count: None, known_columns=known_columns
     )
-    _check_draft(ours["log_q"], columns["log_q"], worker.job.pair.draft.path)
+    for number, reason in ours.broken.items():
+        raise ValueError(f"{part[number].exchange.id}: {reason}, or remove this row from the file")
+    _check_draft(ours.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
-    stages.write_files(spec, answers, columns=ours | columns, data=data)
+    stages.write_files(spec, answers, columns=ours.columns | columns, data=data)
 
 
 def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:

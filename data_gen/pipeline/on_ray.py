@@ -1,81 +1,193 @@
 """`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors that hold the models.
 
 A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another actor and gives it that
-shard. With several machines, data.dir must be a folder that all of them see.
+shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that all of them see, and so must every path.
+
+What a user can cause comes back from an actor as a value and not as an exception, which Ray would wrap in tracebacks of its own.
 """
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from configs.schema import RayConfig
-from data_gen.pipeline.worker import Job, Worker
+from configs.schema import DataConfig, ModelSource, PromptSource, RayConfig
+from data_gen.pipeline.code import folders, refuse_other_code, running
+from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
+
+_RESTARTS = 3
+"""Of each actor; each retries the shard that it died over."""
+_ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+"""What an actor may report, by name."""
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:
-        ValueError: what a worker raised for a user's mistake.
+        ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a user's mistake.
+        FileNotFoundError: likewise, from a worker.
     """
     import ray  # an extra: data_gen.pipeline.command.check says so where it is missing
-    import ray.data
 
-    resources = job.data.ray
     is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
     if is_own:
-        ray.init(address=resources.address, log_to_driver=False, configure_logging=False, **_room_here(resources))
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.data.DataContext.get_current().enable_progress_bars = False
+        # without an address Ray would join any cluster that it finds on this machine
+        ray.init(address=job.data.ray.address or "local", log_to_driver=False, configure_logging=False, **_session(job.data.ray))
+    num_done = 0
     try:
-        indices = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs)).map_batches(
-            _Actor,
-            fn_constructor_args=(_same_everywhere(job), list(specs)),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(resources.num_workers, len(specs))),
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-        )
-        for row in indices.iter_rows():
+        for row in _reports(job, specs):
+            if row["error"]:
+                raise _ERRORS[row["error"]](row["reason"])
             spec = specs[int(row["index"])]
             bar.set_description(f"{job.stage}: {spec.split}-{spec.index:05d}")
             bar.update(spec.num_requests)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | FileNotFoundError):  # a user's mistake reads the same on every engine
-            raise type(error.cause)(str(error.cause)) from error
-        raise
+            num_done += 1
+    except ray.exceptions.RayActorError as error:
+        when = f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
+        raise ValueError(
+            f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: {_why(error)}; most often the "
+            "memory does not suffice: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or choose data.mode sequential; what "
+            "was written stays"
+        ) from error
     finally:
         if is_own:
             ray.shutdown()
 
 
+def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
+    """What became of each shard, as its actor says: its index, and the kind and text of an error or neither."""
+    import ray
+    import ray.data
+
+    resources, num_workers = job.data.ray, min(job.data.ray.num_workers, len(specs))
+    machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+    _check_room(resources, num_workers, machines)
+    _check_gpus(job, machines)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs))
+    reports = rows.map_batches(
+        _Actor,
+        fn_constructor_args=(_same_everywhere(job), list(specs), running()),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=num_workers),
+        num_cpus=resources.num_cpus,
+        num_gpus=resources.num_gpus,
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+    )
+    return iter(reports.iter_rows())
+
+
 class _Actor:
     """A worker in an actor's process."""
 
-    def __init__(self, job: Job, specs: list[ShardSpec]) -> None:
-        self.worker, self.specs = Worker(job), specs
+    def __init__(self, job: Job, specs: list[ShardSpec], driver: dict[str, str]) -> None:
+        self.specs, self.worker = specs, None
+        try:
+            refuse_other_code(driver, machine=platform.node())
+            self.worker = Worker(job)
+        except (ValueError, OSError) as error:  # what an actor raises here reaches the driver as a text with tracebacks
+            self.error: ValueError | OSError = error
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        for index in batch["index"]:
-            self.worker.make(self.specs[int(index)], lambda count: None)
-        return batch
+        error = self._error(batch["index"])
+        name = "" if error is None else "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
+        return {"index": batch["index"], "error": [name], "reason": ["" if error is None else " ".join(str(error).split())]}
+
+    def _error(self, indices: Sequence[int]) -> ValueError | OSError | None:
+        """Make the shards; what a user can mend, if it goes wrong."""
+        if self.worker is None:
+            return self.error
+        try:
+            for index in indices:
+                self.worker.make(self.specs[int(index)], lambda count: None)
+        except (ValueError, OSError) as error:
+            return error
+        return None
+
+
+def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
+    """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
+    asked = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    wanted = {name: count for name, count in asked.items() if count > 0}
+    room = [min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf) for machine in machines]
+    num_fitting = sum(math.floor(each + 1e-6) if math.isfinite(each) else num_workers for each in room)
+    if num_fitting < num_workers:
+        there = "; ".join(f"{machine.get('CPU', 0.0):g} CPUs and {machine.get('GPU', 0.0):g} GPUs" for machine in machines)
+        raise ValueError(
+            f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs each, and the cluster "
+            f"has room for {num_fitting} of them (its machines have {there}); lower data.ray.num_workers, num_cpus or num_gpus, or add "
+            "machines to the cluster first"
+        )
+
+
+def _check_gpus(job: Job, machines: Sequence[dict[str, float]]) -> None:
+    """Raise ValueError where workers hold models that belong on a GPU, GPUs are there, and the workers are given none."""
+    num_gpus = sum(machine.get("GPU", 0.0) for machine in machines)
+    names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
+    if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
+        device = getattr(job.pair, names[0]).device_map
+        raise ValueError(
+            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster has {num_gpus:g} GPUs; "
+            f"set data.ray.num_gpus to the GPUs of each worker, or pair.{names[0]}.device_map to cpu"
+        )
+
+
+def _is_on_cpu(source: ModelSource) -> bool:
+    devices = source.device_map.values() if isinstance(source.device_map, dict) else [source.device_map]
+    return all(str(device) in ("cpu", "disk") for device in devices)
+
+
+def _why(error: Exception) -> str:
+    """The one line of Ray's many that says why an actor died."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("The actor is dead because")] or lines[-1:]
+    return telling[-1][:300] if telling else type(error).__name__
 
 
 def _same_everywhere(job: Job) -> Job:
-    """The job with this process's thread count and folder spelled out, so that every actor computes the same bytes in the same place."""
-    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
-    return replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
+    """The job with this process's thread count and paths spelled out, so that every actor computes the same bytes in the same place."""
+    models = {name: source for name in ("target", "draft", "micro") if (source := getattr(job.pair, name)) is not None}
+    placed = {name: replace(source, path=_placed(source.path)) for name, source in models.items()}
+    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads(), **placed)
+    return replace(job, pair=pair, data=_data_everywhere(job.data, job.pair.target.path))
 
 
-def _room_here(resources: RayConfig) -> dict[str, Any]:
-    """Arguments that make room for the workers on this machine, unless a cluster is named: Ray counts cores, and workers may be more."""
+def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
+    """The section with absolute paths; `target`, the path as it was, remains the name of the target on a server."""
+    files: dict[str, Any] = {
+        name: value and os.path.abspath(value) for name in ("split_ids", "responses") for value in [getattr(data, name)]
+    }
+    given = data.prompts if isinstance(data.prompts, tuple | list) else (data.prompts,)
+    prompts = tuple(replace(each, path=_placed(each.path)) if isinstance(each, PromptSource) else _placed(each) for each in given)
+    server = replace(data.server, model=data.server.model or target)
+    single = prompts[0] if not isinstance(data.prompts, tuple | list) else prompts
+    return replace(data, dir=os.path.abspath(data.dir), server=server, prompts=single, **files)
+
+
+def _placed(path: str) -> str:
+    """The absolute path of what lies on this disk; a name (of a known set, or on the hub) as it is."""
+    return os.path.abspath(path) if Path(path).exists() else path
+
+
+def _session(resources: RayConfig) -> dict[str, Any]:
+    """Arguments of Ray's session.
+
+    On a cluster, workers are sent the project's packages as the driver has them. On this machine they import the driver's, and room is
+    made for them, as Ray counts cores, and workers may be more.
+    """
     if resources.address is not None:
-        return {}
+        modules = [str(folder) for folder in folders()]
+        return {"runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]}}
     needed = int(resources.num_workers * resources.num_cpus) + 1
     return {"num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}

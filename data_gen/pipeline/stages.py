@@ -17,17 +17,19 @@ from typing import Literal
 
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig
 from data_gen.labels.chains import ChainLabeller
-from data_gen.labels.labeller import Labeller
+from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import layout_of
 from data_gen.prompts.pool import sources_of
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.conversation import ShardSpec, row_id
 from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
 from data_gen.store import features, rows
+from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
 from store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
@@ -35,6 +37,8 @@ from store.shards import features_path, is_whole, rows_path, sidecar_path, write
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses", "draft": "safetensors"}
 """Stages that leave a result of their own -> the ending of its file."""
+_OF_EVERY_MIXING = ("from_target", "fed")
+"""Columns that hold each row once per mixing."""
 
 
 def stages_of(data: DataConfig) -> tuple[Stage, ...]:
@@ -58,8 +62,10 @@ def label_and_mix(
     data: DataConfig,
     progress: Progress,
     known_columns: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
+) -> Labelled:
     """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as far as wanted.
+
+    Broken rows are labelled and mixed along, so that the chance and the batches of all others, and their bytes, are as without the defect.
 
     Args:
         spec: the shard.
@@ -71,7 +77,7 @@ def label_and_mix(
     """
     layout = layout_of(exchanges)
     inputs = {"uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known_columns or {})}
-    columns = labeller.label(exchanges, inputs, with_hidden="drawn" in data.features, progress=progress)
+    columns, broken = labeller.label(exchanges, inputs, with_hidden="drawn" in data.features, progress=progress)
     coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
     columns["from_target"] = coins < data.mixing_ratio
     if "fed" in data.features:
@@ -79,7 +85,34 @@ def label_and_mix(
         response_ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
         mixed_ids = mixed(response_ids[order], columns["draft_ids"][order], columns["from_target"])
         columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
-    return columns
+    for timing in data.features:
+        mixes = data.mixes if timing == "fed" else 1
+        places = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
+        reason = f"the draft's {timing} hidden states are no finite numbers in data.feature_dtype {data.feature_dtype}; {REMEDY}"
+        broken = {row // mixes: reason for row in places} | broken
+    return Labelled(columns, broken)
+
+
+def without_broken(spec: ShardSpec, answers: Answers, labelled: Labelled, *, mixes: int) -> tuple[Answers, dict[str, Tensor]]:
+    """The answers and the columns of the sound rows; each broken row is a problem."""
+    if not labelled.broken:
+        return answers, labelled.columns
+    layout = layout_of(answers.exchanges)
+    kept = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
+    once = layout.positions(kept)
+    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in kept for mix in range(mixes)])
+    positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
+    return _failed(spec, answers, labelled.broken), {name: values[positions[name]] for name, values in labelled.columns.items()}
+
+
+def _failed(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
+    """The answers, of which these rows became problems, in the order of the shard."""
+    problems = {problem.id: problem for problem in answers.problems}
+    problems |= {answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()}
+    names = (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns)))
+    return Answers(
+        [exchange for exchange in answers.exchanges if exchange.id not in problems], [problems[name] for name in names if name in problems]
+    )
 
 
 def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
@@ -94,16 +127,18 @@ def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tens
     write_rows(spec, answers, columns=columns, data=data)
 
 
-def write_drafts(spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress) -> None:
-    """Label a shard with a feature draft's drafts, and write features and rows."""
+def write_drafts(spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress) -> Answers:
+    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with what went wrong here."""
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
     chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
     drafts = labeller.label(answers.exchanges, chance, timings=data.features, progress=progress)
+    answers = _failed(spec, answers, drafts.broken)
     num_tokens = sum(map(sum, drafts.lengths))
     for timing in data.features:
         path = features_path(data.dir, timing, spec.split, spec.index)
         write_shard(path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens)
     write_rows(spec, answers, columns=drafts.rows, data=data)
+    return answers
 
 
 def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
@@ -140,18 +175,27 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     return Answers([Exchange(**exchange) for exchange in content["exchanges"]], [Problem(**problem) for problem in content["problems"]])
 
 
-def save_drafted(spec: ShardSpec, columns: dict[str, Tensor], data: DataConfig) -> None:
-    """The result of the stage `draft`."""
-    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(columns))
+def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:
+    """The result of the stage `draft`: the columns of the sound rows, and what became of the others."""
+    problems = json.dumps([problem._asdict() for problem in answers.problems])
+    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(columns, metadata={"problems": problems}))
 
 
-def add_target(
-    spec: ShardSpec, exchanges: Sequence[Exchange], *, labeller: Labeller, data: DataConfig, progress: Progress
-) -> dict[str, Tensor]:
-    """The stage `target`: the columns that `save_drafted` saved, with log_p and acceptance_prob."""
-    columns = safetensors.torch.load(_stage_path(spec, data, "draft").read_bytes())
+def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
+    """What `save_responses` and `save_drafted` saved."""
+    path = _stage_path(spec, data, "draft")
+    with safe_open(path, framework="pt") as file:
+        problems = [Problem(**problem) for problem in json.loads((file.metadata() or {}).get("problems", "[]"))]
+        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, as the file is no mapping
+    exchanges, gone = load_responses(spec, data).exchanges, {problem.id for problem in problems}
+    return Answers([exchange for exchange in exchanges if exchange.id not in gone], problems), columns
+
+
+def add_target(answers: Answers, columns: dict[str, Tensor], *, labeller: Labeller, progress: Progress) -> Labelled:
+    """The stage `target`: the columns that `load_drafted` found, with log_p and acceptance_prob."""
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-    return columns | labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
+    ours = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
+    return Labelled(columns | ours.columns, ours.broken)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:

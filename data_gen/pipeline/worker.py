@@ -2,10 +2,12 @@
 
 import gc
 import sys
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -16,15 +18,18 @@ from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Answers, Progress
+from data_gen.responses.exchange import Answers, Problem, Progress
+from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
 from lm import FeatureDraft, Pair, Sampling, check_width, feature_draft_of, load_model, load_pair_tokenizer, vocab_size_of
 from lm.features.released import layout_of
-from lm.forwards import check_output_layer
+from lm.forwards import check_numbers, check_output_layer
 from lm.frequencies import refuse_crossing
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
+_WINDOW, _MIN_ROWS, _HOPELESS_SHARE = 32, 8, 0.9
+"""A stage stops once its models failed on this share of the last rows (at least _MIN_ROWS, at most _WINDOW): the cause is not the rows."""
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -37,6 +42,16 @@ class Job:
     stage: Stage
     keeps_responses: bool = False
     """The shards are there, with errors: only prompts without a row are asked again."""
+
+
+def models_of(job: Job) -> tuple[str, ...]:
+    """The models of their own that a worker loads."""
+    return {
+        "together": ("draft", "target") if layout_of(job.pair.draft) is None else ("target",),
+        "respond": ("target",) if job.data.source == "transformers" else (),
+        "draft": ("draft",),
+        "target": ("target",),
+    }[job.stage]
 
 
 class Worker:
@@ -54,18 +69,15 @@ class Worker:
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
         is_own = layout_of(pair.draft) is None
-        names = {
-            "together": ("draft", "target") if is_own else ("target",),
-            "respond": ("target",) if data.source == "transformers" else (),
-            "draft": ("draft",),
-            "target": ("target",),
-        }[job.stage]
-        models = {name: self._load(name) for name in names}
+        models = {name: self._load(name) for name in models_of(job)}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
             check_width(model, vocab_size, name)
+            check_numbers(model, vocab_size, name)
             check_output_layer(model, vocab_size)
         self._models, self._vocab_size = models, vocab_size
+        self._latest: deque[bool] = deque(maxlen=_WINDOW)
+        """Whether the models of this stage failed on each of the latest rows."""
         self._feature_draft = None if is_own or job.stage != "together" else self._load_feature_draft(models["target"])
         self._prepare(data)
 
@@ -124,33 +136,57 @@ class Worker:
         self._prepare(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress) -> None:
-        answers = self._answers(spec, progress)
+        answers, drafted = self._answers(spec, progress)
+        num_known = 0 if isinstance(self.source, TargetInProcess) else len(_errors(answers))
         if self.stage == "respond":
             stages.save_responses(spec, answers, self.data)
-            return
-        progress(len(answers.problems))  # they have no labels to wait for
+        else:
+            progress(len(answers.problems))  # they have no labels to wait for
+            answers = self._label(spec, answers, drafted, progress)
+        self._stop_if_hopeless(answers, num_known)
+
+    def _label(self, spec: ShardSpec, answers: Answers, drafted: dict[str, Tensor], progress: Progress) -> Answers:
+        """Label a shard and write what the stage leaves. Returns the answers with what went wrong here."""
         if self.chains is not None:
-            stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
-            return
+            return stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
         if self.stage == "target":
-            columns = stages.add_target(spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress)
+            labelled = stages.add_target(answers, drafted, labeller=self.labeller, progress=progress)
         else:
             known_columns = {} if answers.states is None else {"target_states": answers.states}
-            columns = stages.label_and_mix(
+            labelled = stages.label_and_mix(
                 spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress, known_columns=known_columns
             )
+        answers, columns = stages.without_broken(spec, answers, labelled, mixes=self.data.mixes)
         if self.stage == "draft":
-            stages.save_drafted(spec, columns, self.data)
-            return
+            stages.save_drafted(spec, answers, columns, self.data)
+            return answers
         stages.write_files(spec, answers, columns=columns, data=self.data)
         stages.forget_stages(spec, self.data)
+        return answers
 
-    def _answers(self, spec: ShardSpec, progress: Progress) -> Answers:
-        """The shard's responses: from the source, or as the stage before saved them."""
+    def _stop_if_hopeless(self, answers: Answers, num_known: int) -> None:
+        """Raise ValueError if the models of this stage failed on nearly all of the latest rows.
+
+        Args:
+            answers: of a shard that is written.
+            num_known: errors among them that were there before these models ran.
+        """
+        errors = _errors(answers)
+        num_failed = len(errors) - num_known
+        self._latest.extend([True] * num_failed + [False] * len(answers.exchanges))
+        num_latest, share = sum(self._latest), max(_HOPELESS_SHARE, self.data.max_error_share)
+        if num_failed and len(self._latest) >= _MIN_ROWS and num_latest >= share * len(self._latest) and share < 1:
+            raise ValueError(
+                f"{num_latest} of the last {len(self._latest)} rows of the stage {self.stage} ended in an error, the last {errors[-1].id}: "
+                f"{errors[-1].reason}; what was written stays, `--retry_errors` tries these rows again"
+            )
+
+    def _answers(self, spec: ShardSpec, progress: Progress) -> tuple[Answers, dict[str, Tensor]]:
+        """The shard's responses, from the source or as the stage before saved them; with the columns that the stage `draft` saved."""
         if self.source is not None:
             source = Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
-            return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress)
-        return stages.load_responses(spec, self.data)
+            return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress), {}
+        return stages.load_drafted(spec, self.data) if self.stage == "target" else (stages.load_responses(spec, self.data), {})
 
     def _load(self, name: str) -> PreTrainedModel:
         """One model, checked against the tokenizer and the lengths that it is to read."""
@@ -176,6 +212,10 @@ class Worker:
                 f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {path} reads at most {limit} positions; "
                 "lower one of the two"
             )
+
+
+def _errors(answers: Answers) -> list[Problem]:
+    return [problem for problem in answers.problems if problem.outcome == "error"]
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

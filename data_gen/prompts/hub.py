@@ -7,7 +7,7 @@ A known set is one entry of `SETS`; nothing else in the project knows its name. 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ SETS = {
 """The path of a prompt source -> the set."""
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Ending of a file -> what `datasets` reads it by; all others are JSONL."""
+_DEFAULT_PART = PromptSource(path="").split
+"""Of a known set its own choice."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or org/name of a set on the hub"
@@ -67,10 +69,21 @@ def set_of(source: PromptSource) -> PromptSet:
     if path.is_dir():
         return PromptSet(source.path, **place)
     if source.path in SETS:
-        return SETS[source.path]
+        return _as_asked(SETS[source.path], source)
     if _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json"):
         return PromptSet(source.path, **place)
     raise FileNotFoundError(f"data.prompts is {source.path!r}, which is neither there nor known; set it to {_FORMS}")
+
+
+def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
+    """A known set with what the user says instead of its defaults.
+
+    A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs to its own part.
+    """
+    found = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
+    if source.split not in (_DEFAULT_PART, known.part):
+        found = replace(found, part=source.split, test_part=None, weights=None)
+    return found if source.test_split is None else replace(found, test_part=source.test_split)
 
 
 def load(place: PromptSet, split: Split) -> list[Prompt]:

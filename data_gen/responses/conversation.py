@@ -81,9 +81,9 @@ def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping
             continue
         request = requests[name]
         result.exchanges.append(Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason))
-        if answer.states is not None:
-            states.append(answer.states)
-    return result._replace(states=torch.cat(states)) if states else result
+        states.append(answer.states)
+    known = [each for each in states if each is not None]  # a response that was kept from an earlier run has none
+    return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

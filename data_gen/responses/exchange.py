@@ -64,4 +64,4 @@ class Answers(NamedTuple):
     exchanges: list[Exchange]
     problems: list[Problem]
     states: Tensor | None = None
-    """[response token, hidden] of all exchanges, one after the other, if the source keeps them."""
+    """[response token, hidden] of all exchanges, one after the other; None unless the source kept those of each."""

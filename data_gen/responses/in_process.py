@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
-from lm.finite import refuse_non_finite
+from lm.finite import REMEDY, non_finite
 from lm.forwards import SHORTER, alike, device_of, logits_of
 from lm.frequencies import frequencies_of
 from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
@@ -91,7 +91,7 @@ class _Batch:
         self._device = device_of(source.model)
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._states: list[list[Tensor]] = [[] for _ in requests]
-        self.answers: dict[int, Response] = {}
+        self.answers: dict[int, Response | Problem] = {}
         self._owners: list[int | None] = []
         """The request that each row answers."""
 
@@ -172,11 +172,16 @@ class _Batch:
         source = self._source
         owners = [index for row in rows if (index := self._owners[row]) is not None]
         logits = logits_of(source.model, hidden, source.vocab_size)
-        refuse_non_finite(logits, "the target", f"while it answered {self._requests[owners[0]].id} and {len(owners) - 1} others")
+        if (broken := non_finite(logits)).any():  # these rows end here, and need some id to feed until they are removed
+            logits = logits.masked_fill(broken.unsqueeze(-1), 0)
         counts = [len(self._tokens[index]) for index in owners]
         drawn = draw(source.sampling.probs(logits), self._chance[owners, counts]).cpu()
         self._newest[rows] = drawn
-        for row, index, token, state in zip(rows, owners, drawn.tolist(), hidden.unbind(), strict=True):
+        for row, index, token, state, is_broken in zip(rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True):
+            if is_broken:
+                self._fail(index)
+                self._owners[row] = None
+                continue
             self._tokens[index].append(token)
             if source.keeps_states:
                 self._states[index].append(state)
@@ -192,10 +197,16 @@ class _Batch:
         )
         self._states[index] = []
 
+    def _fail(self, index: int) -> None:
+        """The request has no response."""
+        reason = f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; {REMEDY}"
+        self.answers[index] = Problem(self._requests[index].id, "error", reason)
+        self._states[index] = []
+
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask), both [batch, longest]; any id will do as padding, since the mask hides it."""
+    """(ids, attention mask), both [batch, longest]; padding is an id of the row itself, as no mask hides an id of NaN."""
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+    ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask

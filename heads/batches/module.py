@@ -1,5 +1,6 @@
 """The LightningDataModule: train, dev and test batches of cached features, or of rows for online features."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from configs.schema import DataConfig, HeadsConfig, PairConfig
+from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from heads.batches.features import FEATURE_SETS, LABELS, Features, FeatureShard, join
@@ -185,13 +186,23 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
 
 
 def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
-    """Raise ValueError unless the data was made with the models and the sampling of this pair."""
+    """Raise ValueError unless the data was made with the models and the sampling of this pair.
+
+    Training on cached features reads no model. So one that lay in a directory where the data was made, and is not on this machine, counts
+    as the one that the manifest holds the hash of, if the directory's name is the same; a warning says so.
+    """
     here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     there = {name: manifest.get(name) for name in here}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        hashes = ("weights",) if "weights" in manifest[name] else ("fingerprint",)
-        keys = hashes if Path(source.path).is_dir() else ("name", "revision")
-        described = describe_model(source, trust_remote_code=pair.trust_remote_code) if Path(source.path).is_dir() else {}
+        hashed = "weights" if "weights" in manifest[name] else "fingerprint"
+        described = _described(source, trust_remote_code=pair.trust_remote_code)
+        if described is None and manifest[name].get(hashed) and manifest[name].get("name") == Path(source.path).name:
+            _say(
+                f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was made with {hashed} "
+                f"{manifest[name][hashed][:12]} of a directory of this name, by {data.dir}/manifest.json"
+            )
+            continue
+        keys = (hashed,) if described else ("name", "revision")
         described = described or {"name": source.path, "revision": source.revision}
         here |= {f"{name} {key}": described[key] for key in keys}
         there |= {f"{name} {key}": manifest[name].get(key) for key in keys}
@@ -201,3 +212,19 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
                 f"{data.dir}/manifest.json: the data was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at "
                 "data of this pair, or make it with `python -m data_gen`"
             )
+
+
+def _described(source: ModelSource, *, trust_remote_code: bool) -> dict[str, Any] | None:
+    """The description of a model that lies in a directory of this machine; None where there is none, or nothing that can be read."""
+    if not Path(source.path).is_dir():
+        return None
+    try:
+        return describe_model(source, trust_remote_code=trust_remote_code)
+    except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
+        return None
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    """Once, where several processes train."""
+    print(text, file=sys.stderr)

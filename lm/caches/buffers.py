@@ -71,7 +71,7 @@ class BufferLayer(DynamicLayer):
 
     def seat(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
         """Write the sequences of another layer over `rows`, their last positions at this layer's last. What stands to the left of a shorter
-        one is finite and not its own: the mask has to hide it.
+        one is 0, and the mask has to hide it; what stood there may be NaN, which no mask hides, as 0 * NaN is NaN.
 
         Args:
             other: of at most as many positions, unless this layer is empty.
@@ -89,6 +89,8 @@ class BufferLayer(DynamicLayer):
             assert self.length == 0, "sequences that are there would have to move"
             self.length = other.length
         end, rows = self.first + self.length, rows.to(self._keys.device)
+        for buffer in (self._keys, self._values):
+            buffer[rows, :, self.first : end - other.length] = 0
         self._keys[rows, :, end - other.length : end], self._values[rows, :, end - other.length : end] = other._view()
         self._view()
 

@@ -14,6 +14,7 @@ from data_gen.responses import conversation, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
 from data_gen.store import features
 from lm import Sampling, cross_entropy, forwards
+from lm.finite import non_finite
 from lm.uniforms import draw, seed_of, uniforms
 
 _label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
@@ -22,9 +23,10 @@ _to_safetensors = features.to_safetensors
 
 def _coin_by_equality(spec, exchanges, **settings):
     """A token counts as the target's wherever Y equals X."""
-    columns = label_and_mix(spec, exchanges, **settings)
-    columns["from_target"] = columns["draft_ids"] == torch.tensor([token for exchange in exchanges for token in exchange.response_ids])
-    return columns
+    labelled = label_and_mix(spec, exchanges, **settings)
+    response_ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids])
+    labelled.columns["from_target"] = labelled.columns["draft_ids"] == response_ids
+    return labelled
 
 
 def _coin_inverted(response_ids, draft_ids, from_target):
@@ -90,9 +92,10 @@ def _padding_seen(rows, device):
     return ids, torch.ones_like(mask)
 
 
-def _uncut_logits(self, model, hidden, whose):
+def _uncut_logits(self, model, hidden):
     """Ids that the tokenizer lacks get probability."""
-    return forwards.logits_of(model, hidden, model.config.vocab_size)
+    logits = forwards.logits_of(model, hidden, model.config.vocab_size)
+    return logits, non_finite(logits)
 
 
 MUTANTS = {

@@ -148,7 +148,8 @@ def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_
     settings = {"sampling": Sampling(), "vocab_size": 20, "batch_size": 2, "chunk_mb": 1, "feature_dtype": torch.float32}
 
     def labelled(target, draft):
-        return Labeller(draft=draft, target=target, **settings).label(exchanges, known, with_hidden=False, progress=lambda count: None)
+        labeller = Labeller(draft=draft, target=target, **settings)
+        return labeller.label(exchanges, known, with_hidden=False, progress=lambda count: None).columns
 
     expected = labelled(model_of(0), model_of(1) if is_with_draft else None)
     target, draft = model_of(0), model_of(1) if is_with_draft else None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
@@ -38,6 +38,16 @@ def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monke
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="CUDA"):
             load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))
+
+
+@pytest.mark.parametrize(("offloaded", "part"), [("lm_head", "output layer"), ("model.embed_tokens", "input embeddings")])
+def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded, part, tmp_path):
+    """accelerate leaves a weight on `meta` and brings it for the module's own forward alone."""
+    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path)
+    modules = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+    source = ModelSource(path=str(tmp_path), device_map={name: "disk" if name == offloaded else "cpu" for name in modules})
+    with pytest.raises(ValueError, match=rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free"):
+        load_model(source)
 
 
 def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_path):

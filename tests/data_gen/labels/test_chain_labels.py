@@ -1,5 +1,7 @@
 """Data of a feature draft: each draft is one that decoding makes, with the labels of its own tokens."""
 
+from copy import deepcopy
+
 import pytest
 import safetensors.torch
 import torch
@@ -98,3 +100,23 @@ def test_no_row_at_all_is_a_shard_of_none():
     drafts = labelled("glide", exchanges=[])
     assert drafts.lengths == []
     assert safetensors.torch.load(drafts_to_safetensors(drafts, "fed"))["hidden"].shape == (0, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_they_are(kind, monkeypatch):
+    """The target's embedding of a token that the first response reads, and nothing of the second, is NaN."""
+    first, second = EXCHANGES[0], Exchange("b", "", [6, 1], [3], "stop")
+    whole = labelled(kind, [first, second])
+    num_drafts, num_tokens = len(first.response_ids), sum(whole.lengths[0])
+    seen = {*second.prompt_ids, *second.response_ids, *whole.columns["draft_ids"][num_tokens:].tolist()}
+    token = next(token for token in first.prompt_ids + first.response_ids[:-1] if token not in seen)
+    broken = deepcopy(target())
+    broken.get_input_embeddings().weight.data[token] = float("nan")
+    monkeypatch.setitem(globals(), "target", lambda: broken)
+    rest = labelled(kind, [first, second])
+    assert list(rest.broken) == [0]
+    assert "logits along the drafts of the response" in rest.broken[0]
+    assert rest.lengths == whole.lengths[1:]
+    for name, values in rest.columns.items():
+        torch.testing.assert_close(values, whole.columns[name][num_tokens:], rtol=0, atol=0)
+        torch.testing.assert_close(rest.rows[name], whole.rows[name][num_drafts:], rtol=0, atol=0)

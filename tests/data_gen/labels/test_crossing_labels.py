@@ -68,7 +68,7 @@ def test_labels_of_a_response_across_the_bound_are_refused():
     def labelled(num_prompt: int, num_new: int) -> dict[str, torch.Tensor]:
         exchanges = [Exchange("a", "", text_of(num_prompt), text_of(num_new), "length")]
         uniform = {"uniform": torch.full((num_new,), 0.5, dtype=torch.float64)}
-        return labeller.label(exchanges, uniform, with_hidden=True, progress=lambda count: None)
+        return labeller.label(exchanges, uniform, with_hidden=True, progress=lambda count: None).columns
 
     assert len(labelled(BOUND - 7, 8)["log_p"]) == len(labelled(BOUND + 1, 8)["log_p"]) == 8
     for num_prompt, num_new in ((BOUND - 7, 9), (BOUND, 2)):

@@ -142,7 +142,9 @@ def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
             batch_size=4,
             chunk_mb=kilobytes,
             feature_dtype=torch.float32,
-        ).label(exchanges, uniform, with_hidden=True, progress=lambda n: None)
+        )
+        .label(exchanges, uniform, with_hidden=True, progress=lambda n: None)
+        .columns
         for kilobytes in (4, 1000)
     ]
     assert max(num_bytes[: len(num_bytes) // 2]) <= 4 * 1024

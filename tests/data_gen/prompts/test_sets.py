@@ -94,6 +94,42 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
         all_of(path=str(write(tmp_path / "set.json")), columns={"prompt": "ask"})
 
 
+def known(monkeypatch, **source: object) -> tuple[dict, dict[str, list[str]]]:
+    """What `datasets` is asked for when a known set is read, and the ids of each split."""
+    asked: dict = {}
+
+    def load_dataset(path, name, *, split, data_files):
+        asked.update(path=path, name=name, split=split)
+        return [{"question": f"{split} q{number}", "ask": f"{split} a{number}", "key": f"{split} {number}"} for number in range(10)]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    ids = {}
+    for split in ("train", "dev", "test"):
+        config = DataConfig(prompts=PromptSource(**source), split_weights=(2, 1, 1), num_train=99, num_dev=99, num_test=99)  # type: ignore[arg-type]
+        try:
+            ids[split] = [prompt.text for prompt in load_prompts(config, split, may_be_fewer=True)]
+        except ValueError:
+            ids[split] = []
+    return asked, ids
+
+
+def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypatch):
+    asked, ids = known(monkeypatch, path="gsm8k")
+    assert asked == {"path": "openai/gsm8k", "name": "main", "split": "test"}
+    assert {name: len(found) for name, found in ids.items()} == {"train": 8, "dev": 2, "test": 10}, "as the set prescribes"
+    asked, ids = known(monkeypatch, path="gsm8k", split="validation", name="socratic", columns={"prompt": "ask", "question": "ask"})
+    assert asked == {"path": "openai/gsm8k", "name": "socratic", "split": "validation"}
+    assert {name: len(found) for name, found in ids.items()} == {"train": 6, "dev": 2, "test": 2}
+    assert all(text.startswith("validation a") for texts in ids.values() for text in texts)
+    assert not set(ids["train"]) & set(ids["test"])
+    _, ids = known(monkeypatch, path="gsm8k", test_split="validation")
+    assert all(text.startswith("validation q") for text in ids["test"])
+    asked, _ = known(monkeypatch, path="humaneval")
+    assert asked["split"] == "test"
+    with pytest.raises(ValueError, match="no column 'absent', which columns names"):
+        load_prompts(DataConfig(prompts=PromptSource(path="alpaca", columns={"prompt": "absent"})), "train")
+
+
 def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
     def load_dataset(path, name, **options):
         raise ConnectionError(f"Couldn't reach {path!r}\non the Hub")

@@ -1,8 +1,10 @@
 """Reading: each response once an epoch, the same order everywhere, resumable, bounded in memory; broken shards refused."""
 
+import json
 import random
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
 
+from configs.schema import Config, ModelSource
+from data_gen.store.identity import describe_model
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
 from heads.training.sweep import Sweep
 from store import shards
 from store.shards import features_path, sidecar_path, write_shard
-from tests.heads.made_up import feature_data, make_config, write_data
+from tests.heads.made_up import ROOT, feature_data, make_config, write_data
 from train import train
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
@@ -181,6 +185,39 @@ def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: 
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         feature_data(make_config(tmp_path / "nowhere", tmp_path))
     assert config.data.dir == str(data_dir)
+
+
+def of_models(data_dir: Path, directory: Path, **models: str) -> Config:
+    """The data as if made with models of other directories."""
+    shutil.copytree(data_dir, directory / "data")
+    manifest = json.loads((data_dir / "manifest.json").read_text())
+    manifest |= {name: describe_model(ModelSource(path=path)) for name, path in models.items()}
+    (directory / "data" / "manifest.json").write_text(json.dumps(manifest))
+    config = make_config(directory / "data", directory)
+    return replace(config, pair=replace(config.pair, **{name: ModelSource(path=path) for name, path in models.items()}))
+
+
+def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(data_dir: Path, tmp_path: Path, capsys):
+    """Training on cached features reads no target: its directory need not be on the machine."""
+    target, other = tmp_path / "models" / "target", ROOT / "checkpoints" / "tiny" / "draft"
+    shutil.copytree(ROOT / "checkpoints" / "tiny" / "target", target)
+    config = of_models(data_dir, tmp_path, target=str(target))
+    feature_data(config)
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(target)
+    feature_data(config)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"warning: the target {target} is not on this machine, so it is not compared" in warning
+    target.mkdir()
+    feature_data(config)
+    assert "warning: the target" in capsys.readouterr().err, "an empty mount point"
+    renamed = replace(config, pair=replace(config.pair, target=ModelSource(path=str(tmp_path / "gone"))))
+    with pytest.raises(ValueError, match=r"made with target name 'target', and this config has '.*gone'"):
+        feature_data(renamed)
+    target.rmdir()
+    shutil.copytree(other, target)
+    with pytest.raises(ValueError, match="made with target weights"):
+        feature_data(config)
 
 
 def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
