@@ -1,17 +1,23 @@
 """Train every head of the grid in one run: `python train.py --config configs/tiny.yaml`. Run again, it goes on from its last checkpoint."""
 
+import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from configs.command import run
 from configs.schema import Config
+from heads.training.cluster import stopped_by_sigusr1
 from heads.training.directory import RunDirectory
 from heads.training.run import build, report
 from heads.training.trainer import make_trainer, quiet
+
+_STOPPED = 128 + signal.SIGTERM
+"""A shell's exit code of a process that SIGTERM has ended."""
 
 
 def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
@@ -21,9 +27,9 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off: start over.
     """
     directory = RunDirectory(Path(config.heads.dir))
-    with directory.alone():
+    with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)
-        start = directory.prepare(config, resume=resume)
+        start = directory.prepare(config, resume=resume, processes=trainer.world_size)
         pl.seed_everything(config.heads.seed, verbose=False)
         sweep, data = build(config, run=start.run, device=trainer.strategy.root_device)
         try:
@@ -31,6 +37,9 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
             trainer.test(sweep, datamodule=data, verbose=False)
         except MisconfigurationException as error:
             raise ValueError(f"trainer: {error}") from error
+        except SIGTERMException as error:  # Lightning's own exit code is 0, as if the run were done
+            print("stopped by a signal; what was written is whole, the same command goes on from there", file=sys.stderr)
+            raise SystemExit(_STOPPED) from error
         return report(sweep, directory) if trainer.is_global_zero else sweep.results
 
 

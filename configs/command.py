@@ -46,6 +46,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
         parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments")
     else:
         parser.add_class_arguments(trainer, "trainer", instantiate=False)
+        parser.set_defaults({"trainer.devices": 1})  # Lightning's own default, auto, takes every GPU of the machine
     return parser
 
 

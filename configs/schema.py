@@ -195,7 +195,7 @@ class HeadsConfig:
     learning_rate: float = 5e-5
     warmup_ratio: float = 0.03
     batch_size: int = 32
-    """Sequences per optimiser step and device."""
+    """Responses per batch, of all processes together: each of n processes takes an n-th part."""
     select: Literal["best", "last"] = "best"
     """Which weights of each head count: those of its best calibrated KL on dev, or the last."""
     checkpoint_every_n_steps: int | None = None
@@ -268,5 +268,5 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of pytorch_lightning.Trainer."""
+    """Arguments of pytorch_lightning.Trainer; devices is 1 where nothing else is said, `auto` takes all."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)

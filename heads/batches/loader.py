@@ -1,7 +1,8 @@
 """Batches of cached features, read ahead of the training step by a thread, resumable in the middle of an epoch.
 
-`state_dict` counts the batches that the consumer has taken, not those read ahead. Lightning saves it in every checkpoint, and announces the
-epoch through `sampler.set_epoch` before it takes the first batch; a resumed loader passes over what was taken, by the order alone, unread.
+`state_dict` counts the batches that the consumer has taken, not those read ahead: the same number in every process.
+Lightning saves it in every checkpoint, and announces the epoch through `sampler.set_epoch` before it takes the first
+batch; a resumed loader passes over what was taken, by the order alone, unread.
 """
 
 from collections import OrderedDict, deque
@@ -69,7 +70,7 @@ class BatchLoader:
         """Args:
         read: makes a batch of some responses; called in a thread.
         lengths: tokens of each response of each shard.
-        batch_size: responses per batch and process.
+        batch_size: responses per batch, of all processes together.
         seed: of the order; None: as stored, every epoch alike, each process its own blocks.
         share: of the processes that read the data together.
         chosen: leave out all other responses; only without a seed.
@@ -84,7 +85,7 @@ class BatchLoader:
     def __len__(self) -> int:
         if self.seed is None:
             return sum(1 for _ in self._order())
-        return num_batches(self.num_items, self.batch_size, self.share.world_size)
+        return num_batches(self.num_items, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning's call before an epoch; the order depends on it."""
@@ -111,7 +112,7 @@ class BatchLoader:
         if self.seed is None:
             turns = in_order(list(map(len, self.lengths)))
             return own_batches(filter(self._is_chosen, turns), self.batch_size, self.share)
-        turns = shuffled(self.lengths, self.share.world_size, seed=self.seed, epoch=self.epoch)
+        turns = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
         return batches(turns, self.batch_size, self.share, first=self._taken)
 
     def _is_chosen(self, turn: Turn) -> bool:

@@ -24,7 +24,7 @@ from store.sums import check_sums
 
 
 class FeatureData(pl.LightningDataModule):
-    """Batches of `heads.batch_size` responses per process, from data.dir; all processes together read each block once an epoch.
+    """Batches of `heads.batch_size` responses from data.dir, of which each process takes its part; each block is read by one of them.
 
     Attributes:
         timings: the feature sets that the sweep reads.

@@ -3,11 +3,13 @@
 Blocks of neighbouring responses are drawn at random into pools. Of each block, a long response stands beside a short one, these pairs are
 shuffled, and the blocks of a pool take turns with a pair each: so batches have about equal numbers of tokens, and no more than a pool is in
 memory, however large the data. The order is a function of (seed, epoch) and of the responses' lengths alone, so it is the same after every
-restart, and for 1, 2, 4, 8 and 16 processes.
+restart, and for any number of processes.
 
 Processes share blocks, so that each block is read by one of them: those of a pool, from the longest to the shortest, go to ranks
-0 1 … n-1 n-1 … 1 0 0 1 …, which gives each rank as many blocks and about as many tokens. A batch of all processes is cut from the order as
-one process would cut it, and each takes what it has of it, at the ends of shards sometimes more or less than its part, or nothing.
+0 1 … n-1 n-1 … 1 0 0 1 …, which gives each of 1, 2, 4, 8 or 16 ranks as many blocks and about as many tokens, and of 3
+a fifth more to the last one than to the others. More processes than a pool has blocks share the pairs of each block as
+well. A batch is cut from the order as one process would cut it, and each process takes what it has of it, at the ends
+of shards sometimes more or less than its part, or nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,23 +40,29 @@ class Item(NamedTuple):
     """From 0, within the block."""
 
 
+class Turn(NamedTuple):
+    """One response, the turn of its block, by which processes share blocks, and its pair's number within the block."""
+
+    turn: int
+    item: Item
+    pair: int = 0
+
+
 class Share(NamedTuple):
     """Which process this is, of how many."""
 
     rank: int = 0
     world_size: int = 1
 
-    def has(self, turn: int) -> bool:
-        """Whether the block of this turn is this process's: ranks go up and down."""
-        place = turn % (2 * self.world_size)
+    def has(self, turn: Turn) -> bool:
+        """Whether a response is this process's: ranks go up and down.
+
+        40 processes and pools of 16 blocks: pairs 0, 3, 6 of the blocks have places 0 … 15, pairs 1, 4, 7 have 16 … 31,
+        pairs 2, 5 have 32 … 47; places 40 … 47 go to ranks 39 … 32.
+        """
+        parts = -(-self.world_size // POOL_SIZE)
+        place = (turn.turn + POOL_SIZE * (turn.pair % parts)) % (2 * self.world_size)
         return self.rank == min(place, 2 * self.world_size - 1 - place)
-
-
-class Turn(NamedTuple):
-    """One response, and the turn of its block, by which processes share blocks."""
-
-    turn: int
-    item: Item
 
 
 def blocks(shard_sizes: Sequence[int]) -> list[Block]:
@@ -69,44 +77,47 @@ def in_order(shard_sizes: Sequence[int]) -> Iterator[Turn]:
     return (Turn(turn, Item(block, p)) for turn, block in enumerate(blocks(shard_sizes)) for p in range(block.stop - block.start))
 
 
-def shuffled(lengths: Sequence[Sequence[int]], world_size: int = 1, *, seed: int, epoch: int) -> Iterator[Turn]:
+def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Turn]:
     """Every response once; `lengths` are the tokens of each response of each shard."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     all_blocks = blocks([len(shard) for shard in lengths])
     order = [all_blocks[i] for i in torch.randperm(len(all_blocks), generator=generator).tolist()]
-    size = -(-POOL_SIZE // world_size) * world_size  # so that processes have equal shares of each pool
-    for start in range(0, len(order), size):
-        pool = {block: lengths[block.shard][block.start : block.stop] for block in order[start : start + size]}
+    for start in range(0, len(order), POOL_SIZE):
+        pool = {block: lengths[block.shard][block.start : block.stop] for block in order[start : start + POOL_SIZE]}
         by_tokens = sorted(pool, key=lambda block: -sum(pool[block]))
         pairs = [_pairs(block, pool[block], generator) for block in by_tokens]
         for number in range(max(map(len, pairs))):
-            yield from (Turn(turn, item) for turn, own in enumerate(pairs) for item in (own[number] if number < len(own) else []))
+            turns = [turn for turn, own in enumerate(pairs) if number < len(own)]
+            yield from (Turn(turn, item, number) for turn in turns for item in pairs[turn][number])
 
 
 def batches(turns: Iterator[Turn], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
-    """Training: this process's part of each batch of `size` responses per process; the last batch may be smaller.
+    """Training: this process's part of each batch of `size` responses of all processes together; the last batch may be smaller.
 
     Args:
         first: batches to pass over, after a restart.
     """
-    for number, batch in enumerate(_chunks(turns, size * share.world_size)):
+    for number, batch in enumerate(_chunks(turns, size)):
         if number >= first:
-            yield [item for turn, item in batch if share.has(turn)]
+            yield [turn.item for turn in batch if share.has(turn)]
 
 
 def own_batches(turns: Iterator[Turn], size: int, share: Share) -> Iterator[list[Item]]:
-    """Evaluation: batches of this process's blocks alone; an empty one if it has none, since every process has to take part."""
+    """Evaluation: batches of this process's blocks alone, of its part of `size` responses each.
+
+    A process that has no block has an empty batch, since every process has to take part.
+    """
     found = False
-    for batch in _chunks((turn for turn in turns if share.has(turn.turn)), size):
+    for batch in _chunks(filter(share.has, turns), max(1, size // share.world_size)):
         found = True
-        yield [item for _, item in batch]
+        yield [turn.item for turn in batch]
     if not found:
         yield []
 
 
-def num_batches(num_items: int, size: int, world_size: int = 1) -> int:
+def num_batches(num_items: int, size: int) -> int:
     """How many batches an epoch of training has."""
-    return -(-num_items // (size * world_size))
+    return -(-num_items // size)
 
 
 def _pairs(block: Block, lengths: Sequence[int], generator: torch.Generator) -> list[list[Item]]:

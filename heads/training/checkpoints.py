@@ -16,6 +16,7 @@ import torch
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
+from heads.training.lightning_private import is_validation_due, is_within_step
 from store.shards import atomic_file
 
 _LEAST_GAP_S = 30.0
@@ -43,7 +44,7 @@ class StepCheckpoint(ModelCheckpoint):
     """A checkpoint every so many steps, except where a validation follows."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if not _is_validation_due(trainer):
+        if not is_validation_due(trainer):
             super().on_train_batch_end(trainer, *args)
 
 
@@ -56,7 +57,7 @@ class EpochCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready == progress.processed and not _is_validation_due(trainer):
+        if progress.ready == progress.processed and not is_validation_due(trainer):
             super().on_exception(trainer, pl_module, exception)
 
 
@@ -69,7 +70,7 @@ class TimedCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         is_asked = trainer.world_size == 1 or trainer.global_step % _STEPS_BETWEEN_QUESTIONS == 0
-        if not is_asked or trainer.fit_loop._should_accumulate() or _is_validation_due(trainer):
+        if not is_asked or is_within_step(trainer) or is_validation_due(trainer):
             return
         if not trainer.strategy.broadcast(time.monotonic() >= self._due):
             return
@@ -77,12 +78,6 @@ class TimedCheckpoint(Checkpoint):
         trainer.save_checkpoint(self.path)
         now = time.monotonic()
         self._due = now + max(_LEAST_GAP_S, _TIMES_WRITING * (now - started))
-
-
-def _is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether one follows the newest step, or followed it: a run that goes on from a checkpoint between the two never makes it up."""
-    loop = trainer.fit_loop
-    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def check_whole(path: Path) -> None:

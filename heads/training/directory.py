@@ -1,6 +1,6 @@
 """heads.dir: which run stands there, and how the next one begins.
 
-heads.dir/run.json            name of the run, resolved config, versions, command line
+heads.dir/run.json            name of the run, resolved config, number of processes, versions, command line
 heads.dir/last.ckpt           the newest checkpoint, with the name of its run; also after each validation, on SIGTERM and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
@@ -24,6 +24,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import Config, ModelSource, PairConfig
 from heads.training.checkpoints import check_whole, run_of
+from heads.training.cluster import report_requeue_checkpoints
 from store.json_files import read_json
 from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
@@ -33,9 +34,9 @@ _FREE_TO_CHANGE = {
     "data": {"batch_size", "chunk_mb", "engine", "ray"},
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {"logger", "callbacks", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
-    | {"log_every_n_steps", "profiler", "barebones"},
+    | {"log_every_n_steps", "profiler", "barebones", "devices", "num_nodes"},
 }
-"""Keys in which a resumed run may differ: they change its weights in the rounding at most."""
+"""Keys in which a resumed run may differ: they change its weights in the rounding at most. Processes are compared by their number."""
 
 
 class Start(NamedTuple):
@@ -67,25 +68,33 @@ class RunDirectory:
         """The lock of heads.dir; of several processes of one run the first holds it for all."""
         return only_writer(self.path, setting="heads.dir") if _is_first() else nullcontext()
 
-    def prepare(self, config: Config, *, resume: bool) -> Start:
+    def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> Start:
         """Settle whether there is a checkpoint to go on from, and write run.json.
 
         Of several processes of one run the first writes; the others come to the same decision from what they read.
 
+        Args:
+            config: the experiment.
+            resume: go on from a checkpoint that is there.
+            processes: how many there are of this run.
+
         Raises:
-            ValueError: there is a checkpoint of another config, or a broken one.
+            ValueError: there is a checkpoint of another config, a broken one, or one of another number of processes
+                that this number would not go on from alike.
         """
         described = json.loads(json.dumps(describe(config)))
         there = self.read() if resume else {}
         saved = self._saved() if resume else None
         if there and saved is not None:
             _refuse_difference(there, described, path=self.path)
+            _refuse_processes(there.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
         goes_on = saved is not None and (not there or there.get("run") == saved.run)
         run = saved.run if saved is not None and goes_on else there.get("run") or uuid.uuid4().hex
         if _is_first():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
-            write_atomic(self.path / "run.json", (json.dumps({"run": run, **described}, indent=1) + "\n").encode())
+            write_atomic(self.path / "run.json", (json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n").encode())
+            report_requeue_checkpoints(self.path)
         return Start(run, str(self.checkpoint) if goes_on else None)
 
     def read(self) -> dict[str, Any]:
@@ -133,6 +142,21 @@ def _refuse_difference(there: dict[str, Any], here: dict[str, Any], *, path: Pat
                     f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says {new.get(key)!r}; choose another "
                     "heads.dir, delete that one, or pass --resume false to start over in it"
                 )
+
+
+def _refuse_processes(there: int | None, here: int, *, dropout: float, path: Path) -> None:
+    """Raise ValueError unless a run of `there` processes ends, on `here`, in the same steps and up to rounding weights."""
+    remedy = "pass --resume false to start over in it"
+    if there is None:
+        raise ValueError(
+            f"{path} holds a run from before heads.batch_size was that of all processes together; {remedy} or, if it ran in "
+            'one process, add "processes": 1 to its run.json'
+        )
+    if there != here and dropout:
+        raise ValueError(
+            f"{path} holds a run of {there} processes, this one has {here}, and with heads.dropout {dropout:g} what a step "
+            f"drops depends on their number; set trainer.devices and trainer.num_nodes to {there} in all, or {remedy}"
+        )
 
 
 _MODEL = ModelSource(path="")

@@ -3,7 +3,7 @@
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
 Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator depends on the labels alone; across processes it is averaged
-(`heads.training.sweep`), so that two processes with half a batch each take the same step as one process with the whole.
+(`mean_over_processes`), so that two processes with half a batch each take the same step as one process with the whole.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,15 @@ def loss_mass(
     """sum_i [w_acc P_i + w_rej (1 - P_i)] of each head: the denominator."""
     accepted = acceptance_prob.sum()
     return accept_weight * accepted + reject_weight * (acceptance_prob.numel() - accepted)
+
+
+def mean_over_processes(values: Tensor) -> Tensor:
+    """`values`, averaged over the processes of the run: of denominators, so that averaged gradients are those of the batch."""
+    if not torch.distributed.is_initialized():
+        return values
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
 
 
 class Targets(NamedTuple):

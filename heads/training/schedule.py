@@ -24,3 +24,14 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
+    """One line: how many processes share each batch, and how many steps the whole run takes."""
+    processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    shared = f", {batch_size // processes:,} each" if processes > 1 else ""
+    of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
+    return (
+        f"training in {processes:,} process{'es' if processes > 1 else ''}, a batch of {batch_size:,} responses in all{shared}, "
+        f"{num_optimizer_steps(trainer):,} steps{of_batches}"
+    )

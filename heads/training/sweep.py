@@ -6,6 +6,7 @@ beside the current ones, as if every head had been a run of its own with its own
 """
 
 import copy
+import sys
 from typing import Any
 
 import pytorch_lightning as pl
@@ -24,8 +25,9 @@ from heads.measures.running import LogitHistogram
 from heads.measures.scores import auroc, measures
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
-from heads.training.loss import Targets
-from heads.training.schedule import num_optimizer_steps
+from heads.training.lightning_private import is_within_step
+from heads.training.loss import Targets, mean_over_processes
+from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
 
 
@@ -87,13 +89,13 @@ class Sweep(pl.LightningModule):
         for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
-            targets = targets._replace(mass=self._mean_over_processes(targets.mass))
+            targets = targets._replace(mass=mean_over_processes(targets.mass))
             dropout = stack.dropout(self.config.dropout, self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
         if names := [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss.detach()).tolist(), strict=True) if not ok]:
             raise ValueError(f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate")
-        self.log("train/loss", loss.detach().mean(), prog_bar=True)
+        self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -162,14 +164,17 @@ class Sweep(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
-        if self._trainer is not None and self.trainer.fit_loop._should_accumulate():  # in the middle of an accumulated step
-            checkpoint["partial_grads"] = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        if self._trainer is not None and is_within_step(self.trainer):
+            grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+            checkpoint["partial_grads"] = {name: mean_over_processes(grad) for name, grad in grads.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = checkpoint["history"]
         self._partial_grads = checkpoint.get("partial_grads", {})
 
     def on_train_start(self) -> None:
+        if self.trainer.is_global_zero:
+            print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
         for name, parameter in self.named_parameters():
             if name in self._partial_grads:
                 parameter.grad = self._partial_grads[name].to(parameter)  # Lightning resumes in the middle of an accumulated step
@@ -223,13 +228,6 @@ class Sweep(pl.LightningModule):
         for better, (key, stack) in zip(is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
                 best.copy_(torch.where(_per_head(better, now), now, best))
-
-    def _mean_over_processes(self, mass: Tensor) -> Tensor:
-        """The loss's denominator, averaged over processes: their averaged gradient is then that of the whole batch."""
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(mass)
-            mass = mass / self.trainer.world_size
-        return mass
 
     def _stack(self, shape: Shape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)

@@ -11,6 +11,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
 from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
+from heads.training.cluster import environments
+from heads.training.lightning_private import ignore_requeue_checkpoints
 
 PAPER_EPOCHS = 3
 
@@ -19,7 +21,8 @@ def make_trainer(config: Config) -> pl.Trainer:
     """The Trainer of a config.
 
     Raises:
-        ValueError: what Lightning refuses (no such device, arguments that exclude each other), and weights in half precision.
+        ValueError: what Lightning refuses (no such device, arguments that exclude each other), weights in half
+            precision, and a batch that its processes cannot share equally.
     """
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
@@ -28,13 +31,20 @@ def make_trainer(config: Config) -> pl.Trainer:
             f"{str(precision).replace('true', 'mixed')}"
         )
     try:
-        return pl.Trainer(**trainer_arguments(config))
+        trainer = pl.Trainer(**trainer_arguments(config))
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
+    if config.heads.batch_size % trainer.world_size:
+        raise ValueError(
+            f"heads.batch_size is {config.heads.batch_size} and {trainer.world_size} processes (trainer.devices x "
+            f"trainer.num_nodes) share each batch; make it a multiple of {trainer.world_size}, or train on fewer devices"
+        )
+    ignore_requeue_checkpoints(trainer)
+    return trainer
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
-    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), loggers, checkpoints."""
+    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), one device, loggers, checkpoints."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
     if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
         arguments["max_epochs"] = PAPER_EPOCHS
@@ -44,8 +54,9 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
     arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *(_checkpoints(config.heads) if has_checkpoints else [])]
     plugins = _listed(arguments.get("plugins"))
-    arguments["plugins"] = plugins if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [*plugins, WholeCheckpoints()]
-    return {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)} | arguments
+    files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
+    arguments["plugins"] = [*plugins, *files, *environments(plugins)]
+    return {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)} | arguments
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:

@@ -20,6 +20,16 @@ from train import train
 
 HIDDEN = 16
 ROOT = Path(__file__).parents[2]
+SLURM = {
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+"""What srun sets for a job of one task."""
 
 
 def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
@@ -103,9 +113,9 @@ def command(config: Config, folder: Path) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), "--config", str(write_yaml(config, folder))]
 
 
-def environment() -> dict[str, str]:
-    """Of a process that runs `command`."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def environment(*folders: Path) -> dict[str, str]:
+    """Of a process that runs `command`, and finds modules in some folders as well."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "heads", *folders)))}
 
 
 def train_by_command(config, folder: Path, *flags: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def numbers(items: object) -> list[tuple[int, int]]:
     return [(item.block.shard, item.block.start + item.place) for item in items]  # type: ignore[attr-defined]
 
 
-def order(world_size: int = 1, epoch: int = 0) -> list[tuple[int, int]]:
-    return numbers(turn.item for turn in shuffled(LENGTHS, world_size, seed=5, epoch=epoch))
+def order(epoch: int = 0) -> list[tuple[int, int]]:
+    return numbers(turn.item for turn in shuffled(LENGTHS, seed=5, epoch=epoch))
 
 
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own():
@@ -54,20 +54,22 @@ def test_batches_have_about_equal_numbers_of_tokens():
     assert spread(order()) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_processes_cut_the_very_batches_of_one_and_each_block_goes_to_one_of_them(world_size: int):
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(1, 96), (2, 96), (3, 96), (4, 96), (6, 96), (8, 96), (16, 96), (24, 96), (32, 96), (40, 80)]
+)
+def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(world_size: int, size: int):
     def turns():
-        return shuffled(LENGTHS, world_size, seed=5, epoch=0)
+        return shuffled(LENGTHS, seed=5, epoch=0)
 
-    shares = [[numbers(batch) for batch in batches(turns(), 8, Share(rank, world_size))] for rank in range(world_size)]
-    assert {len(share) for share in shares} == {num_batches(len(EVERY), 8, world_size)}
-    whole = [numbers(batch) for batch in batches(turns(), 8 * world_size, Share())]
+    shares = [[numbers(batch) for batch in batches(turns(), size, Share(rank, world_size))] for rank in range(world_size)]
+    assert {len(share) for share in shares} == {num_batches(len(EVERY), size)}
+    whole = [numbers(batch) for batch in batches(turns(), size, Share())]
     for step, batch in zip(zip(*shares, strict=True), whole, strict=True):
         assert sorted(number for share in step for number in share) == sorted(batch)
     readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
-    assert sum(map(len, readers)) == len(set.union(*readers))
-    assert all(len(share[0]) == 8 for share in shares), "while blocks are full each process has its part"
-    assert world_size == 3 or order(world_size) == order()
+    assert world_size > 16 or sum(map(len, readers)) == len(set.union(*readers))
+    parts = [len(share[0]) * world_size / size for share in shares]
+    assert max(parts) <= (1 if world_size in (1, 2, 4, 8) else 1.5), "while blocks are full each has its part, or about that"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 60])

@@ -14,7 +14,7 @@ import torch
 from heads.command import export
 from heads.training import checkpoints
 from heads.training.checkpoints import WholeCheckpoints
-from tests.heads.made_up import ROOT, command, environment, make_config, train_by_command
+from tests.heads.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
 from train import train
 
 EPOCHS = 40
@@ -35,28 +35,42 @@ def whole(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return exported(config)
 
 
-def interrupt(config, folder: Path, kind: signal.Signals) -> int:
+def interrupt(config, folder: Path, kind: signal.Signals, variables: dict[str, str]) -> int:
     """Send a signal to a real `python train.py` at a random moment after its first checkpoint; the step it had saved last."""
     checkpoint = Path(config.heads.dir, "last.ckpt")
-    run = subprocess.Popen(command(config, folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    run = subprocess.Popen(
+        command(config, folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment() | variables
+    )
     deadline = time.monotonic() + 120
     while not checkpoint.is_file() and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.3))
     run.send_signal(kind)
-    run.wait(timeout=120)
+    assert run.wait(timeout=120) == (-signal.SIGKILL if kind == signal.SIGKILL else 128 + signal.SIGTERM)
     return int(torch.load(checkpoint, weights_only=True)["global_step"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "every"), [(signal.SIGTERM, 100_000), (signal.SIGKILL, 5)])
-def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(data_dir: Path, tmp_path: Path, whole, kind, every: int):
-    """320 steps. SIGTERM leaves a checkpoint of its own; after SIGKILL the last one that was due is gone on from."""
+@pytest.mark.parametrize(
+    ("kind", "every", "variables"),
+    [(signal.SIGTERM, 100_000, {}), (signal.SIGKILL, 5, {}), (signal.SIGUSR1, 100_000, SLURM), (signal.SIGTERM, 100_000, SLURM)],
+    ids=["SIGTERM", "SIGKILL", "SIGUSR1 under SLURM", "SIGTERM under SLURM"],
+)
+def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole, kind, every: int, variables: dict[str, str]
+):
+    """320 steps. SIGTERM, and SIGUSR1, leave a checkpoint of their own; after SIGKILL the last one that was due is gone on from.
+
+    Under SLURM the same command is the requeued job.
+    """
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": EPOCHS}, checkpoint_every_n_steps=every)
-    step = interrupt(config, tmp_path, kind)
+    step = interrupt(config, tmp_path, kind, variables)
     assert 0 < step < 8 * EPOCHS, f"the signal came outside the run, at step {step}"
     train_by_command(config, tmp_path)
     assert exported(config) == whole
+    assert not list(tmp_path.rglob("hpc_ckpt*"))
 
 
 @pytest.mark.parametrize("trainer", [{}, {"val_check_interval": 3}])
@@ -113,7 +127,7 @@ def test_checkpoints_take_a_twentieth_of_the_time_and_come_every_half_minute_at_
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     monkeypatch.setattr(trainer, "save_checkpoint", save)
-    monkeypatch.setattr(trainer.fit_loop, "_should_accumulate", lambda: now[0] == 30)
+    monkeypatch.setattr(checkpoints, "is_within_step", lambda trainer: now[0] == 30)
     callback = checkpoints.TimedCheckpoint(tmp_path / "last.ckpt")
     while now[0] < 160:
         callback.on_train_batch_end(trainer)

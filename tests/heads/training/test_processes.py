@@ -1,0 +1,168 @@
+"""How many processes train decides how fast a run is, and not what it is: batches, steps and schedule are those of one process."""
+
+import csv
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from configs.command import config_of, parser_for
+from configs.schema import Config
+from heads.training.directory import RunDirectory
+from heads.training.run import build
+from heads.training.schedule import num_optimizer_steps, training_plan
+from heads.training.trainer import make_trainer, trainer_arguments
+from tests.heads.made_up import ROOT, command, environment, make_config, train_by_command
+from train import train
+
+YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+class KeepsMiddle(pl.Callback):
+    """Copies the checkpoint of the first validation, which comes within an accumulated step, to middle.ckpt."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero and (self.folder / "last.ckpt").is_file() and not (self.folder / "middle.ckpt").is_file():
+            shutil.copy(self.folder / "last.ckpt", self.folder / "middle.ckpt")
+
+
+class StopAfterFive(pl.Callback):
+    """Ctrl-C after five batches."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            raise KeyboardInterrupt
+
+
+def saved(run_dir: Path, name: str = "last.ckpt") -> dict[str, Any]:
+    return torch.load(run_dir / name, weights_only=True)
+
+
+def run(config: Config, folder: Path) -> str:
+    """Train in a process of its own, which starts the others; what it says on stderr."""
+    return subprocess.run(
+        command(config, folder), cwd=ROOT, check=True, capture_output=True, text=True, env=environment(Path(__file__).parent)
+    ).stderr
+
+
+def by_name(callback: type[pl.Callback], **arguments: str) -> dict[str, Any]:
+    """A callback, as a YAML names it."""
+    return {"class_path": f"{callback.__module__}.{callback.__name__}", "init_args": arguments}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8, "2"])
+def test_the_schedule_is_that_of_one_process(data_dir: Path, tmp_path: Path, devices: int | str):
+    """64 responses in batches of 8, twice."""
+    config = make_config(data_dir, tmp_path, trainer={"devices": devices})
+    trainer = make_trainer(config)
+    trainer.datamodule = data = build(config)[1]
+    data.trainer = trainer
+    assert num_optimizer_steps(trainer) == 16
+    line = training_plan(trainer, config.heads.batch_size)
+    if int(devices) == 1:
+        assert line == "training in 1 process, a batch of 8 responses in all, 16 steps"
+    else:
+        assert line == f"training in {devices} processes, a batch of 8 responses in all, {8 // int(devices)} each, 16 steps"
+
+
+def test_a_batch_that_processes_cannot_share_equally_is_refused(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        train_by_command(make_config(data_dir, tmp_path / "run"), tmp_path, "--trainer.devices", "3")
+    assert "error: heads.batch_size is 8 and 3 processes (trainer.devices x trainer.num_nodes)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"heads.batch_size is 8 and 6 processes .*make it a multiple of 6"):
+        make_trainer(make_config(data_dir, tmp_path, trainer={"devices": 3, "num_nodes": 2, "strategy": "ddp"}))
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_an_experiment_takes_one_device_unless_it_says_more(path: Path):
+    parser = parser_for(train, trainer=pl.Trainer)
+    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    assert trainer_arguments(config)["devices"] == 1
+    assert trainer_arguments(replace(config, trainer={}))["devices"] == 1
+    config = config_of(parser, parser.parse_args(["--config", str(path), "--trainer.devices", "auto"]))
+    assert trainer_arguments(config)["devices"] == "auto"
+
+
+def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_on_it(data_dir: Path, tmp_path: Path):
+    """With `auto`, too: it is the number that is recorded. Config and folder are those of a run; its checkpoint is there."""
+    for rate in (0.0, 0.1):
+        config = make_config(data_dir, tmp_path / str(rate), trainer={"max_epochs": 1, "devices": "auto"}, dropout=rate)
+        train(config)
+        directory = RunDirectory(tmp_path / str(rate))
+        assert directory.read()["processes"] == 1
+        assert directory.prepare(config, resume=True, processes=1).checkpoint
+        if rate:
+            with pytest.raises(ValueError, match=r"a run of 1 processes, this one has 8, and with heads.dropout 0.1 .*--resume false"):
+                directory.prepare(config, resume=True, processes=8)
+            assert directory.read()["processes"] == 1, "what was refused has written nothing"
+        else:
+            eight = replace(config, trainer=config.trainer | {"devices": 8, "num_nodes": 1})
+            assert directory.prepare(eight, resume=True, processes=8).checkpoint
+            assert directory.read()["processes"] == 8
+
+
+def test_a_run_whose_batch_was_that_of_each_process_is_not_gone_on_from(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path, trainer={"max_epochs": 1})
+    train(config)
+    directory = RunDirectory(tmp_path)
+    written = directory.read()
+    del written["processes"]
+    (tmp_path / "run.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"from before heads.batch_size was that of all processes .*\"processes\": 1"):
+        directory.prepare(config, resume=True)
+    assert directory.prepare(config, resume=False).checkpoint is None
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_in_two_and_ends_in_the_steps_of_one(data_dir: Path, tmp_path: Path):
+    """gloo; stopped after five of 24 batches. Losses that are logged are those of whole batches."""
+    trainer = {"max_epochs": 3, "logger": True, "log_every_n_steps": 1}
+    whole = make_config(data_dir, tmp_path / "whole", trainer=trainer, learning_rate=1e-3)
+    train(whole)
+    broken = make_config(data_dir, tmp_path / "broken", trainer=trainer, learning_rate=1e-3)
+    with pytest.raises(SystemExit):
+        train_by_command(replace(broken, trainer=broken.trainer | {"callbacks": [by_name(StopAfterFive)]}), tmp_path)
+    assert saved(tmp_path / "broken")["global_step"] == 5
+    said = run(replace(broken, trainer=broken.trainer | {"devices": 2}), tmp_path)
+    assert "training in 2 processes, a batch of 8 responses in all, 4 each, 24 steps" in said
+    expected, found = saved(tmp_path / "whole"), saved(tmp_path / "broken")
+    assert (found["global_step"], found["epoch"]) == (expected["global_step"], expected["epoch"]) == (24, 2)
+    assert found["lr_schedulers"] == expected["lr_schedulers"]
+    for name, value in expected["state_dict"].items():
+        if name.startswith("stacks"):
+            torch.testing.assert_close(found["state_dict"][name], value, atol=2e-4, rtol=1e-3)
+    one, two = (losses(tmp_path / name / "logs" / "csv") for name in ("whole", "broken"))
+    assert list(one) == list(range(24))
+    assert sorted(two) == [step for step in one if step != 4], "the Ctrl-C came before that was logged"
+    assert two == pytest.approx({step: one[step] for step in two}, rel=1e-3)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> train/loss, over all versions of a CSV log."""
+    rows = [row for path in folder.glob("*/metrics.csv") for row in csv.DictReader(path.open())]
+    return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_within_an_accumulated_step_has_the_gradients_of_all_processes(data_dir: Path, tmp_path: Path):
+    """Three batches to a step, a validation and with it a checkpoint after the fourth: the gradients of one batch are held."""
+    grads = []
+    for devices in (1, 2):
+        folder = tmp_path / str(devices)
+        callbacks = [by_name(KeepsMiddle, folder=str(folder))]
+        trainer = {"max_epochs": 1, "accumulate_grad_batches": 3, "val_check_interval": 4, "callbacks": callbacks, "devices": devices}
+        config = make_config(data_dir, folder, trainer=trainer, learning_rate=1e-5, checkpoint_every_n_steps=1000)
+        run(config, tmp_path)
+        grads.append(saved(folder, "middle.ckpt")["partial_grads"])
+    assert max(float(grad.abs().max()) for grad in grads[0].values()) > 1e-3
+    for name, expected in grads[0].items():
+        torch.testing.assert_close(grads[1][name], expected, atol=1e-5, rtol=1e-3)
