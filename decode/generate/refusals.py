@@ -18,6 +18,7 @@ from transformers.generation import (
 from decode.policies.base import Policy
 from heads.model.fits import check_fits, description_of
 from lm import FeatureDraft
+from lm.models.probe import is_written
 
 _PREPARED = frozenset({"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"})
 """Keywords that `generate` prepares by itself; each is checked where a user's own would matter."""
@@ -81,7 +82,7 @@ def _is_counting(positions: Tensor) -> bool:
 
 def _is_own(cache: Any) -> bool:
     """Was the cache handed in? `generate` marks such a one; one that holds tokens is nobody else's either."""
-    return getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0
+    return getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
 
 
 def _described(value: Any) -> str:

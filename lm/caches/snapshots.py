@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicLayer
 from lm.caches.buffers import BufferLayer
 
 _MOST = 48
-"""Copies kept: more than any draft has tokens. Going further back than the oldest is going back to the start."""
+"""Copies kept: more than any draft has tokens. The first two, of nothing and of the prompt, stay: going further back than the others is
+going back to the prompt, which is then fed as it was.
+"""
 
 
 class _Copy(NamedTuple):
@@ -39,7 +41,9 @@ class Snapshots:
 
     def take(self, length: int) -> None:
         """Remember the cache as it is, with `length` tokens in it."""
-        self._copies = [*self._copies[1 - _MOST :], _Copy(length, [_state_of(layer) for layer in self._layers])]
+        if len(self._copies) == _MOST:
+            del self._copies[2]
+        self._copies.append(_Copy(length, [_state_of(layer) for layer in self._layers]))
 
     def restore(self, length: int) -> int | None:
         """Go back to the last copy of at most `length` tokens: how many it has, or None if there is no such copy."""

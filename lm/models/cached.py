@@ -68,7 +68,7 @@ class CachedModel:
         self._length = 0
         self._is_plain = False
         self.is_stepwise = False
-        """Feed one token at a time after the prompt: what some recurrent layers ask for."""
+        """Feed one token at a time after the prompt, as `generate` does: what some recurrent layers ask for."""
         self.reset()
         check_cache(self)
 
@@ -198,13 +198,18 @@ class CachedModel:
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
-        if self.is_stepwise and self._length > 0:
+        if self.is_stepwise and len(fed) > 1:
             return self._forward_stepwise(fed, num_rows)
         ids = self._one.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
         return self._logits(ids, num_rows)
 
     def _forward_stepwise(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        steps = [(self._logits(self._one.fill_(token), 1), self.hidden) for token in fed][-num_rows:]
+        """A prompt at once, as `generate` feeds it, and what is drafted after it one by one."""
+        num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
+        first = torch.tensor([fed[:num_first]], device=self._device)
+        steps = [(self._logits(first, 1), self.hidden)]
+        steps += [(self._logits(self._one.fill_(token), 1), self.hidden) for token in fed[num_first:]]
+        steps = steps[-num_rows:]
         self.hidden = None if self.hidden is None else torch.cat([hidden for _, hidden in steps if hidden is not None])
         return torch.cat([logits for logits, _ in steps])
 

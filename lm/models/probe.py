@@ -1,24 +1,51 @@
-"""Whether a model's cache can be trusted: tried once per model, with a few tokens, before the first sequence.
+"""Whether a model's cache can be trusted: tried once per model, with one text, before the first sequence.
 
-transformers has models whose forward takes a cache and ignores it (RWKV), or another cache than the common one (xLSTM, Reformer). Their
-output would be wrong without a word. So a prefix, tokens after it, and other tokens after a roll-back are fed through the cache, and the
-logits are held against those of a forward without one. Only a difference far beyond rounding refuses a model.
+transformers has models whose forward takes a cache and ignores it (RWKV), or another cache than the common one (xLSTM, Reformer), and
+models whose forward of several tokens is not the forwards of each of them (Mamba, Zamba2, a choice among keys that tie). Their output would
+be wrong without a word. So a text is fed through the cache as decoding feeds it (a prompt, single tokens, drafts of 20, roll-backs), and
+the logits of every row are held against those of one forward without a cache.
+
+An error is the largest difference of a row's logits, as a share of their standard deviation over the vocabulary. In float32 and float64 no
+row may show more than rounding: a float64 model's float32 parts leave 5e-5, and Zamba2's two forwards, which clamp their time steps
+differently, part by 5e-4 to 4e-2. In half precision, where many a row chooses another expert of a mixture, the median row of each feed must
+show less than a wrong cache leaves (0.3 and more); a model that keeps states, which recover from a wrong feed, may have no row that does.
+
+A text of 150 tokens does not show everything: where a config says that keys are chosen in a way that ties, the model is refused by it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
-from typing import Any, Protocol, runtime_checkable
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionary()
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
-_FEEDS = ((3, 3, 1), (3, 4, 1), (3, 6, 2), (5, 8, 3))
-"""(length to roll back to, length to feed up to, rows to look at), one after the other."""
-_TOKENS = (1, 2, 3, 1, 3, 2, 2, 1)
+_LENGTH = 150
+"""Tokens of the text, where the model's context has room for them."""
+_FEEDS = ((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43), (43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104))
+"""(length to roll back to, length to feed up to), one after the other; what is rolled back was wrong. The rest of the text comes last: at
+once, or one by one into a model that keeps states, whose steps and longer feeds are two different computations.
+"""
+_STEPWISE_LENGTH = 64
+"""Tokens of the text that are fed again, one at a time, where longer feeds are wrong."""
+_FULL_PRECISION = (torch.float32, torch.float64)
+_MOST_ROUNDING = 2e-4
+_MOST_TF32_ROUNDING = 2e-2
+_MOST_IN_HALF_PRECISION = 0.2
+"""The most error that the median row of a feed may have."""
+_MANY_ROWS = 5
+"""A feed of fewer rows has no median of its own: it is one of the short ones."""
+_WRONG = 0.5
+"""A cache that is wrong changes logits by their whole spread."""
+_MANY_HEADS = 16
+"""An indexer of h heads scores a key exactly 0 with a probability of 2^-h: from so many on, no two keys of a row tie."""
 
 
 @runtime_checkable
@@ -34,65 +61,182 @@ class _Cached(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def max_length(self) -> float: ...
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor: ...
     def roll_back(self, length: int) -> None: ...
+    def reserve(self, length: int) -> None: ...
     def reset(self) -> None: ...
+
+
+class _Feed(NamedTuple):
+    """One forward of the text."""
+
+    start: int
+    """Length to roll back to."""
+    end: int
+    """Length to feed up to."""
+    num_right: int
+    """The first tokens that stay: the others are wrong, and rolled back by the next feed."""
 
 
 def check_cache(cached: _Cached) -> None:
     """Raise ValueError unless forwards through the cache give what forwards without one do; a model that passed is not tried again.
 
-    Some recurrent layers go on from their state with one token only: where several fail and one at a time does not, `is_stepwise` is set.
+    Where feeds of several tokens fail, and a prompt followed by single tokens gives what transformers' own cache gives, `is_stepwise` is
+    set.
     """
     model, passed = cached.model, _PASSED.setdefault(cached.model, {})
     if type(cached) not in passed:
         if model.config.is_encoder_decoder:
             raise _refusal(cached, "it is an encoder-decoder")
-        error = _tried(cached)
-        if not any(map(_is_written, cached._cache.layers)):
-            raise _refusal(cached, "its forward ignores the cache")
-        # half precision may choose another expert of a mixture; a cache that is wrong changes logits by their whole spread
-        most = 1e-2 if model.dtype in (torch.float32, torch.float64) else 0.5
-        if error > most:
-            cached.is_stepwise = True
-            stepwise_error = _tried(cached)
-            if stepwise_error > most:
-                raise _refusal(cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+        _check_choice_of_keys(cached)
+        passed[type(cached)] = _must_be_stepwise(cached)
         cached.reset()
-        passed[type(cached)] = cached.is_stepwise
     cached.is_stepwise = passed[type(cached)]
 
 
-def _tried(cached: _Cached) -> float:
+def _check_choice_of_keys(cached: _Cached) -> None:
+    """Raise ValueError for attention to a few keys that tie: which of them it sees differs from one forward to another."""
+    config = cached.model.config.get_text_config()
+    num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
+    if num_kept is not None and num_kept < cached.max_length:  # Doge scores keys by their values, which hold no position
+        raise _refusal(cached, f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens, and keys of equal tokens tie")
+    num_heads = getattr(config, "index_n_heads", _MANY_HEADS)
+    if num_indexed is not None and num_indexed < cached.max_length and num_heads < _MANY_HEADS:  # DeepSeek's indexer, which has a ReLU
+        what = f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {cached.max_length:.0f} tokens"
+        raise _refusal(cached, f"{what}, and scores of 0 tie")
+
+
+def _must_be_stepwise(cached: _Cached) -> bool:
+    """Must tokens be fed one at a time? Raises ValueError where that does not help either."""
+    error, most = _tried(cached, 0), _most(cached)
+    if not any(map(is_written, cached._cache.layers)):
+        raise _refusal(cached, "its forward ignores the cache")
+    if error > most and cached.model.dtype == torch.float32:  # a choice of experts that ties up to rounding is in one text, not in two
+        error = min(error, _tried(cached, 1))
+    if error <= most:
+        return False
+    cached.is_stepwise = True
+    of_steps, of_generation = _tried_stepwise(cached)
+    if of_steps > most or of_generation > _WRONG:
+        raise _refusal(cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+    return True
+
+
+def _tried(cached: _Cached, seed: int) -> float:
+    """The error of feeds of all lengths."""
+    with _failing_plainly(cached):
+        tokens = _text(cached, _LENGTH, seed)
+        return _largest(cached, list(_errors(cached, tokens, _without_cache(cached, tokens))))
+
+
+def _tried_stepwise(cached: _Cached) -> tuple[float, float]:
+    """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those against none."""
+    with _failing_plainly(cached):
+        tokens = _text(cached, _STEPWISE_LENGTH, 0)
+        expected = _with_own_cache(cached, tokens)
+        errors = list(_errors(cached, tokens, expected))
+        return _largest(cached, errors), float(_row_errors(expected, _without_cache(cached, tokens)).max())
+
+
+@contextmanager
+def _failing_plainly(cached: _Cached) -> Iterator[None]:
+    """Refuse a model whose forward fails."""
     try:
-        return _largest_error(cached)
+        with torch.inference_mode():
+            yield
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(cached, f"its forward fails with this cache ({type(error).__name__}: {error})") from error
 
 
-@torch.inference_mode()
-def _largest_error(cached: _Cached) -> float:
-    """The largest difference between logits with a cache and without, as a share of the standard deviation over the vocabulary."""
+def _most(cached: _Cached) -> float:
+    """The most error that passes."""
+    if cached.model.dtype not in _FULL_PRECISION:
+        return _WRONG if _has_states(cached) else _MOST_IN_HALF_PRECISION
+    is_tf32 = cached.model.dtype == torch.float32 and cached.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return _MOST_TF32_ROUNDING if is_tf32 else _MOST_ROUNDING
+
+
+def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
+    """Of the errors of some feeds the one that counts."""
+    if cached.model.dtype in _FULL_PRECISION or _has_states(cached):
+        return max((float(error.max()) for error in errors), default=0.0)
+    short = [error for error in errors if len(error) < _MANY_ROWS]
+    groups = [*([torch.cat(short)] if short else []), *(error for error in errors if len(error) >= _MANY_ROWS)]
+    return max((float(group.median()) for group in groups), default=0.0)
+
+
+def _errors(cached: _Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]) -> Iterator[Float[Tensor, " row"]]:
+    """The error of each row that follows right tokens only, feed by feed; the prompt's say nothing of the cache."""
     num_ids = cached.model.config.get_text_config().vocab_size
-    has_positions = "position_ids" in signature(type(cached.model).forward).parameters
-    error = 0.0
     cached.reset()
-    tokens: list[int] = []
-    for start, end, num_rows in _FEEDS:
-        tokens = [*tokens[:start], *((token + start) % num_ids for token in _TOKENS[len(tokens[:start]) : end])]
-        cached.roll_back(start)
-        ours = cached.forward(tokens, num_rows)
-        ids = torch.tensor([tokens], device=cached.device)
-        positions = {"position_ids": torch.arange(end, device=cached.device)[None]} if has_positions else {}
-        expected = cached.model(input_ids=ids, use_cache=False, **positions).logits[0, -num_rows:, : cached.vocab_size].to(ours.device)
-        spread = max(float(expected.float().std()), torch.finfo(torch.float32).tiny)
-        error = max(error, float((ours - expected).abs().max()) / spread)
-    return error
+    cached.reserve(len(tokens))
+    for feed in _feeds(len(tokens), has_states=_has_states(cached)):
+        cached.roll_back(feed.start)
+        wrong = [(token + 1) % num_ids for token in tokens[feed.num_right : feed.end]]
+        num_rows = 1 if feed.start == 0 else feed.end - feed.start
+        ours = cached.forward([*tokens[: feed.num_right], *wrong], num_rows)
+        first = feed.end - num_rows
+        if feed.start > 0 and feed.num_right > first:
+            yield _row_errors(ours[: feed.num_right - first], expected[first : feed.num_right])
 
 
-def _is_written(layer: Any) -> bool:
+def _has_states(cached: _Cached) -> bool:
+    """Does its cache hold recurrent or convolutional states?"""
+    return any(hasattr(layer, "has_previous_state") for layer in cached._cache.layers)
+
+
+def _feeds(length: int, *, has_states: bool) -> Iterator[_Feed]:
+    """How a text is fed: as `_FEEDS`, which is for `_LENGTH` tokens, in proportion, and then the rest."""
+    scaled = [(start * length // _LENGTH, end * length // _LENGTH) for start, end in _FEEDS]
+    plan = [(start, end) for start, end in scaled if start < end] or [(0, 1)]
+    stride = 1 if has_states else length
+    plan += [(start, min(start + stride, length)) for start in range(plan[-1][1], length, stride)]
+    for (start, end), (kept, _) in zip_longest(plan, plan[1:], fillvalue=(length, length)):
+        yield _Feed(start, end, min(kept, end))
+
+
+def _text(cached: _Cached, length: int, seed: int) -> list[int]:
+    """As many tokens as the context has room for, of a few low ids: a high one may stand for an image."""
+    num_ids = cached.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(1, 10, (int(min(length, cached.max_length)),), generator=generator) % num_ids).tolist()
+
+
+def _without_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
+    return _logits(cached, tokens, 0, use_cache=False)
+
+
+def _with_own_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
+    """The logits that `generate` sees: of a prompt, and then of one token at a time."""
+    parameters = signature(type(cached.model).forward).parameters
+    cache = DynamicCache(config=cached.model.config)
+    caches = {name: cache for name in ("past_key_values", "cache_params") if name in parameters}
+    num_prompt_tokens = next(_feeds(len(tokens), has_states=True)).end
+    ends = range(num_prompt_tokens, len(tokens) + 1)
+    feeds = pairwise((0, *ends))
+    return torch.cat([_logits(cached, tokens[start:end], start, use_cache=True, **caches) for start, end in feeds])
+
+
+def _logits(cached: _Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
+    """The model's own forward of tokens that begin at position `start`, which is said to a model that takes positions."""
+    ids = torch.tensor([tokens], device=cached.device)
+    positions = torch.arange(start, start + len(tokens), device=cached.device)[None]
+    placed = {"position_ids": positions} if "position_ids" in signature(type(cached.model).forward).parameters else {}
+    return cached.model(input_ids=ids, **settings, **placed).logits[0, :, : cached.vocab_size]
+
+
+def _row_errors(ours: Float[Tensor, "row vocab"], expected: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
+    expected = expected.to(ours.device)
+    spread = expected.float().std(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    # what is not finite is not compared: it is refused where it is decoded
+    return (((ours - expected).abs().amax(-1)).float() / spread).nan_to_num(0.0)
+
+
+def is_written(layer: Any) -> bool:
     """Has a forward left anything in this layer of a cache?"""
     states = getattr(layer, "has_previous_state", {})
     # by its name: the transformers that vLLM runs with has no such class

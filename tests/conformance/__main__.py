@@ -15,21 +15,35 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from lm import CachedModel, CompiledModel
-from tests.conformance.checks import CASES, assert_exact, refusal_of
+from tests.conformance.checks import (
+    CASES,
+    LONG,
+    LONG_DRAFT_LENGTH,
+    NUM_GENERATIONS,
+    assert_exact,
+    assert_exact_in_transformers,
+    refusal_of,
+)
 from tests.conformance.families import FAMILIES, WINDOW, Family, build
 
 CAPTION = (
     f"float64 on the CPU, transformers {transformers.__version__}, torch {torch.__version__}. Exact: greedy output is plain `generate`'s "
-    "token by token, with a random draft and with the model as its own draft; sampled with itself as draft, every token is accepted. "
-    f"Prompts of {' and '.join(str(case.num_prompt_tokens) for case in CASES)} tokens, up to {max(sum(case) for case in CASES)} in all; "
-    f"windows and chunks are {WINDOW}."
+    "token by token, with a draft that is rejected and with the model as its own draft; sampled with itself as draft, every token is "
+    f"accepted. Prompts of {', '.join(str(case.num_prompt_tokens) for case in CASES)} tokens, answers of "
+    f"{', '.join(str(case.num_new_tokens) for case in CASES)}, drafts of {', '.join(str(case.draft_length) for case in CASES)}; eager "
+    f"through `SpeculativeDecoder` and, the texts with drafts of {LONG_DRAFT_LENGTH}, through `generate(custom_generate="
+    f"speculative_generate)`; compiled through the decoder. Windows and chunks are {WINDOW}."
 )
+_CAPACITY = 160
+"""Room in a compiled model's cache for the longest text, and for the padding of its last feed."""
+STEPWISE = "exact, one token at a time"
 
 
 class Row(NamedTuple):
-    """The outcome of one family; a cell is `exact`, `refused: why` or WRONG."""
+    """The outcome of one family; a cell is `exact`, perhaps with how, `refused: why`, `fails to compile: why` or WRONG."""
 
     family: str
     cache: str
@@ -68,17 +82,23 @@ def _print_row(family: Family, *, is_compiling: bool) -> Row:
     """Try one family, and print its row."""
     started_s = perf_counter()
     model = build(family)
-    eager = _cell(lambda: refusal_of(model, CachedModel), lambda: assert_exact(model, CachedModel))
+    eager = _cell(lambda: refusal_of(model, CachedModel), lambda: _check_eager(model))
     compiled = "not tried"
     if is_compiling:
-        kind = partial(CompiledModel, capacity=64)
+        kind = partial(CompiledModel, capacity=_CAPACITY)
         compiled = eager if eager.startswith("refused") else _cell(lambda: refusal_of(model, kind), lambda: assert_exact(model, kind))
         torch._dynamo.reset()
-    num_runs = 3 * len(CASES) * [eager, compiled].count("exact")
+    num_runs = NUM_GENERATIONS * (len(CASES) * (eager.startswith("exact") + (compiled == "exact")) + len(LONG) * eager.startswith("exact"))
+    eager = STEPWISE if eager == "exact" and CachedModel(model).is_stepwise else eager
     row = Row(family.name, family.cache, eager, compiled, num_runs)
     print(f"| {' | '.join(map(str, row))} |", flush=True)
     print(f"{family.name}: {perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
     return row
+
+
+def _check_eager(model: PreTrainedModel) -> None:
+    assert_exact(model, CachedModel)
+    assert_exact_in_transformers(model, LONG)
 
 
 def _cell(refusal: Callable[[], str | None], check: Callable[[], None]) -> str:
@@ -88,6 +108,8 @@ def _cell(refusal: Callable[[], str | None], check: Callable[[], None]) -> str:
             check()
         except ValueError as error:
             why = str(error)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            return f"fails to compile: {type(error).__name__}"
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             return "WRONG"

@@ -1,32 +1,47 @@
 """What holds of a family that is exact: its speculative output is what plain `generate` gives, token by token, and nothing is refused
-that it would say itself.
+that it would say itself. Both ways in are held to it: the decoder, and `generate(custom_generate=speculative_generate)`.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from decode import speculative_generate
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, Sampling
 from tests.conformance.families import VOCAB_SIZE, WINDOW, Family, build
 
-DRAFT_LENGTH = 3
-
 
 class Case(NamedTuple):
-    """One generation."""
+    """One text."""
 
     num_prompt_tokens: int
     num_new_tokens: int
+    draft_length: int
+
+    @property
+    def is_long(self) -> bool:
+        return self.draft_length > DRAFT_LENGTH
 
 
-CASES = (Case(WINDOW - 4, 14), Case(2 * WINDOW - 2, 6))
+DRAFT_LENGTH, LONG_DRAFT_LENGTH = 3, 20
+SHORT = (Case(WINDOW - 4, 14, DRAFT_LENGTH), Case(2 * WINDOW - 2, 6, DRAFT_LENGTH))
 """Across the window's edge, and beyond it from the start (a window that slides twice, a second chunk)."""
+LONG = (Case(3, 147, LONG_DRAFT_LENGTH), Case(75, 75, LONG_DRAFT_LENGTH))
+"""From hardly a prompt, and from the middle of the text."""
+CASES = SHORT + LONG
+NUM_GENERATIONS = 3
+"""The generations of a case: greedy with another draft, greedy with itself, sampled with itself."""
+
+
+_NUM_WATCHED, _MOST_AGREEMENT = 70, 0.95
+"""A relative says something else at one of twenty of a text's last tokens."""
 
 
 def refusal_of(model: PreTrainedModel, kind: Callable[..., CachedModel]) -> str | None:
@@ -39,20 +54,42 @@ def refusal_of(model: PreTrainedModel, kind: Callable[..., CachedModel]) -> str 
 
 
 def assert_exact(model: PreTrainedModel, kind: Callable[..., CachedModel], cases: Sequence[Case] = CASES) -> None:
-    """Greedy with many rejections and with none, and sampled with none."""
+    """Greedy with rejections and with none, and sampled with none."""
     target, itself = kind(model), CachedModel(model)
     for case in cases:
-        prompt = _prompt(case.num_prompt_tokens)
+        prompt = prompt_of(case)
         expected = plain(model, prompt, case.num_new_tokens)
-        for draft, is_itself in ((CachedModel(stranger()), False), (itself, True)):
-            decoder = _decoder(target, draft, Sampling(temperature=0.0))
+        # of a stranger's 20 tokens all but a few are thrown away; a relative's may be wrong anywhere
+        other = CachedModel(relative(model, prompt + expected) if case.is_long else stranger())
+        for draft, is_itself in ((other, False), (itself, True)):
+            decoder = _decoder(target, draft, Sampling(temperature=0.0), case)
             generation = decoder.generate(prompt, case.num_new_tokens)
             assert list(generation.token_ids) == expected, f"{case}: {list(generation.token_ids)} is not {expected}"
             counts = generation.counts
             is_accepted = counts.num_accepted == counts.num_drafted
             assert is_accepted == is_itself, f"{case}: {counts.num_accepted} of {counts.num_drafted} drafted tokens accepted"
-        sampled = _decoder(target, itself, Sampling()).generate(prompt, case.num_new_tokens, generator=torch.Generator().manual_seed(1))
+        decoder = _decoder(target, itself, Sampling(), case)
+        sampled = decoder.generate(prompt, case.num_new_tokens, generator=torch.Generator().manual_seed(1))
         assert sampled.counts.num_accepted == sampled.counts.num_drafted, f"{case}: a sampled token of its own was rejected"
+
+
+def assert_exact_in_transformers(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
+    """The same through `generate`."""
+    for case in cases:
+        assert_greedy_in_transformers(model, case)
+        settings = _custom(model, case) | {"generator": torch.Generator().manual_seed(1), "return_dict_in_generate": True}
+        ids = torch.tensor([prompt_of(case)])
+        counts = model.generate(ids, max_new_tokens=case.num_new_tokens, do_sample=True, **settings).generation.counts
+        assert counts.num_accepted == counts.num_drafted, f"{case}, speculative_generate: a sampled token of its own was rejected"
+
+
+def assert_greedy_in_transformers(model: PreTrainedModel, case: Case) -> None:
+    """Greedy through `generate`, with rejections and with none."""
+    prompt = prompt_of(case)
+    expected = plain(model, prompt, case.num_new_tokens)
+    for draft in (relative(model, prompt + expected), model):
+        ours = plain(model, prompt, case.num_new_tokens, **_custom(draft, case))
+        assert ours == expected, f"{case}, speculative_generate: {ours} is not {expected}"
 
 
 def plain(model: PreTrainedModel, prompt: list[int], num_new_tokens: int, **settings: object) -> list[int]:
@@ -68,9 +105,31 @@ def stranger() -> PreTrainedModel:
     return build(Family("llama", "full", {}), seed=7)
 
 
-def _decoder(target: CachedModel, draft: CachedModel, sampling: Sampling) -> SpeculativeDecoder:
-    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(DRAFT_LENGTH)), sampling=sampling, eos_ids=frozenset())
+def relative(model: PreTrainedModel, text: Sequence[int]) -> PreTrainedModel:
+    """A draft of the target's own family: the target with just enough noise on its matrices to say something else along the text."""
+    ids = torch.tensor([text])
+    for noise in (0.003, 0.01, 0.03, 0.1, 0.3):
+        draft = deepcopy(model)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter.data += noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        with torch.no_grad():
+            is_same = draft(ids).logits.argmax(-1) == model(ids).logits.argmax(-1)
+        if is_same[0, -_NUM_WATCHED:].float().mean() < _MOST_AGREEMENT:
+            return draft
+    raise AssertionError("no noise changes what the model says")
 
 
-def _prompt(length: int) -> list[int]:
+def prompt_of(case: Case) -> list[int]:
+    length = case.num_prompt_tokens
     return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def _custom(draft: PreTrainedModel, case: Case) -> dict[str, Any]:
+    """What turns `generate` into `speculative_generate`."""
+    return {"custom_generate": speculative_generate, "draft_model": draft, "policy": FixedLength(case.draft_length)}
+
+
+def _decoder(target: CachedModel, draft: CachedModel, sampling: Sampling, case: Case) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(case.draft_length)), sampling=sampling, eos_ids=frozenset())

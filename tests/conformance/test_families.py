@@ -10,13 +10,14 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, CompiledModel, Sampling, eos_ids_of
-from tests.conformance.checks import CASES, assert_exact, plain, refusal_of, stranger
+from tests.conformance.checks import LONG, SHORT, assert_exact, assert_greedy_in_transformers, plain, refusal_of, stranger
 from tests.conformance.families import FAMILIES, Family, build
 
 EXACT = [
     "llama (grouped queries)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "bloom (ALiBi)", "mixtral (experts)", "deepseek_v3",
     "mistral", "gemma2 (soft-capped logits)", "gemma3_text", "qwen2 (max_window_layers)", "gpt_oss (sinks, experts)", "llama4_text",
-    "lfm2", "mamba", "mamba2", "falcon_mamba", "jamba", "falcon_h1 (both in each layer)", "qwen3_next", "glm_moe_dsa", "gemma3n_text",
+    "lfm2", "mamba", "mamba2", "falcon_mamba", "jamba", "falcon_h1 (both in each layer)", "zamba2", "qwen3_next", "glm_moe_dsa",
+    "gemma3n_text", "doge (all keys kept)",
 ]  # fmt: skip
 COMPILED = [
     "llama (grouped queries)",
@@ -32,20 +33,25 @@ REFUSED = {
     "recurrent_gemma": "differ",
     "xlstm": "fails",
     "minimax": "fails",
+    "doge (few keys kept)": "keeps 6 keys of texts up to 256 tokens",
+    "deepseek_v32 (few index heads)": "indexer of 4 heads keeps 4 keys",
 }
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_speculative_output_is_plain_generates(name):
-    assert_exact(build(BY_NAME[name]), CachedModel)
+    """Short texts through the decoder, and a long one, with drafts of 20 tokens, through `generate`."""
+    model = build(BY_NAME[name])
+    assert_exact(model, CachedModel, SHORT)
+    assert_greedy_in_transformers(model, LONG[0])
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_speculative_output_on_a_static_cache_is_plain_generates(name, monkeypatch):
     """Left uncompiled (shape checks do not compile): the static cache, padding and growth are what is tested."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    assert_exact(build(BY_NAME[name]), partial(CompiledModel, capacity=16), CASES[:1])
+    assert_exact(build(BY_NAME[name]), partial(CompiledModel, capacity=16), SHORT[:1])
 
 
 @pytest.mark.parametrize("name", REFUSED)

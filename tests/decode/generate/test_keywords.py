@@ -3,7 +3,9 @@
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
+    MambaConfig,
     MaxLengthCriteria,
     PreTrainedModel,
     StaticCache,
@@ -210,3 +212,16 @@ def test_greedy_tokens_are_those_of_plain_generate_in_float32_and_float64(dtype,
         prompt = torch.tensor([[first, 2, 3]])
         expected = target.generate(prompt, do_sample=False, max_new_tokens=40)
         assert generate(target, draft, prompt, policy=policy, max_new_tokens=40).tolist() == expected.tolist()
+
+
+def test_a_cache_without_attention_layers_is_told_from_one_handed_in():
+    """Mamba's caches have no length to ask for: generate's own is empty, and a user's is refused."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    target, draft = (AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval() for _ in range(2))
+    assert generate(target, draft).tolist() == target.generate(PROMPT, **GREEDY).tolist()
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(PROMPT[:, :3], cache_params=cache)
+    with pytest.raises(ValueError, match="cache handed in"):
+        generate(target, draft, cache_params=cache)

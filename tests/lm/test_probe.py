@@ -1,0 +1,74 @@
+"""What the probe of a cache finds: feeds that part from single tokens late or by little, and keys that tie."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lm import CachedModel
+from lm.caches.snapshots import Snapshots
+from lm.kv_buffer import make_cache
+from lm.models.probe import _feeds
+from tests.conformance.families import FAMILIES, VOCAB_SIZE, build
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def llama(max_position_embeddings=256):
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=max_position_embeddings)).double().eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)]
+)
+def test_a_model_whose_longer_feeds_are_not_its_steps_is_fed_one_token_at_a_time(name, dtype):
+    assert CachedModel(build(BY_NAME[name]).to(dtype)).is_stepwise
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rounding_slows_no_model_down(name, dtype):
+    assert not CachedModel(build(BY_NAME[name]).to(dtype)).is_stepwise
+
+
+@pytest.mark.parametrize(("first", "share"), [(0, 1e-3), (70, 1.0)])
+def test_feeds_of_several_tokens_that_part_by_little_or_late_are_found(first, share):
+    """A model whose logits move where it is fed 2 to 29 tokens after a cache, from position `first` on."""
+    model = llama()
+    forward = type(model.lm_head).forward.__get__(model.lm_head)
+
+    def parting(hidden):
+        logits = forward(hidden)
+        is_draft = 1 < hidden.shape[1] < 30 and model.num_before >= first
+        return logits + share * is_draft * logits.std() * torch.arange(VOCAB_SIZE) / VOCAB_SIZE
+
+    def counting(_module, _inputs, keywords):
+        model.num_before = keywords["position_ids"].min() if keywords.get("position_ids") is not None else 0
+
+    model.num_before = 0
+    model.lm_head.forward = parting
+    model.model.register_forward_pre_hook(counting, with_kwargs=True)
+    assert CachedModel(model).is_stepwise
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 20, 64, 150])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_probe_feeds_the_whole_text_however_short_the_context(length, has_states):
+    feeds = list(_feeds(length, has_states=has_states))
+    assert feeds[0].start == 0
+    assert feeds[-1].end == feeds[-1].num_right == length
+    assert all(feed.start < feed.end for feed in feeds)
+    assert all(after.start <= feed.end and feed.num_right <= after.start for feed, after in pairwise(feeds))
+    assert CachedModel(llama(max_position_embeddings=length)).max_length == length
+
+
+def test_going_back_further_than_the_copies_is_going_back_to_the_prompt():
+    cache = make_cache(build(BY_NAME["mamba"]), 4)
+    snapshots = Snapshots(cache)
+    for length in (0, 5, *range(6, 106)):
+        snapshots.take(length)
+    assert snapshots.restore(40) == 5
+    assert snapshots.restore(3) == 0
