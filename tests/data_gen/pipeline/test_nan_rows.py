@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
-from data_gen.responses.exchange import Request
+from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
@@ -147,19 +147,19 @@ def test_broken_padding_breaks_no_row(healthy, tmp_path):
         assert rows_of(broken) == rows_of(healthy)
 
 
-def test_a_response_that_ended_in_a_broken_token_does_not_break_the_one_that_takes_its_place(models):
-    """An ended sequence goes on being fed its last token until another takes its place in the batch."""
-    ends = range(40, 260, 5)
-    requests = [Request(str(number), "", [2, *range(10, 10 + length), 3]) for number, length in enumerate((3, 9, 1, 5, 2, 7, 7, 20))]
+def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_it(models):
+    """The longest prompt and one in the middle are broken; shorter ones take their places, and what is left of them stands in the cache."""
+    requests = [Request(str(number), "", [2, *range(10, 40 - 2 * number), 3]) for number in range(12)]
+    for number in (0, 5):
+        requests[number].prompt_ids[1] = 9
     broken = deepcopy(models["target"])
-    broken.get_input_embeddings().weight.data[list(ends)] = float("nan")
+    broken.get_input_embeddings().weight.data[9] = float("nan")
+    settings = {"vocab_size": 260, "eos_ids": frozenset({1}), "max_new_tokens": 12, "batch_size": 3}
     expected, answers = (
-        TargetInProcess(model, Sampling(), vocab_size=260, eos_ids=frozenset(ends), max_new_tokens=12, batch_size=3).respond(
-            requests, 3, lambda count: None
-        )
-        for model in (models["target"], broken)
+        TargetInProcess(model, Sampling(), **settings).respond(requests, 3, lambda count: None) for model in (models["target"], broken)
     )
-    assert answers == expected
+    assert [isinstance(answer, Problem) for answer in answers] == [number in (0, 5) for number in range(12)]
+    assert [answer for answer in answers if isinstance(answer, Response)] == [expected[n] for n in range(12) if n not in (0, 5)]
 
 
 def test_a_share_of_errors_beyond_the_limit_ends_the_run_in_one_line(healthy, with_data, tmp_path):
