@@ -24,7 +24,7 @@ def loss_mass(
 
 def mean_over_processes(values: Tensor) -> Tensor:
     """`values`, averaged over the processes of the run: of denominators, so that averaged gradients are those of the batch."""
-    if not torch.distributed.is_initialized():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return values
     total = values.clone()
     torch.distributed.all_reduce(total)
