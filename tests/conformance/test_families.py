@@ -41,10 +41,13 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 @pytest.mark.parametrize("name", EXACT)
 def test_speculative_output_is_plain_generates(name):
-    """Short texts through the decoder, and a long one, with drafts of 20 tokens, through `generate`."""
-    model = build(BY_NAME[name])
-    assert_exact(model, CachedModel, SHORT)
-    assert_greedy_in_transformers(model, LONG[0])
+    """A long text through `generate`, with drafts of 20 tokens that are wrong somewhere."""
+    assert_greedy_in_transformers(build(BY_NAME[name]), LONG[0], is_itself=False)
+
+
+@pytest.mark.parametrize("name", ["llama (grouped queries)", "gemma3_text", "lfm2", "mamba2", "deepseek_v32"])
+def test_a_decoders_output_is_plain_generates(name):
+    assert_exact(build(BY_NAME[name]), CachedModel, SHORT)
 
 
 @pytest.mark.parametrize("name", COMPILED)
