@@ -5,7 +5,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("configs", "data_gen", "lm")
+PACKAGES = ("store", "configs", "data_gen", "lm")
 """Those of the project that a worker imports."""
 _DEPENDENCIES = ("torch", "transformers", "tokenizers")
 """Those of others that decide the rows."""

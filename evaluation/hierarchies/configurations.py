@@ -87,7 +87,8 @@ def _competitor(name: str, num_levels: int, *settings: tuple[str, Callable[[], D
 def _self_verified(draft: CachedModel) -> Drafter:
     """Plain self-verification up to the window: a hierarchy without an inner level."""
     rounds = InnerRounds(max_rounds=0, num_alone=WINDOW)
-    return PreVerifiedDrafter(ModelDrafter(draft, FixedLength(0)), draft, SelfVerify(), rounds=rounds)
+    idle = CachedModel(draft.model, vocab_size=draft.vocab_size)  # a generation has each cached model in one place, this one reads nothing
+    return PreVerifiedDrafter(ModelDrafter(idle, FixedLength(0)), draft, SelfVerify(), rounds=rounds)
 
 
 def _pre_verified(trio: Trio, n: int, k: int) -> Callable[[], Drafter]:

@@ -43,7 +43,9 @@ def test_speculative_output_is_plain_generates(name):
     assert_exact(build(BY_NAME[name]), CachedModel, SHORT)
 
 
-@pytest.mark.parametrize(("name", "case"), [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))])
+@pytest.mark.parametrize(
+    ("name", "case"), [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))]
+)
 def test_speculative_generates_output_is_plain_generates(name, case):
     assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)
 

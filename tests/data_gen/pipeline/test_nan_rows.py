@@ -27,12 +27,12 @@ TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
 @pytest.fixture
 def healthy(toy_config, with_data, prompts_file) -> Config:
     """The toy run, with a tilde in one training prompt of the second shard; three rows may fail."""
-    make(with_data(toy_config, num_test=0, features=()))
+    make(with_data(toy_config, num_test=0, features=(), seed=1))
     name = read_rows(rows_path(toy_config.data.dir, "train", 1), ["id"])["id"].to_pylist()[1]
     shutil.rmtree(toy_config.data.dir)
     records = [json.loads(line) for line in prompts_file.read_text().splitlines()]
     prompts_file.write_text("".join(json.dumps({**each, "input": "~" if each["id"] == name else "x"}) + "\n" for each in records))
-    return with_data(toy_config, max_error_share=0.25)
+    return with_data(toy_config, max_error_share=0.25, seed=1)
 
 
 def poisoned(config: Config, model: str, folder: Path, token: int = TILDE) -> Config:
