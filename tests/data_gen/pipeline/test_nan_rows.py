@@ -156,7 +156,7 @@ def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_i
     broken.get_input_embeddings().weight.data[9] = float("nan")
     settings = {"vocab_size": 260, "eos_ids": frozenset({1}), "max_new_tokens": 12, "batch_size": 3}
     expected, answers = (
-        TargetInProcess(model, Sampling(), **settings).respond(requests, 3, lambda count: None) for model in (models["target"], broken)
+        TargetInProcess(model, Sampling(), **settings).respond(requests, 12, lambda count: None) for model in (models["target"], broken)
     )
     assert [isinstance(answer, Problem) for answer in answers] == [number in (0, 5) for number in range(12)]
     assert [answer for answer in answers if isinstance(answer, Response)] == [expected[n] for n in range(12) if n not in (0, 5)]

@@ -10,8 +10,8 @@ import torch
 from configs.command import config_of, parser_for
 from data_gen.responses.exchange import Exchange
 from decode import Recorder, record_trace
-from decode.__main__ import COMMANDS
 from decode.experiment import Experiment
+from evaluation.__main__ import COMMANDS
 from evaluation.traces.recording import trace_folder
 from lm import Sampling, acceptance_rate
 from tests.lm.longrope import BOUND, model_of, said_by_generate, text_of
