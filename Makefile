@@ -26,7 +26,7 @@ demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 60 hea
 	$(RUN) -m data_gen --config $(CONFIG)
 	$(RUN) train.py --config $(CONFIG)
 	$(RUN) -m heads export --config $(CONFIG)
-	$(RUN) -m decode evaluate --config $(CONFIG)
+	$(RUN) -m evaluation evaluate --config $(CONFIG)
 
 test: $(INSTALLED) ## the tests
 	$(RUN) -m pytest -n 2

@@ -25,6 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from lm.frequencies import frequencies_of
+
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionary()
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
 _LENGTH = 150
@@ -200,10 +202,14 @@ def _feeds(length: int, *, has_states: bool) -> Iterator[_Feed]:
 
 
 def _text(cached: _Cached, length: int, seed: int) -> list[int]:
-    """As many tokens as the context has room for, of a few low ids: a high one may stand for an image."""
-    num_ids = cached.model.config.get_text_config().vocab_size
+    """As many tokens as the context has room for, of a few low ids: a high one may stand for an image.
+
+    They all have the same rotary frequencies: beyond the bound, forwards with a cache and without are not meant to be equal.
+    """
+    num_ids, frequencies = cached.model.config.get_text_config().vocab_size, frequencies_of(cached.model)
+    room = cached.max_length if frequencies is None else min(cached.max_length, frequencies.bound)
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(1, 10, (int(min(length, cached.max_length)),), generator=generator) % num_ids).tolist()
+    return (torch.randint(1, 10, (int(min(length, room)),), generator=generator) % num_ids).tolist()
 
 
 def _without_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
