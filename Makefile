@@ -37,7 +37,7 @@ check: $(INSTALLED) ## ruff, formatting, types, tests
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -n 2
 
-conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (most of an hour)
+conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (hours)
 	$(RUN) -m tests.conformance
 
 test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
