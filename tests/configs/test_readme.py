@@ -21,6 +21,7 @@ COMMANDS = [
     (module or script, shlex.split(rest.replace("…", "configs/tiny.yaml"), comments=True))
     for module, script, rest in re.findall(r"python (?:-m ([\w.]+)|(train\.py))([^`\n]*)", README)
 ]
+PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
 SCRIPT = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
 
 
@@ -34,6 +35,7 @@ def parse(commands: dict[str, Any], *, default: str | None = None, argv: list[st
 
 @pytest.mark.parametrize(("program", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
 def test_every_command_of_the_readme_parses(program: str, argv: list[str], monkeypatch: pytest.MonkeyPatch):
+    assert program in PROGRAMS, f"{program} has a command line of its own, which would run here"
     parsed = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv})))
@@ -45,7 +47,7 @@ def test_every_command_of_the_readme_parses(program: str, argv: list[str], monke
 
 
 def test_every_room_has_a_command_in_the_readme():
-    assert {program for program, _ in COMMANDS} == {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
+    assert {program for program, _ in COMMANDS} == PROGRAMS
 
 
 def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyPatch):
