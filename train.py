@@ -1,4 +1,6 @@
-"""Train every head of the grid in one run: `python train.py --config configs/tiny.yaml`. Run again, it goes on from its last checkpoint."""
+"""Train every head of the grid in one run: `python train.py --config configs/tiny.yaml`. Run again, it goes on from its
+last checkpoint.
+"""
 
 import signal
 import sys
@@ -24,7 +26,8 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
     """Train the sweep of a config, test it on dev and test, write tables, plots and metrics.
 
     Args:
-        resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off: start over.
+        resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off:
+            start over.
     """
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
@@ -38,7 +41,9 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         except MisconfigurationException as error:
             raise ValueError(f"trainer: {error}") from error
         except SIGTERMException as error:  # Lightning's own exit code is 0, as if the run were done
-            print("stopped by a signal; what was written is whole, the same command goes on from there", file=sys.stderr)
+            print(
+                "stopped by a signal; what was written is whole, the same command goes on from there", file=sys.stderr
+            )
             raise SystemExit(_STOPPED) from error
         return report(sweep, directory) if trainer.is_global_zero else sweep.results
 

@@ -1,20 +1,27 @@
-"""The law of sequences that are decoded in batches of 7, against the target's by enumeration: are the p-values of many tests uniform?
+"""The law of sequences that are decoded in batches of 7, against the target's by enumeration: are the p-values of many
+tests uniform?
 
     PYTHONPATH=.:tests/decode python -m benchmarks.batch_law [--seed 0] [--num_samples 12] [--only rule]
 
-A test is a policy under a sampling, on the toys of `tests/decode` or on a pair of small Llamas in one padded cache: `num_sequences` answers
-to two prompts by turns, decoded as a continuous batch, and the chi-square of what they are, outcomes expected under 5 times pooled by the
-exact law before any is drawn. Every test is repeated `num_samples` times, and its p-values come in arms:
+A test is a policy under a sampling, on the toys of `tests/decode` or on a pair of small Llamas in one padded cache:
+`num_sequences` answers to two prompts by turns, decoded as a continuous batch, and the chi-square of what they are,
+outcomes expected under 5 times pooled by the exact law before any is drawn. Every test is repeated `num_samples` times,
+and its p-values come in arms:
 
-    law           the chi-square of the answers, each sample of each test with a seed of its own: uniform, if the batch is lossless
-    neighbours    of the same answers, the first two tokens of pairs that are decoded side by side, against the product of their laws
+    law           the chi-square of the answers, each sample of each test with a seed of its own: uniform, if the batch
+                  is lossless
+    neighbours    of the same answers, the first two tokens of pairs that are decoded side by side, against the product
+                  of their laws
     pooled        `law` again, of all samples of a test together, which shows a fault sqrt(num_samples) times as small
-    one_seed      as `law`, where the tests of a sample have one seed: they draw with the same uniforms, so that their p-values lie together
-    control       as `law`, of answers that numpy draws from the exact law: how far the chi-square approximation itself is from uniform
+    one_seed      as `law`, where the tests of a sample have one seed: they draw with the same uniforms, so that their
+                  p-values lie together
+    control       as `law`, of answers that numpy draws from the exact law: how far the chi-square approximation itself
+                  is from uniform
 
-The median of n independent p-values has a standard deviation of 1 / (2 sqrt(n + 2)); `sd_of_medians` is what it is between samples, and
-`num_effective` the n that has it. Kolmogorov and Smirnov's p-value and the interval of the median (95 %, by order statistics) take p-values
-for independent, and are left out where they are not. The last line is one JSON document.
+The median of n independent p-values has a standard deviation of 1 / (2 sqrt(n + 2)); `sd_of_medians` is what it is
+between samples, and `num_effective` the n that has it. Kolmogorov and Smirnov's p-value and the interval of the median
+(95 %, by order statistics) take p-values for independent, and are left out where they are not. The last line is one
+JSON document.
 """
 
 import json
@@ -74,7 +81,10 @@ class Case:
         """To the prompts by turns, each with draws of its own; the seed counts with all its bits."""
         draws = [RandomDraws(seed_of(source, place)) for place in range(num)]
         prompts = [PROMPTS[place % 2] for place in range(num)]
-        return [each.token_ids for each in self.decoder.generate_batch(prompts, LENGTH, batch_size=BATCH_SIZE, generator=draws)]
+        return [
+            each.token_ids
+            for each in self.decoder.generate_batch(prompts, LENGTH, batch_size=BATCH_SIZE, generator=draws)
+        ]
 
     def drawn(self, num: int, source: int) -> list[Outcome]:
         """As many answers, from the laws themselves."""
@@ -126,7 +136,9 @@ def p_value(tables: Sequence[tuple[Counter, Law]]) -> float:
 
 
 def _cells(law: Law, num: int) -> list[list[tuple]]:
-    """Outcomes, those that are expected too rarely in one cell; it takes in the rarest of the others where it is itself too rare."""
+    """Outcomes, those that are expected too rarely in one cell; it takes in the rarest of the others where it is itself
+    too rare.
+    """
     cells: list[list[tuple]] = []
     rare: list[tuple] = []
     for outcome in sorted(law, key=lambda outcome: law[outcome]):
@@ -151,19 +163,28 @@ def _choices(law: Law, num: int, generator: np.random.Generator) -> list[Outcome
 
 
 def cases() -> Iterator[Case]:
-    """Every policy under every sampling that leaves something to chance, and a few on real models in one padded batch."""
-    for (policy, kind), sampling in product((POLICIES | AUTOS).items(), (name for name in SAMPLINGS if name != "greedy")):
+    """Every policy under every sampling that leaves something to chance, and a few on real models in one padded
+    batch.
+    """
+    for (policy, kind), sampling in product(
+        (POLICIES | AUTOS).items(), (name for name in SAMPLINGS if name != "greedy")
+    ):
         toy = decoder_of(kind, sampling=SAMPLINGS[sampling])
         how = {"sampling": toy.sampling, "eos_ids": toy.eos_ids, "max_draft_length": toy.max_draft_length}
         yield Case(f"toys {policy} {sampling}", ToyDecoder(toy.target, toy.drafter, **how))
     with torch.random.fork_rng():
         torch.manual_seed(2)
         head = AcceptanceHead(16, 1, "drawn", True)
-    rules = {name: POLICIES[name] for name in ("fixed_length", "ada_edl", "learned_prob")} | {"batch_rule": replace(RULE, head=head)}
+    rules = {name: POLICIES[name] for name in ("fixed_length", "ada_edl", "learned_prob")} | {
+        "batch_rule": replace(RULE, head=head)
+    }
     for name, policy in rules.items():
         target, drafter = CachedModel(small_pair.model(1, 2)), ModelDrafter(small_pair.model(2), policy)
         sampling = Sampling(temperature=0.6, top_k=3)
-        yield Case(f"llamas {name}", SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({small_pair.EOS})))
+        yield Case(
+            f"llamas {name}",
+            SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({small_pair.EOS})),
+        )
 
 
 def uniformity(p: np.ndarray, *, are_independent: bool = True) -> dict[str, Any]:
@@ -192,7 +213,10 @@ def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210,
         only: a part of the names of the cases that are wanted, as in `rule` for those of `BatchAuto`.
     """
     if num_sequences % 2 or num_sequences < 2 * BATCH_SIZE:
-        raise ValueError(f"num_sequences is {num_sequences}; it must be an even number of at least {2 * BATCH_SIZE}, half to each prompt")
+        raise ValueError(
+            f"num_sequences is {num_sequences}; it must be an even number of at least {2 * BATCH_SIZE}, half to each "
+            "prompt"
+        )
     every = [case for case in cases() if only in case.name]
     if not every:
         raise ValueError(f"no case has {only!r} in its name; there are {', '.join(case.name for case in cases())}")
@@ -202,20 +226,32 @@ def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210,
         answers = [case.answers(num_sequences, seed_of(seed, "law", sample, case.name)) for case in every]
         values["law"].append([case.law_p(those) for case, those in zip(every, answers, strict=True)])
         values["neighbours"].append([case.neighbours_p(those) for case, those in zip(every, answers, strict=True)])
-        values["one_seed"].append([case.law_p(case.answers(num_sequences, seed_of(seed, "one seed", sample))) for case in every])
-        values["control"].append([case.law_p(case.drawn(num_sequences, seed_of(seed, "control", sample, case.name))) for case in every])
+        values["one_seed"].append(
+            [case.law_p(case.answers(num_sequences, seed_of(seed, "one seed", sample))) for case in every]
+        )
+        values["control"].append(
+            [case.law_p(case.drawn(num_sequences, seed_of(seed, "control", sample, case.name))) for case in every]
+        )
         for all_of_case, those in zip(pooled, answers, strict=True):
             all_of_case += those
     values["pooled"] = [[case.law_p(those) for case, those in zip(every, pooled, strict=True)]]
     found = {name: uniformity(np.array(rows), are_independent=name != "one_seed") for name, rows in values.items()}
     for name, facts in found.items():
-        print(f"{name:<12}", ", ".join(f"{key} {value:.3g}" for key, value in facts.items() if isinstance(value, int | float)))
+        print(
+            f"{name:<12}",
+            ", ".join(f"{key} {value:.3g}" for key, value in facts.items() if isinstance(value, int | float)),
+        )
     fewest = sorted(zip(values["pooled"][0], (case.name for case in every), strict=True))[:3]
-    print(json.dumps({"cases": len(every), "num_sequences": num_sequences, "seed": seed, "arms": found, "least_pooled": fewest}))
+    print(
+        json.dumps(
+            {"cases": len(every), "num_sequences": num_sequences, "seed": seed, "arms": found, "least_pooled": fewest}
+        )
+    )
     for name in ("law", "neighbours", "pooled"):
         if not found[name]["ks_p"] > FALSE_ALARM:
             raise ValueError(
-                f"the p-values of {name} are not uniform (Kolmogorov and Smirnov: {found[name]['ks_p']:.1e}): a batch has another law"
+                f"the p-values of {name} are not uniform (Kolmogorov and Smirnov: {found[name]['ks_p']:.1e}): a batch "
+                "has another law"
             )
 
 

@@ -99,9 +99,16 @@ def _settings() -> list[Boundary]:
 
 def texts(folder: Path, config: Config) -> list[Boundary]:
     """What users write."""
-    prompts, responses, official, split = (folder / name for name in ("prompts.jsonl", "responses.jsonl", "official.json", "split.json"))
-    records: list[dict[str, Any]] = [{"id": 1, "instruction": "a", "input": "b"}, {"id": 2, "messages": [{"role": "user", "content": "c"}]}]
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": 3, "turns": ["d", "e"], "category": "f"}]))
+    prompts, responses, official, split = (
+        folder / name for name in ("prompts.jsonl", "responses.jsonl", "official.json", "split.json")
+    )
+    records: list[dict[str, Any]] = [
+        {"id": 1, "instruction": "a", "input": "b"},
+        {"id": 2, "messages": [{"role": "user", "content": "c"}]},
+    ]
+    prompts.write_text(
+        "".join(json.dumps(record) + "\n" for record in [*records, {"id": 3, "turns": ["d", "e"], "category": "f"}])
+    )
     answers = [
         {"id": 1, "response": "a"},
         {"id": 2, "response_ids": [70, 1], "finish_reason": "stop"},
@@ -117,7 +124,9 @@ def texts(folder: Path, config: Config) -> list[Boundary]:
         "p_acc": [1, 0.5],
     }
     official.write_text(
-        json.dumps([{"prompt": "p", "continuation": "c", **lists}, {"prompt": "p", **{k: str(v) for k, v in lists.items()}}])
+        json.dumps(
+            [{"prompt": "p", "continuation": "c", **lists}, {"prompt": "p", **{k: str(v) for k, v in lists.items()}}]
+        )
     )
     split.write_text(json.dumps({"dev": [1, 2], "test": [3]}))
     spelling = Spelling(load_pair_tokenizer(config.pair), frozenset({1}))
@@ -132,10 +141,22 @@ def texts(folder: Path, config: Config) -> list[Boundary]:
             json_file.parse(item, str(number), keys=keys, where=f"{official} item {number}")
 
     return [
-        Boundary("prompts.jsonl", lambda: split_by_id(read_jsonl(prompts), weights=(1, 1, 1), seed=0), prompts, "jsonl", prompts.name),
+        Boundary(
+            "prompts.jsonl",
+            lambda: split_by_id(read_jsonl(prompts), weights=(1, 1, 1), seed=0),
+            prompts,
+            "jsonl",
+            prompts.name,
+        ),
         Boundary("responses.jsonl", read_responses, responses, "jsonl", responses.name),
         Boundary("official JSON", read_official, official, "json", official.name),
-        Boundary("split_ids", lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split)), split, "json", split.name),
+        Boundary(
+            "split_ids",
+            lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split)),
+            split,
+            "json",
+            split.name,
+        ),
     ]
 
 
@@ -147,7 +168,9 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
     manifest = whole / "data" / "manifest.json"
     settled = read_manifest(whole / "data")
     costs = kept_costs(whole / "decode")
-    costs.keep([({"a": 1}, {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}})])
+    costs.keep(
+        [({"a": 1}, {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}})]
+    )
 
     def read_shard() -> None:
         list_shards(config.data.dir, "train")
@@ -167,7 +190,9 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
     return [
         Boundary("sidecar of rows", read_shard, shard.with_name(shard.name + ".json"), "json", shard.name),
         Boundary("shard of rows", read_shard, shard, "bytes", shard.name),
-        Boundary("sidecar of features", read_features, features.with_name(features.name + ".json"), "json", features.stem),
+        Boundary(
+            "sidecar of features", read_features, features.with_name(features.name + ".json"), "json", features.stem
+        ),
         Boundary("shard of features", read_features, features, "safetensors", features.stem),
         Boundary("manifest", read_settled, manifest, "json", "manifest.json"),
         Boundary("costs.jsonl", costs.entries, costs.path, "jsonl", "costs.jsonl"),
@@ -181,11 +206,23 @@ def _heads(folder: Path, config: Config) -> list[Boundary]:
     next(iter(load_sweep(checkpoint).heads().values())).save_pretrained(head)
     official = folder / "official"
     official.mkdir()
-    shapes = {"model.0.linear.weight": (8, 8), "model.0.linear.bias": (8,), "model.1.weight": (2, 8), "model.1.bias": (2,)}
+    shapes = {
+        "model.0.linear.weight": (8, 8),
+        "model.0.linear.bias": (8,),
+        "model.1.weight": (2, 8),
+        "model.1.bias": (2,),
+    }
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, official / "model.safetensors")
-    (official / "config.json").write_text(json.dumps({"hidden_size": 8, "num_layers": 1, "architectures": ["AcceptancePredictionHead"]}))
-    provenance = Provenance(accept_weight=1.0, reject_weight=6.0, mixing_ratio=0.15, sampling={}, training={}, draft={}, target={})
-    read_head, read_official = partial(AcceptanceHead.from_pretrained, str(head)), partial(read_official_head, str(official), provenance)
+    (official / "config.json").write_text(
+        json.dumps({"hidden_size": 8, "num_layers": 1, "architectures": ["AcceptancePredictionHead"]})
+    )
+    provenance = Provenance(
+        accept_weight=1.0, reject_weight=6.0, mixing_ratio=0.15, sampling={}, training={}, draft={}, target={}
+    )
+    read_head, read_official = (
+        partial(AcceptanceHead.from_pretrained, str(head)),
+        partial(read_official_head, str(official), provenance),
+    )
     model = Path(config.pair.draft.path)
     return [
         Boundary("config.json of a head", read_head, head / "config.json", "json", "head"),
@@ -194,7 +231,9 @@ def _heads(folder: Path, config: Config) -> list[Boundary]:
         Boundary("official head's weights", read_official, official / "model.safetensors", "safetensors", "official"),
         Boundary("checkpoint", partial(load_sweep, checkpoint), checkpoint, "bytes", "last.ckpt"),
         Boundary("config.json of a model", partial(load_pair, config.pair), model / "config.json", "json", "draft"),
-        Boundary("weights of a model", partial(load_pair, config.pair), model / "model.safetensors", "safetensors", "draft"),
+        Boundary(
+            "weights of a model", partial(load_pair, config.pair), model / "model.safetensors", "safetensors", "draft"
+        ),
         Boundary("tokenizer.json", partial(load_pair, config.pair), model / "tokenizer.json", "json", "draft"),
     ]
 

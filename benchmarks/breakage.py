@@ -1,4 +1,6 @@
-"""How a valid document is broken: values of any kind, entries removed, bytes cut, flipped and inserted (for `benchmarks.fuzz`)."""
+"""How a valid document is broken: values of any kind, entries removed, bytes cut, flipped and inserted (for
+`benchmarks.fuzz`).
+"""
 
 import json
 import shutil
@@ -70,7 +72,11 @@ def _break_safetensors(content: bytes, draw: Draw) -> bytes:
         return _break_bytes(content, draw)
     (size,) = struct.unpack("<Q", content[:8])
     header = _break_json(content[8 : 8 + size], draw)
-    return struct.pack("<Q", draw(st.sampled_from([len(header), len(header) + 1, 2**63, 0]))) + header + content[8 + size :]
+    return (
+        struct.pack("<Q", draw(st.sampled_from([len(header), len(header) + 1, 2**63, 0])))
+        + header
+        + content[8 + size :]
+    )
 
 
 BROKEN = {"json": _break_json, "jsonl": _break_lines, "safetensors": _break_safetensors, "bytes": _break_bytes}
@@ -91,7 +97,13 @@ def fuzz_boundary(boundary: Breakable, cases: int, seed: int) -> dict[str, Any]:
     failures: Counter[str] = Counter()
 
     @seeded(seed)
-    @settings(max_examples=cases, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def case(data: st.DataObject) -> None:
         outcome, failure = tried(boundary, data.draw)
@@ -117,10 +129,15 @@ def tried(boundary: Breakable, draw: Draw) -> tuple[str, str | None]:
         return ("refused", None) if 0 < len(line) <= _MAX_LINE else ("failed", f"a line of {len(line)} characters")
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename][-1]
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename][
+            -1
+        ]
         return (
             "failed",
-            f"{type(error).__name__} at {Path(own.filename).name}:{own.lineno} ({Path(place.filename).name}): {str(error)[:90]}",
+            (
+                f"{type(error).__name__} at {Path(own.filename).name}:{own.lineno} ({Path(place.filename).name}): "
+                f"{str(error)[:90]}"
+            ),
         )
     finally:
         if path is not None:

@@ -3,15 +3,19 @@
     python -m benchmarks.data_gen --config benchmarks/alpaca.yaml --pair.sampling.temperature 1 --data.template llama2 \
         --data.prompts PROMPTS.jsonl [--official SCRIPT] [--rows '[1, 200]'] [--more_rows 4096] [--repeats 3]
 
-official   `SCRIPT ROWS FOLDER`: the program's five commands (gen_dataset, gen_assistant, gen_log_p of the draft and of the target,
-           gen_acceptance) on its first ROWS prompts, with FOLDER/all.json as the last one's output. The program is no part of this project;
-           whoever sets it up names it the device and the two models, and saves the lines of PROMPTS.jsonl as its data set, in their order.
-ours       `python -m data_gen` on the first ROWS lines of PROMPTS.jsonl, with both feature sets, which the program leaves to training
+official   `SCRIPT ROWS FOLDER`: the program's five commands (gen_dataset, gen_assistant, gen_log_p of the draft and of
+           the target,
+           gen_acceptance) on its first ROWS prompts, with FOLDER/all.json as the last one's output. The program is no
+           part of this project; whoever sets it up names it the device and the two models, and saves the lines of
+           PROMPTS.jsonl as its data set, in their order.
+ours       `python -m data_gen` on the first ROWS lines of PROMPTS.jsonl, with both feature sets, which the program
+           leaves to training
 
-Both arms have one thread, and whole processes are timed, start-up included: by the clock, and by their CPU time, which other load on the
-machine changes less. The arms take turns; every figure is a median over the turns, and so is every ratio of ours to the program's. Prompts
-and their ids are compared between the arms; tokens are those that an arm generated. At `more_rows` the program's seconds are
-extrapolated from its least and most rows, and called so. The last line is one JSON document.
+Both arms have one thread, and whole processes are timed, start-up included: by the clock, and by their CPU time, which
+other load on the machine changes less. The arms take turns; every figure is a median over the turns, and so is every
+ratio of ours to the program's. Prompts and their ids are compared between the arms; tokens are those that an arm
+generated. At `more_rows` the program's seconds are extrapolated from its least and most rows, and called so. The last
+line is one JSON document.
 """
 
 import json
@@ -66,7 +70,9 @@ class Run(NamedTuple):
 def timed(command: Sequence[str]) -> tuple[float, float]:
     """(wall, CPU) seconds of a process and its children, on one thread."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
@@ -81,7 +87,9 @@ def official(script: str, num_rows: int, folder: Path) -> Run:
     content = (folder / "all.json").read_bytes()
     items = json.loads(content)
     tokens = sum(len(json.loads(item["tokens"])) for item in items)
-    return Run(*seconds, len(items), tokens, len(content), {item["prompt"]: json.loads(item["prefix"]) for item in items})
+    return Run(
+        *seconds, len(items), tokens, len(content), {item["prompt"]: json.loads(item["prefix"]) for item in items}
+    )
 
 
 def ours(config: Config, num_rows: int, folder: Path) -> Run:
@@ -91,7 +99,13 @@ def ours(config: Config, num_rows: int, folder: Path) -> Run:
     lines = Path(str(config.data.prompts)).read_text().splitlines()[:num_rows]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     places: dict[str, Any] = {"dir": str(folder / "data"), "prompts": str(folder / "prompts.jsonl")}
-    sizes: dict[str, Any] = {"num_train": num_rows, "num_dev": 0, "num_test": 0, "split_weights": (1, 0, 0), "split_ids": None}
+    sizes: dict[str, Any] = {
+        "num_train": num_rows,
+        "num_dev": 0,
+        "num_test": 0,
+        "split_weights": (1, 0, 0),
+        "split_ids": None,
+    }
     data = replace(config.data, **places, **sizes)
     (folder / "config.yaml").write_text(json.dumps(asdict(replace(config, data=data))))  # JSON is YAML
     seconds = timed([sys.executable, "-m", "data_gen", "--config", str(folder / "config.yaml")])
@@ -115,16 +129,23 @@ def compare(config: Config, script: str | None, sizes: Sequence[int], *, repeats
                 seconds = f"{one.wall_s:7.1f} s  CPU {one.cpu_s:7.1f} s"
                 print(f"  turn {turn + 1}: {arm:<8} {size:>5} rows  {seconds}  {one.tokens} tokens", flush=True)
             _refuse_other_prompts(*(runs[arm][size][-1].prompts for arm in arms))
-    result: dict[str, Any] = {arm: {size: _medians([one.figures() for one in runs[arm][size]]) for size in sizes} for arm in arms}
+    result: dict[str, Any] = {
+        arm: {size: _medians([one.figures() for one in runs[arm][size]]) for size in sizes} for arm in arms
+    }
     if script is not None:
-        result["ratio"] = {size: _medians(list(map(_ratios, runs["official"][size], runs["ours"][size]))) for size in sizes}
+        result["ratio"] = {
+            size: _medians(list(map(_ratios, runs["official"][size], runs["ours"][size]))) for size in sizes
+        }
     return result
 
 
 def _refuse_other_sampling(config: Config) -> None:
     given = asdict(config.pair.sampling)
     if given != _SAMPLING or config.data.template != "llama2":
-        raise ValueError(f"the program samples with {_SAMPLING} and the template llama2, not {given} and {config.data.template}; set these")
+        raise ValueError(
+            f"the program samples with {_SAMPLING} and the template llama2, not {given} and {config.data.template}; "
+            "set these"
+        )
 
 
 def _ratios(theirs: Run, our: Run) -> dict[str, float]:
@@ -140,7 +161,8 @@ def _refuse_other_prompts(first: Mapping[str, list[int]], *others: Mapping[str, 
     for other in others:
         if differing := [prompt for prompt in {**first, **other} if first.get(prompt) != other.get(prompt)]:
             raise ValueError(
-                f"the arms differ in {len(differing)} prompts or their ids, first {differing[0][:80]!r}; give both the same lines"
+                f"the arms differ in {len(differing)} prompts or their ids, first {differing[0][:80]!r}; give both "
+                "the same lines"
             )
 
 
@@ -151,12 +173,22 @@ def extrapolated(result: dict[str, Any], sizes: Sequence[int], more: Run) -> dic
     least, most = (result["official"][size] for size in (sizes[0], sizes[-1]))
     tokens, further = most["tokens"] * more.rows / sizes[-1], (more.rows - sizes[-1]) / (sizes[-1] - sizes[0])
     seconds = {clock: most[clock] + (most[clock] - least[clock]) * further for clock in ("wall_s", "cpu_s")}
-    theirs = Run(**seconds, rows=more.rows, tokens=round(tokens), bytes=round(tokens * most["bytes_per_token"]), prompts={})
-    return {"official_extrapolated": {more.rows: theirs.figures()}, "ratio_extrapolated": {more.rows: _ratios(theirs, more)}}
+    theirs = Run(
+        **seconds, rows=more.rows, tokens=round(tokens), bytes=round(tokens * most["bytes_per_token"]), prompts={}
+    )
+    return {
+        "official_extrapolated": {more.rows: theirs.figures()},
+        "ratio_extrapolated": {more.rows: _ratios(theirs, more)},
+    }
 
 
 def data_gen(
-    config: Config, *, official: str | None = None, rows: tuple[int, ...] = (1, 200), more_rows: int | None = None, repeats: int = 3
+    config: Config,
+    *,
+    official: str | None = None,
+    rows: tuple[int, ...] = (1, 200),
+    more_rows: int | None = None,
+    repeats: int = 3,
 ) -> dict[str, Any]:
     """Measure the data stage against the program.
 
@@ -180,7 +212,9 @@ def data_gen(
         "batch_size": config.data.batch_size,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
     }
     for arm in (key for key, value in result.items() if isinstance(value, dict)):
         for size, figures in result[arm].items():

@@ -1,11 +1,11 @@
-"""Faults at random moments of data, training, export and trace: nothing that was reported as written is lost, and the resumed result is the
-undisturbed one byte for byte.
+"""Faults at random moments of data, training, export and trace: nothing that was reported as written is lost, and the
+resumed result is the undisturbed one byte for byte.
 
     python -m benchmarks.faults --out DIR [--trials 10] [--only TEXT,TEXT] [--seed 0] [--ray_kills 0]
 
-Every stage runs in a child that is forked from this warm process, on a pair of toy models. Trials are seeded by fault and number;
-those in DIR/trials.jsonl are not repeated, so the command goes on where it was stopped. A full and a read-only disk are tmpfs mounts.
-Prints fault | times tried | outcome; the last line is one JSON document.
+Every stage runs in a child that is forked from this warm process, on a pair of toy models. Trials are seeded by fault
+and number; those in DIR/trials.jsonl are not repeated, so the command goes on where it was stopped. A full and a
+read-only disk are tmpfs mounts. Prints fault | times tried | outcome; the last line is one JSON document.
 """
 
 import json
@@ -84,7 +84,9 @@ def chosen(only: str, ray_kills: int) -> dict[str, Fault]:
     every: dict[str, Fault] = {}
     for stage in STAGES.values():
         for number in (signal.SIGKILL, signal.SIGTERM):
-            every[f"{number.name}: {stage.name}"] = partial(_on_stage, partial(injected.kill, number=number), stage.name)
+            every[f"{number.name}: {stage.name}"] = partial(
+                _on_stage, partial(injected.kill, number=number), stage.name
+            )
     for stage in STAGES.values():
         for name, fault in (
             ("full disk", injected.full_disk),
@@ -104,11 +106,15 @@ def _is_among(name: str, only: str) -> bool:
     return any(text in name for text in only.split(","))
 
 
-def _on_stage(fault: Callable[..., tuple[str, int]], stage: str, bench: Bench, chance: random.Random) -> tuple[str, int]:
+def _on_stage(
+    fault: Callable[..., tuple[str, int]], stage: str, bench: Bench, chance: random.Random
+) -> tuple[str, int]:
     return fault(bench, STAGES[stage], chance)
 
 
-def _with_kind(fault: Callable[..., tuple[str, int]], kind: str, bench: Bench, chance: random.Random) -> tuple[str, int]:
+def _with_kind(
+    fault: Callable[..., tuple[str, int]], kind: str, bench: Bench, chance: random.Random
+) -> tuple[str, int]:
     return fault(bench, kind, chance)
 
 
@@ -177,7 +183,9 @@ def memory_of_rounds(bench: Bench, chance: random.Random) -> tuple[str, int]:
 
 def memory_of_data(bench: Bench, chance: random.Random) -> tuple[str, int]:
     """Growth of resident memory from the first fifth of 600 shards to their end."""
-    config = at(replace(bench.config, data=replace(bench.config.data, num_train=1200, num_dev=0, num_test=0)), bench.place)
+    config = at(
+        replace(bench.config, data=replace(bench.config.data, num_train=1200, num_dev=0, num_test=0)), bench.place
+    )
 
     def work() -> None:
         make(replace(config, data=replace(config.data, num_train=240, dir=config.data.dir + "-warm")))
@@ -213,8 +221,15 @@ def summary(done: Iterable[dict[str, Any]]) -> dict[str, Any]:
         table.add_row(name, str(row["tried"]), str(row["struck"]), outcomes)
     Console(width=140).print(table)
     kills = sum(row["struck"] for name, row in rows.items() if name.startswith("SIG"))
-    failed = sum(count for row in rows.values() for outcome, count in row["outcomes"].items() if outcome.startswith("FAILED"))
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "cores": os.cpu_count(), "command": sys.argv[1:]}
+    failed = sum(
+        count for row in rows.values() for outcome, count in row["outcomes"].items() if outcome.startswith("FAILED")
+    )
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "command": sys.argv[1:],
+    }
     return {"random_kills": kills, "failed": failed, "faults": rows, **about}
 
 

@@ -1,10 +1,11 @@
-"""Feature drafts for any small target, by the trio's recipe: an EAGLE and a GliDe draft, taught on a file of instructions, and measured.
+"""Feature drafts for any small target, by the trio's recipe: an EAGLE and a GliDe draft, taught on a file of
+instructions, and measured.
 
     python -m benchmarks.feature_drafts --target DIR --text FILE.jsonl --out DIR [--steps 1300]
 
-FILE has one JSON object per line with instruction, input and output; the last 64 are held out. Both drafts are saved in their released
-layouts under DIR/eagle and DIR/glide. Tokens per round are those of the real loop at fixed draft lengths and temperature 1, no EOS heeded.
-The last line is one JSON document.
+FILE has one JSON object per line with instruction, input and output; the last 64 are held out. Both drafts are saved in
+their released layouts under DIR/eagle and DIR/glide. Tokens per round are those of the real loop at fixed draft lengths
+and temperature 1, no EOS heeded. The last line is one JSON document.
 """
 
 import json
@@ -16,7 +17,13 @@ import torch
 from jsonargparse import auto_cli
 from tqdm import tqdm
 
-from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
+from checkpoints.recipes.feature_drafts import (
+    FEATURE_DRAFTS,
+    acceptance_rates,
+    new_feature_draft,
+    save_feature_draft,
+    teach,
+)
 from checkpoints.recipes.training import Encoded, batches, encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import Story
@@ -32,7 +39,9 @@ _LONGEST = 256
 """Tokens of a row; longer ones are left out."""
 
 
-def feature_drafts(target: str, text: str, out: str, *, steps: int = 1300, batch_size: int = 16, learning_rate: float = 4e-3) -> None:
+def feature_drafts(
+    target: str, text: str, out: str, *, steps: int = 1300, batch_size: int = 16, learning_rate: float = 4e-3
+) -> None:
     """Train, save, measure."""
     torch.manual_seed(0)
     source = ModelSource(path=target, dtype="float32", device_map="cpu")
@@ -42,7 +51,9 @@ def feature_drafts(target: str, text: str, out: str, *, steps: int = 1300, batch
     fitting = [row for row in rows if len(row[0]) <= _LONGEST]
     drafts = {kind: new_feature_draft(kind, model) for kind in FEATURE_DRAFTS}
     how = {"batch_size": batch_size, "seed": 0, "pad_id": tokenizer.pad_token_id}
-    taught = teach(list(drafts.values()), model, batches(fitting[:-_HELD_OUT], **how), num_steps=steps, learning_rate=learning_rate)
+    taught = teach(
+        list(drafts.values()), model, batches(fitting[:-_HELD_OUT], **how), num_steps=steps, learning_rate=learning_rate
+    )
     started_s = perf_counter()
     with tqdm(taught, total=steps) as bar:
         for losses in bar:
@@ -51,7 +62,9 @@ def feature_drafts(target: str, text: str, out: str, *, steps: int = 1300, batch
     for kind, draft in drafts.items():
         save_feature_draft(draft, Path(out) / kind)
         held_out = list(islice(batches(fitting[-_HELD_OUT:], **how), _HELD_OUT // batch_size))
-        figures[kind] = {"acceptance_rates": acceptance_rates(draft, model, held_out)} | _rounds(target, Path(out) / kind, fitting[-8:])
+        figures[kind] = {"acceptance_rates": acceptance_rates(draft, model, held_out)} | _rounds(
+            target, Path(out) / kind, fitting[-8:]
+        )
     print(json.dumps(figures))
 
 
@@ -62,7 +75,11 @@ def _story(record: dict[str, str]) -> Story:
 
 def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
     """Tokens per round of the real loop, as it will load the draft."""
-    pair = load_pair(PairConfig(target=ModelSource(path=target, dtype="float32"), draft=ModelSource(path=str(draft), dtype="float32")))
+    pair = load_pair(
+        PairConfig(
+            target=ModelSource(path=target, dtype="float32"), draft=ModelSource(path=str(draft), dtype="float32")
+        )
+    )
     models, found = models_of(pair), {}
     for length in LENGTHS:
         decoder = SpeculativeDecoder(
@@ -70,7 +87,9 @@ def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
         )
         generator = torch.Generator().manual_seed(0)
         counts = [decoder.generate(ids[:start], 64, generator=generator).counts for ids, start in rows]
-        found[f"tokens_per_round_{length}"] = sum(one.num_emitted for one in counts) / sum(one.num_target for one in counts)
+        found[f"tokens_per_round_{length}"] = sum(one.num_emitted for one in counts) / sum(
+            one.num_target for one in counts
+        )
     return found
 
 

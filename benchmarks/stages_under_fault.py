@@ -1,4 +1,6 @@
-"""The stages that `benchmarks.faults` disturbs: a tiny experiment, each stage in a forked child, and what is compared afterwards."""
+"""The stages that `benchmarks.faults` disturbs: a tiny experiment, each stage in a forked child, and what is compared
+afterwards.
+"""
 
 import hashlib
 import json
@@ -61,7 +63,12 @@ STAGES = {
         Stage("data in three stages", partial(_make, mode="sequential"), "data", _SHARDS),
         Stage("training", _train, "heads", ("val_metrics.json", "tables.md")),
         Stage("export", _export, "heads", ("exported/**/*",)),
-        Stage("trace", lambda config, whole: trace(config), "decode", ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")),
+        Stage(
+            "trace",
+            lambda config, whole: trace(config),
+            "decode",
+            ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl"),
+        ),
     )
 }
 
@@ -72,9 +79,23 @@ def experiment(folder: Path) -> Config:
         if not (folder / name / "config.json").is_file():
             save_toy(folder / name, hidden_size=size, seed=size)
     config = Config(
-        pair=PairConfig(target=ModelSource(path=str(folder / "target")), draft=ModelSource(path=str(folder / "draft")), num_threads=1),
-        data=DataConfig(num_train=12, num_dev=4, num_test=4, max_prompt_tokens=200, max_new_tokens=12, rows_per_shard=2, batch_size=8),
-        heads=HeadsConfig(depths=(0, 1), reject_weights=(1.0, 6.0), timings=("fed", "drawn"), batch_size=4, checkpoint_every_n_steps=2),
+        pair=PairConfig(
+            target=ModelSource(path=str(folder / "target")),
+            draft=ModelSource(path=str(folder / "draft")),
+            num_threads=1,
+        ),
+        data=DataConfig(
+            num_train=12,
+            num_dev=4,
+            num_test=4,
+            max_prompt_tokens=200,
+            max_new_tokens=12,
+            rows_per_shard=2,
+            batch_size=8,
+        ),
+        heads=HeadsConfig(
+            depths=(0, 1), reject_weights=(1.0, 6.0), timings=("fed", "drawn"), batch_size=4, checkpoint_every_n_steps=2
+        ),
         trainer={"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
         decode=DecodeConfig(num_dev=4, num_test=4, prompts_per_shard=1, max_new_tokens=12, max_draft_length=6),
     )
@@ -152,7 +173,9 @@ class Child:
 def results(place: Path, stage: Stage) -> Digests:
     """sha256 of all that a stage wrote and that only its config decides."""
     folder = place / stage.folder
-    paths = sorted(path for pattern in stage.results for path in folder.glob(pattern) if path.is_file() and path.name[0] != ".")
+    paths = sorted(
+        path for pattern in stage.results for path in folder.glob(pattern) if path.is_file() and path.name[0] != "."
+    )
     found = {str(path.relative_to(folder)): hashlib.sha256(_without_run(path)).hexdigest() for path in paths}
     return found | ({"weights": _digest_of_weights(folder / "last.ckpt")} if stage.name == "training" else {})
 

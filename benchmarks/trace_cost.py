@@ -1,10 +1,11 @@
-"""What a trace costs, and what it saves: recording against one decoding run; one trace and 100 settings against 100 decoding runs.
+"""What a trace costs, and what it saves: recording against one decoding run; one trace and 100 settings against 100
+decoding runs.
 
     python -m benchmarks.trace_cost --config FILE [--prompts 8] [--settings 100]
 
-All in one process, prompt by prompt in turns: a run with a fixed length at the trace's maximum draft length, five runs at settings spread
-over the grid, and the recording of the same prompt (response, path, branches). The 100 decoding runs are extrapolated from the five. The
-last line is one JSON document.
+All in one process, prompt by prompt in turns: a run with a fixed length at the trace's maximum draft length, five runs
+at settings spread over the grid, and the recording of the same prompt (response, path, branches). The 100 decoding runs
+are extrapolated from the five. The last line is one JSON document.
 """
 
 import json
@@ -36,7 +37,10 @@ def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None
     found = load_prompts(replace(config.data, num_test=prompts), "test")
     ids = [encode(prompt, pair.tokenizer, config.data.template) for prompt in found]
     grid = np.linspace(0.02, 0.98, settings)
-    policies: list[Policy] = [FixedLength(config.decode.max_draft_length), *map(CumulativeTokenProb, grid[:: settings // 5][:5].tolist())]
+    policies: list[Policy] = [
+        FixedLength(config.decode.max_draft_length),
+        *map(CumulativeTokenProb, grid[:: settings // 5][:5].tolist()),
+    ]
     decoders = [decoder_of(pair, policy, sampling, config) for policy in policies]
     generator = torch.Generator().manual_seed(0)
     decoders[0].generate(ids[0], 16, generator=generator)
@@ -52,7 +56,8 @@ def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None
         for place, decoder in enumerate(decoders):
             started_s = perf_counter()
             emitted = sum(
-                decoder.generate(prompt, config.decode.max_new_tokens, generator=generator).counts.num_emitted for prompt in batch
+                decoder.generate(prompt, config.decode.max_new_tokens, generator=generator).counts.num_emitted
+                for prompt in batch
             )
             seconds[f"run_{place}" if place else "fixed_length_run"].append((perf_counter() - started_s) / emitted)
     started_s = perf_counter()
@@ -64,10 +69,13 @@ def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None
 def _print(seconds: dict[str, list[float]], replay_s: float, **facts: int) -> None:
     """The two ratios, and one JSON document."""
     per_token = {name: median(seconds[name]) for name in ARMS}
-    runs_s = facts["settings"] * float(np.mean([median(seconds[f"run_{place}"]) for place in range(1, facts["num_runs"] + 1)]))
+    runs_s = facts["settings"] * float(
+        np.mean([median(seconds[f"run_{place}"]) for place in range(1, facts["num_runs"] + 1)])
+    )
     result: dict[str, Any] = {
         "recording_over_fixed_length_run": per_token["record"] / per_token["fixed_length_run"],
-        "with_perfect_head_over_fixed_length_run": per_token["record_with_perfect_head"] / per_token["fixed_length_run"],
+        "with_perfect_head_over_fixed_length_run": per_token["record_with_perfect_head"]
+        / per_token["fixed_length_run"],
         "limit_recording": 1.5,
         "decoding_runs_over_trace_and_replay": runs_s / (per_token["record_with_perfect_head"] + replay_s),
         "limit_speed_up": 50,

@@ -1,8 +1,8 @@
 """Command lines: one parser for every command, from the dataclasses of `configs.schema`.
 
-A command is a function whose first parameter is the whole `config: Config` (or that has none); its other, keyword-only parameters become
-flags of that command alone.
-What a user can cause is a `ValueError` or an `OSError` anywhere below: it ends here as one line on stderr and exit code 2.
+A command is a function whose first parameter is the whole `config: Config` (or that has none); its other, keyword-only
+parameters become flags of that command alone. What a user can cause is a `ValueError` or an `OSError` anywhere below:
+it ends here as one line on stderr and exit code 2.
 """
 
 import os
@@ -24,26 +24,34 @@ _SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "deco
 
 
 def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentParser:
-    """The parser of one command: `--config FILE`, dotted overrides of every section, `--print_config`, and the command's own flags.
+    """The parser of one command: `--config FILE`, dotted overrides of every section, `--print_config`, and the
+    command's own flags.
 
     Args:
         command: its docstring becomes the help, its keyword-only parameters become flags.
-        trainer: the class whose arguments the `trainer` section must fit; None takes the section unchecked (commands that train nothing).
+        trainer: the class whose arguments the `trainer` section must fit; None takes the section unchecked (commands
+            that train nothing).
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         description=(command.__doc__ or "").strip().split("\n")[0],
-        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]" if takes_config(command) else None,
+        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]"
+        if takes_config(command)
+        else None,
         exit_on_error=False,
     )
     parser.add_function_arguments(command, skip={"config"})
     if not takes_config(command):
         return parser
-    parser.add_argument("--config", action=_Experiment, help=f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--config", action=_Experiment, help=f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}"
+    )
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
     if trainer is None:
-        parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments")
+        parser.add_argument(
+            "--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments"
+        )
     else:
         parser.add_class_arguments(trainer, "trainer", instantiate=False)
         parser.set_defaults({"trainer.devices": 1})  # Lightning's own default, auto, takes every GPU of the machine
@@ -51,7 +59,9 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
 
 
 def takes_config(command: Command) -> bool:
-    """False for a command that needs no experiment (closed forms, the recipe of the embedded trio): it has no `config` parameter."""
+    """False for a command that needs no experiment (closed forms, the recipe of the embedded trio): it has no `config`
+    parameter.
+    """
     return "config" in signature(command).parameters
 
 
@@ -75,8 +85,16 @@ class _Experiment(ActionConfigFile):
             raise ArgumentError(self, str(error)) from error
 
 
-def run(commands: dict[str, Command], *, default: str | None = None, argv: list[str] | None = None, trainer: type | None = None) -> Any:
-    """Call the command that `argv` names, or `default` when it names none; exits with 2 and one line on a user's error."""
+def run(
+    commands: dict[str, Command],
+    *,
+    default: str | None = None,
+    argv: list[str] | None = None,
+    trainer: type | None = None,
+) -> Any:
+    """Call the command that `argv` names, or `default` when it names none; exits with 2 and one line on a user's
+    error.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in commands:
         name, argv = argv[0], argv[1:]
@@ -89,10 +107,16 @@ def run(commands: dict[str, Command], *, default: str | None = None, argv: list[
         parsed = parser.parse_args(argv)
     except ArgumentError as error:
         hint = (
-            "--help lists every key" if "--config" in argv or not takes_config(commands[name]) else "start from --config configs/tiny.yaml"
+            "--help lists every key"
+            if "--config" in argv or not takes_config(commands[name])
+            else "start from --config configs/tiny.yaml"
         )
         _fail(f"{one_line(error)} ({hint})")
-    own = {key: parsed[key] for key in vars(parsed) if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}}
+    own = {
+        key: parsed[key]
+        for key in vars(parsed)
+        if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}
+    }
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
         return commands[name](*configs, **own)
@@ -117,7 +141,10 @@ def _told(error: ValueError | OSError) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, OSError) or error.strerror is None:
         return text
-    return f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the disk, then run the same command again"
+    return (
+        f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the disk, then run the "
+        "same command again"
+    )
 
 
 def _fail(problem: str) -> NoReturn:
@@ -131,5 +158,8 @@ def _list_commands(commands: dict[str, Command], argv: list[str]) -> NoReturn:
     asked = bool(argv) and argv[0] in {"-h", "--help"}
     lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
     problem = [] if asked else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
-    print("\n".join([*problem, *lines, "  --help after a command lists its options"]), file=sys.stdout if asked else sys.stderr)
+    print(
+        "\n".join([*problem, *lines, "  --help after a command lists its options"]),
+        file=sys.stdout if asked else sys.stderr,
+    )
     raise SystemExit(0 if asked else 2)

@@ -1,7 +1,8 @@
-"""The limits of every number of an experiment's YAML, and the check that a config keeps them, before any command begins.
+"""The limits of every number of an experiment's YAML, and the check that a config keeps them, before any command
+begins.
 
-A limit is written beside the setting's dotted name. What depends on more than the setting itself (the prompts that there are, the positions
-that a model reads) is checked by the room that knows it.
+A limit is written beside the setting's dotted name. What depends on more than the setting itself (the prompts that
+there are, the positions that a model reads) is checked by the room that knows it.
 """
 
 import math
@@ -35,7 +36,13 @@ class Limit(NamedTuple):
 
 
 _MOST = 10**9
-_COUNT, _COUNT_OR_NONE, _POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(1, _MOST), Limit(0, _MOST), Limit(0, is_open=True), Limit(0), Limit(0, 1)
+_COUNT, _COUNT_OR_NONE, _POSITIVE, _AT_LEAST_ZERO, _SHARE = (
+    Limit(1, _MOST),
+    Limit(0, _MOST),
+    Limit(0, is_open=True),
+    Limit(0),
+    Limit(0, 1),
+)
 _SEED = Limit(0, 2**32 - 1)
 _EXTRA_LAYERS, _THREADS, _CONNECTIONS = Limit(0, 1000), Limit(1, 1024), Limit(1, 4096)
 LIMITS = {
@@ -45,7 +52,10 @@ LIMITS = {
     "pair.sampling.top_p": Limit(0, 1, is_open=True),
     "pair.num_threads": _THREADS,
     **{f"data.num_{split}": _COUNT_OR_NONE for split in ("train", "dev", "test")},
-    **{f"data.{name}": _COUNT for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")},
+    **{
+        f"data.{name}": _COUNT
+        for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")
+    },
     "data.draft_length": Limit(1, 1000),
     "data.prompts.weight": _POSITIVE,
     "data.split_weights": _AT_LEAST_ZERO,
@@ -79,7 +89,9 @@ LIMITS = {
     "decode.verify_shares": _AT_LEAST_ZERO,
     "decode.stop_share": _AT_LEAST_ZERO,
 }
-"""Dotted name -> the limit of its number, of each number of its list; null is within every limit, where the schema allows it."""
+"""Dotted name -> the limit of its number, of each number of its list; null is within every limit, where the schema
+allows it.
+"""
 _FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
@@ -99,12 +111,16 @@ def check(config: Config) -> None:
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
     url = config.data.server.url
     if not str(url).startswith(("http://", "https://")):
-        raise ValueError(f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1")
+        raise ValueError(
+            f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1"
+        )
     _check_trainer(config.trainer)
 
 
 def _entry(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name, of a list of sections those of all; None where a section on the way is null or lacks it."""
+    """The value at a dotted name, of a list of sections those of all; None where a section on the way is null or lacks
+    it.
+    """
     found: Any = values
     for part in name.split("."):
         if isinstance(found, list | tuple):
@@ -124,11 +140,15 @@ def _check_folder(name: str, folder: str) -> None:
     except OSError as error:  # a name too long, a circle of links
         raise ValueError(f"{name} is {folder[:80]!r}: {error.strerror}; name another directory") from error
     if not nearest.is_dir():
-        raise ValueError(f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file away")
+        raise ValueError(
+            f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file away"
+        )
 
 
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError for a run that would never end, would train nothing, or would start more processes than the machine can hold."""
+    """Raise ValueError for a run that would never end, would train nothing, or would start more processes than the
+    machine can hold.
+    """
     epochs, steps = trainer.get("max_epochs"), trainer.get("max_steps", -1)
     for name, value in (("max_epochs", epochs), ("max_steps", steps)):
         if value is not None and value != -1 and not _COUNT.admits(value):
@@ -141,6 +161,7 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
     is_on_cpu = trainer.get("accelerator") in (None, "auto", "cpu") and not torch.cuda.is_available()
     if is_on_cpu and isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores:
         raise ValueError(
-            f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it to at most "
+            f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it "
+            "to at most "
             f"{_PROCESSES_PER_CORE * cores}"
         )

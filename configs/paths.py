@@ -1,7 +1,8 @@
-"""Paths are those of this machine. A URL that is opened as a path makes a folder `s3:` here, and the run ends well; so it is refused.
+"""Paths are those of this machine. A URL that is opened as a path makes a folder `s3:` here, and the run ends well; so
+it is refused.
 
-A URL begins with a scheme of at least two letters, a colon and a slash (`s3://bucket/run`, and what `pathlib` makes of it,
-`s3:/bucket/run`); a drive (`C:/run`) and a name with a colon in it (`run:2/seed:0`) do not.
+A URL begins with a scheme of at least two letters, a colon and a slash (`s3://bucket/run`, and what `pathlib` makes of
+it, `s3:/bucket/run`); a drive (`C:/run`) and a name with a colon in it (`run:2/seed:0`) do not.
 """
 
 import re

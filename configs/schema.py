@@ -1,7 +1,8 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-Frozen dataclasses that every room may read. A field's docstring is its help on the command line. Ranges are in `configs.limits`.
-That no path is a URL (`configs.paths`) is settled here, so that no config with one can be made, in Python either.
+Frozen dataclasses that every room may read. A field's docstring is its help on the command line. Ranges are in
+`configs.limits`. That no path is a URL (`configs.paths`) is settled here, so that no config with one can be made, in
+Python either.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ class ModelSource:
     device_map: str | dict[str, str | int] | None = None
     """Anything accelerate takes: auto, cpu, cuda:0, a map of modules; null: GPU 0 if there is one, else the CPU."""
     extra_layers: int = 0
-    """Append so many layers that change no output, to the bit, and take their time: a larger model's times. Data, traces and heads of the
-    model stay valid; costs do not."""
+    """Append so many layers that change no output, to the bit, and take their time: a larger model's times. Data,
+    traces and heads of the model stay valid; costs do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class PairConfig:
     trust_remote_code: bool = False
     """Run model code that comes with a repository. Off unless you have read it."""
     gpus: str | None = None
-    """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this machine."""
+    """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this
+    machine.
+    """
     num_threads: int | None = None
     """CPU threads of torch; null: as torch chooses. Same seed, machine and thread count give the same bytes."""
 
@@ -68,7 +71,9 @@ class ServerConfig:
     model: str | None = None
     """The name under which the server knows the target; null: pair.target.path."""
     kind: Literal["openai", "vllm", "transformers"] = "openai"
-    """How it is told the sampling. vllm also for SGLang; transformers for `transformers serve`; openai knows no top_k."""
+    """How it is told the sampling. vllm also for SGLang; transformers for `transformers serve`; openai knows no
+    top_k.
+    """
     prompt_as: Literal["auto", "text", "token_ids"] = "auto"
     """token_ids is exact, where the server takes lists; auto: token_ids for vllm, else text."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -98,16 +103,20 @@ class PromptSource:
     """One set of prompts."""
 
     path: str
-    """stories (made here), a known set by name (an unknown name lists them), a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a directory of
-    such files, or org/name on the hub."""
+    """stories (made here), a known set by name (an unknown name lists them), a file (JSONL, JSON, CSV, TSV, Parquet,
+    Arrow), a directory of such files, or org/name on the hub."""
     name: str | None = None
     """Configuration of the set, where it has several."""
     split: str = "train"
-    """Its part that is read, and split here; train of a known set: the part that it prescribes (of humaneval test, its only one)."""
+    """Its part that is read, and split here; train of a known set: the part that it prescribes (of humaneval test, its
+    only one).
+    """
     test_split: str | None = None
     """Its part that is test alone; null: test is split off `split`, of a known set as it prescribes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name; of a known set besides its own."""
+    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name; of a known set besides its
+    own.
+    """
     weight: float = 1.0
     """Share of the prompts, where there are several sets."""
 
@@ -119,14 +128,18 @@ class DataConfig:
     dir: str = "data/run"
     """Where rows, features and manifest go."""
     prompts: PromptSource | tuple[PromptSource | str, ...] | str = "stories"
-    """A set by its path, {path: P, split: S, columns: {prompt: question}} where it needs more, or a list of such sets with weights."""
+    """A set by its path, {path: P, split: S, columns: {prompt: question}} where it needs more, or a list of such sets
+    with weights.
+    """
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
     num_train: int = 1000
     num_dev: int = 100
     num_test: int = 100
     split_weights: tuple[int, int, int] = (40, 10, 2)
-    """Shares of train, dev and test in a set without splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are drawn from them."""
+    """Shares of train, dev and test in a set without splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are
+    drawn from them.
+    """
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
     seed: int = 0
@@ -138,7 +151,9 @@ class DataConfig:
     """For source: file. JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
     max_error_share: float = 0.05
-    """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries them again."""
+    """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries
+    them again.
+    """
     mixing_ratio: float = 0.15
     """r: the probability that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1
@@ -149,11 +164,17 @@ class DataConfig:
     batch_size: int = 64
     """Sequences per forward."""
     chunk_mb: int = 64
-    """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at once."""
+    """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at
+    once.
+    """
     draft_length: int = 5
-    """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft one."""
+    """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft
+    one.
+    """
     features: tuple[Literal["fed", "drawn"], ...] = ("fed", "drawn")
-    """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from (law 4.8b)."""
+    """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from
+    (law 4.8b).
+    """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     engine: Literal["local", "ray"] = "local"
     """Both write the same bytes."""
@@ -177,17 +198,25 @@ class HeadsConfig:
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     accept_weight: float = 1.0
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("fed",)
-    """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate: drawn, for trees."""
+    """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate:
+    drawn, for trees.
+    """
     scalars: tuple[bool | tuple[str, ...], ...] = (False,)
-    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by name: [entropy]."""
+    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by
+    name: [entropy].
+    """
     embeddings: tuple[bool, ...] = (False,)
     """With or without the draft's embedding of the token as input; prefix heads, which know no token, are without."""
     normalised: tuple[bool, ...] = (False,)
     """With or without a LayerNorm (which has no weights) of hidden state and embedding."""
     dropout: float = 0.0
-    """Share of the residual stream that a training step drops: such a head fits home a little less, and travels better."""
+    """Share of the residual stream that a training step drops: such a head fits home a little less, and travels
+    better.
+    """
     specdec: bool = False
-    """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings` combine to."""
+    """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings`
+    combine to.
+    """
     features: Literal["cached", "online"] = "cached"
     """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
     num_train: int | None = None
@@ -199,7 +228,9 @@ class HeadsConfig:
     select: Literal["best", "last"] = "best"
     """Which weights of each head count: those of its best calibrated KL on dev, or the last."""
     checkpoint_every_n_steps: int | None = None
-    """A killed run goes on from the last checkpoint. null: as often as writing them takes a twentieth of the time, at most every 30 s."""
+    """A killed run goes on from the last checkpoint. null: as often as writing them takes a twentieth of the time, at
+    most every 30 s.
+    """
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -215,7 +246,8 @@ class DecodeConfig:
     max_draft_length: int = 20
     max_new_tokens: int = 128
     compile: bool | Literal["stop"] = False
-    """true: draft steps and verifications, on static caches (each width's first use takes seconds; CUDA graphs on a GPU). stop: only what
+    """true: draft steps and verifications, on static caches (each width's first use takes seconds; CUDA graphs on a
+    GPU). stop: only what
     follows the draft's forward (sampling, draw, signals, head), beside eager models of any family."""
     num_dev: int = 50
     """Prompts on which each policy's setting is chosen."""
@@ -227,7 +259,9 @@ class DecodeConfig:
     prompts_per_shard: int = 16
     """A trace is recorded, and resumed, in shards of so many prompts."""
     draws_per_prompt: int = 1
-    """Responses of a trace to each prompt, with coins of their own. Raised, it keeps what is there. Intervals resample whole prompts."""
+    """Responses of a trace to each prompt, with coins of their own. Raised, it keeps what is there. Intervals resample
+    whole prompts.
+    """
     trace_hidden: bool = True
     """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
     perfect_head: bool = True
@@ -235,21 +269,28 @@ class DecodeConfig:
     heads: tuple[str, ...] = ()
     """Exported heads: directories or hub ids. Empty: every head under heads.dir/exported."""
     allow_foreign_heads: bool = False
-    """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be trusted."""
+    """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be
+    trusted.
+    """
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None
     t_target_s: float | None = None
     """Seconds per forward of draft and target; null: measured here."""
     stop_share: float | Literal["size", "measured"] = "size"
-    """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the head over bytes of the
-    draft; measured: as on this machine; a number: of the dearest stop, the others in proportion. Measured times have measured stops."""
+    """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
+    head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.
+    Measured times have measured stops."""
     t_micro_s: float | None = None
     """Seconds per micro forward; null: its ratio to t_draft is measured while the hierarchies are decoded."""
     hierarchies: bool = False
-    """evaluate and bench also run HSDDW and Chen's variant (needs pair.micro). They are decoded, not replayed: seconds per prompt."""
+    """evaluate and bench also run HSDDW and Chen's variant (needs pair.micro). They are decoded, not replayed: seconds
+    per prompt.
+    """
     verify_shares: tuple[float, ...] = (0.0, 0.2)
-    """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a draft step."""
+    """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a
+    draft step.
+    """
     ratios: tuple[float, ...] = ()
     """Further values of t_target / t_draft to evaluate at, as on other hardware."""
 

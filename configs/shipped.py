@@ -1,4 +1,6 @@
-"""What is installed with the code: experiments that can be named, and the embedded trio. A local file or directory of that name wins."""
+"""What is installed with the code: experiments that can be named, and the embedded trio. A local file or directory of
+that name wins.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +9,16 @@ from configs.paths import check_local
 from configs.schema import ModelSource, PairConfig
 
 _YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
-_ROOT = Path(__file__).parents[1]  # of a checkout, or site-packages: both hold configs/ and checkpoints/tiny/ side by side
+# of a checkout, or site-packages: both hold configs/ and checkpoints/tiny/ side by side
+_ROOT = Path(__file__).parents[1]
 _TRIO = Path("checkpoints/tiny")
 NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
 """What `--config` takes beside a path."""
 
 
 def experiment_file(given: str) -> str:
-    """The YAML that `--config` names: `given` where it is a local file, else the shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`).
+    """The YAML that `--config` names: `given` where it is a local file, else the shipped one (`tiny`, `tiny.yaml`,
+    `configs/tiny.yaml`).
 
     Raises:
         ValueError: it is neither.
@@ -29,7 +33,9 @@ def experiment_file(given: str) -> str:
 
 
 def with_shipped_models(pair: PairConfig) -> PairConfig:
-    """`pair`, with the models of `checkpoints/tiny` taken from the installed trio where there is no such local directory."""
+    """`pair`, with the models of `checkpoints/tiny` taken from the installed trio where there is no such local
+    directory.
+    """
     micro = None if pair.micro is None else _located(pair.micro)
     return replace(pair, target=_located(pair.target), draft=_located(pair.draft), micro=micro)
 

@@ -1,7 +1,7 @@
 """The speculative loop: stopping policies, drafters, and the lossless loop that they run in.
 
-`decode.record_trace`, `decode.replay`, `decode.Trace` and `decode.Recorder` are those of `evaluation.traces`, found when they are first asked for:
-whoever only decodes or serves imports none of the room above.
+`decode.record_trace`, `decode.replay`, `decode.Trace` and `decode.Recorder` are those of `evaluation.traces`, found
+when they are first asked for: whoever only decodes or serves imports none of the room above.
 """
 
 from importlib import import_module

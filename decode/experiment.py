@@ -1,8 +1,9 @@
 """What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
 
-Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those of this class, the
-trace (`evaluation.traces.recording.trace_folder`), the costs (`evaluation.costs.machine.costs_for`), the loop of the hierarchies
-(`evaluation.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so that a command that needs no model loads none.
+Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those
+of this class, the trace (`evaluation.traces.recording.trace_folder`), the costs (`evaluation.costs.machine.costs_for`),
+the loop of the hierarchies (`evaluation.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so
+that a command that needs no model loads none.
 """
 
 from collections import Counter
@@ -72,7 +73,10 @@ class Experiment:
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if layout_of(source) is None:
-            raise ValueError(f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their own")
+            raise ValueError(
+                f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their "
+                "own"
+            )
         other, target = copy(self), self.pair.target
         for name in ("has_feature_draft", "num_draft_weights", "heads"):
             other.__dict__.pop(name, None)
@@ -83,7 +87,9 @@ class Experiment:
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
         if level not in self._described:
-            self._described[level] = describe_model(getattr(self.models, level), trust_remote_code=self.models.trust_remote_code)
+            self._described[level] = describe_model(
+                getattr(self.models, level), trust_remote_code=self.models.trust_remote_code
+            )
         return self._described[level]
 
     @cached_property
@@ -100,7 +106,8 @@ class Experiment:
 
     @cached_property
     def datasets(self) -> dict[str, PromptSource]:
-        """Name of each dataset -> where its prompts come from; what is chosen on the first travels to those that are not home.
+        """Name of each dataset -> where its prompts come from; what is chosen on the first travels to those that are
+        not home.
 
         Raises:
             ValueError: two datasets of one name.
@@ -111,10 +118,13 @@ class Experiment:
         names = [Path(source).stem for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; rename a file"
+                f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; "
+                "rename a file"
             )
         at_home = {source.path: source for source in self.home.values()}
-        return {name: at_home.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)}
+        return {
+            name: at_home.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)
+        }
 
     def is_home(self, dataset: str) -> bool:
         """Whether heads are trained on prompts of this dataset."""
@@ -123,7 +133,8 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        Of a set that no head was trained on, half is dev and half is test, and where it has fewer than asked for, all of them are taken.
+        Of a set that no head was trained on, half is dev and half is test, and where it has fewer than asked for, all
+        of them are taken.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
@@ -146,7 +157,8 @@ class Experiment:
         fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
         if prompts and not fitting:
             raise ValueError(
-                f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset].path}; raise "
+                f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset].path}; "
+                "raise "
                 f"data.max_prompt_tokens or decode.num_{split}"
             )
         return fitting
@@ -171,12 +183,15 @@ class Experiment:
         chosen = {name: head for name, head in every.items() if head.timing != "candidate"}
         if every and not chosen:
             raise ValueError(
-                f"{', '.join(every)} are candidate heads, which stop trees: give them to `evaluation tables --paper svip-trees` (--stops) or "
+                f"{', '.join(every)} are candidate heads, which stop trees: give them to `evaluation tables --paper "
+                "svip-trees` (--stops) or "
                 "`decode generate` (--tree), or train heads of another timing"
             )
         return chosen
 
-    def load_head(self, path: str, *, name: str | None = None, drafting: Level = "draft", verifying: Level = "target") -> AcceptanceHead:
+    def load_head(
+        self, path: str, *, name: str | None = None, drafting: Level = "draft", verifying: Level = "target"
+    ) -> AcceptanceHead:
         """A head, checked against the two models that it is to stand between; `name` is what messages call it."""
         head = AcceptanceHead.from_pretrained(path)
         if not self.decode.allow_foreign_heads:
@@ -187,7 +202,8 @@ class Experiment:
         return head
 
     def policy(self, spec: str) -> Policy:
-        """The policy that `spec` writes down (`decode.policies.registry`); `head` without a path takes the first of decode.heads.
+        """The policy that `spec` writes down (`decode.policies.registry`); `head` without a path takes the first of
+        decode.heads.
 
         Raises:
             ValueError: a spec that does not parse, a head that does not fit this run.
@@ -204,7 +220,9 @@ class Experiment:
 def check_micro(pair: PairConfig | Pair) -> None:
     """Raise ValueError where hierarchies are asked for and there is no micro model."""
     if pair.micro is None:
-        raise ValueError("pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path")
+        raise ValueError(
+            "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
+        )
 
 
 def names_apart(paths: Sequence[str]) -> list[str]:
@@ -217,7 +235,10 @@ def names_apart(paths: Sequence[str]) -> list[str]:
     while True:
         names = ["/".join(parts[-length:]) for parts, length in zip(every, lengths, strict=True)]
         shared = Counter(names)
-        longer = [min(length + (shared[name] > 1), len(parts)) for name, parts, length in zip(names, every, lengths, strict=True)]
+        longer = [
+            min(length + (shared[name] > 1), len(parts))
+            for name, parts, length in zip(names, every, lengths, strict=True)
+        ]
         if longer == lengths:
             return names
         lengths = longer

@@ -1,1 +1,3 @@
-"""What measures: traces and replay, costs, contests between policies, the clock, tuning, reports, the papers' tables."""
+"""What measures: traces and replay, costs, contests between policies, the clock, tuning, reports, the papers'
+tables.
+"""

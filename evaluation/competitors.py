@@ -1,12 +1,13 @@
 """What is compared, and the one choice: a competitor has settings, and what is fastest on dev stands for it on test.
 
-    competitor   a policy, a hierarchy, a tree, an engine's rule; those of one family compete on dev, and one of them stands for the family
+    competitor   a policy, a hierarchy, a tree, an engine's rule; those of one family compete on dev, and one of them
+                 stands for the family
     setting      one way to run it
     candidate    a competitor at one setting, with what it did on dev: replayed, decoded, or stepped through in batches
     gain         over another one on test, paired over prompts, with an interval (`evaluation.intervals`)
 
-Replay runs all settings of a competitor at once, as one policy whose parameters are arrays (`evaluation.contest.grids`); what cannot be
-replayed is built and decoded setting by setting.
+Replay runs all settings of a competitor at once, as one policy whose parameters are arrays
+(`evaluation.contest.grids`); what cannot be replayed is built and decoded setting by setting.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +48,9 @@ class Competitor:
     """To choose from on dev; the first stands where there is no dev."""
 
 
-def chosen(candidates: Iterable[Candidate], *, of: Callable[[Candidate], str], speed: Callable[[Candidate], float]) -> dict[str, Candidate]:
+def chosen(
+    candidates: Iterable[Candidate], *, of: Callable[[Candidate], str], speed: Callable[[Candidate], float]
+) -> dict[str, Candidate]:
     """Of each competitor, or family of them, the candidate that is fastest on dev, the first of equals.
 
     Args:

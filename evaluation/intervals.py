@@ -1,13 +1,13 @@
 """How sure a ratio of throughputs is: the paired bootstrap of the project.
 
-Two ways of decoding write texts to the same prompts. How hard a prompt is moves both alike, so prompts are resampled in pairs: the same
-draw of prompts for both, and the ratio is that of the totals.
+Two ways of decoding write texts to the same prompts. How hard a prompt is moves both alike, so prompts are resampled in
+pairs: the same draw of prompts for both, and the ratio is that of the totals.
 
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
-`gain_over` is for seconds that a clock measured. `Resamples` is for predictions (law 4.9): a resample draws dev prompts, on which every
-competitor chooses its setting anew, test prompts, on which it is judged, and the times, each within its standard error; all competitors
-share the draws.
+`gain_over` is for seconds that a clock measured. `Resamples` is for predictions (law 4.9): a resample draws dev
+prompts, on which every competitor chooses its setting anew, test prompts, on which it is judged, and the times, each
+within its standard error; all competitors share the draws.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,8 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
     value = float(_gain(*base, *own, axis=-1))
     if len(own.tokens) < 2:
         return Gain(value, value, value, float("nan"))
-    if all(np.allclose(*pair) for pair in zip(base, own, strict=True)):  # no resample differs; the baseline itself is exactly 0
+    # no resample differs; the baseline itself is exactly 0
+    if all(np.allclose(*pair) for pair in zip(base, own, strict=True)):
         return Gain(value, value, value, 0.0)
     resampled = bootstrap(
         (*base, *own),
@@ -73,7 +74,8 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
 
 
 def _gain(base_tokens: np.ndarray, base_s: np.ndarray, own_tokens: np.ndarray, own_s: np.ndarray, *, axis: int) -> Any:
-    # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of times.
+    # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of
+    # times.
     return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
 
 
@@ -114,7 +116,16 @@ class SplitWork(NamedTuple):
 class Resamples:
     """Draws of prompts and times that all competitors share."""
 
-    def __init__(self, num_dev: int, num_test: int, errors: TimeErrors, *, num_home: int = 0, num: int = _RESAMPLES, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_dev: int,
+        num_test: int,
+        errors: TimeErrors,
+        *,
+        num_home: int = 0,
+        num: int = _RESAMPLES,
+        seed: int = 0,
+    ) -> None:
         """Args:
         num_dev: prompts.
         num_test: prompts.
@@ -128,12 +139,16 @@ class Resamples:
         self._drafting, self._verifying = (_factors(generator, error, num) for error in errors[:2])
         # by name, so that a kind's draws do not depend on which others there are
         self._stopping = {
-            kind: _factors(np.random.default_rng((seed, crc32(kind.encode()))), error, num) for kind, error in errors.stopping.items()
+            kind: _factors(np.random.default_rng((seed, crc32(kind.encode()))), error, num)
+            for kind, error in errors.stopping.items()
         }
         self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
-    def throughput(self, competitors: Sequence[SplitWork], *, is_from_home: bool = False) -> Float[np.ndarray, " resample"]:
-        """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts choose.
+    def throughput(
+        self, competitors: Sequence[SplitWork], *, is_from_home: bool = False
+    ) -> Float[np.ndarray, " resample"]:
+        """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts
+        choose.
 
         Args:
             competitors: that compete on dev.
@@ -151,8 +166,12 @@ class Resamples:
             reached = np.where(wins, self._of_all(one.test, self._weights[1])[rows, chosen], reached)
         return reached
 
-    def _of_all(self, work: Work, weights: Float[np.ndarray, "resample prompt"]) -> Float[np.ndarray, "resample setting"]:
-        drafting, stopping, verifying = (weights @ seconds.T for seconds in (work.drafting_s, work.stopping_s, work.verifying_s))
+    def _of_all(
+        self, work: Work, weights: Float[np.ndarray, "resample prompt"]
+    ) -> Float[np.ndarray, "resample setting"]:
+        drafting, stopping, verifying = (
+            weights @ seconds.T for seconds in (work.drafting_s, work.stopping_s, work.verifying_s)
+        )
         stops = self._stopping.get(work.stop_kind, 1.0)
         seconds = drafting * self._drafting + stopping * stops + verifying * self._verifying
         return np.asarray(weights @ work.tokens.T / seconds)

@@ -1,4 +1,6 @@
-"""The one printer of every comparison: rows of cells to a terminal, the same rows to JSON, and records to the columns of a CSV."""
+"""The one printer of every comparison: rows of cells to a terminal, the same rows to JSON, and records to the columns
+of a CSV.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -58,7 +60,10 @@ class Sheet(NamedTuple):
 def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[str, str]]:
     """Rows of a sheet: the values of records, in the form of their columns; None shows as nothing."""
     return [
-        {heading: "" if record[name] is None else format(record[name], form) for heading, (name, form) in columns.items()}
+        {
+            heading: "" if record[name] is None else format(record[name], form)
+            for heading, (name, form) in columns.items()
+        }
         for record in records
     ]
 

@@ -27,7 +27,12 @@ _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.pa
 
 
 def export(
-    config: Config, *, head: str = "all", metric: str = "calibrated_kl", out: str | None = None, checkpoint: str | None = None
+    config: Config,
+    *,
+    head: str = "all",
+    metric: str = "calibrated_kl",
+    out: str | None = None,
+    checkpoint: str | None = None,
 ) -> list[Path]:
     """Lightning checkpoint -> safetensors, config.json and model card, one directory per head.
 
@@ -44,7 +49,8 @@ def export(
     there = run.read()
     if checkpoint is None and there and there.get("run") != sweep.facts.get("run"):
         raise ValueError(
-            f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let `python train.py` go on, or "
+            f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let "
+            "`python train.py` go on, or "
             "pass --checkpoint to export the earlier run"
         )
     results = _results(run, sweep)
@@ -62,7 +68,13 @@ def export(
 
 
 def import_(
-    config: Config, *, source: str, out: str, reject_weight: float, accept_weight: float = 1.0, mixing_ratio: float | None = 0.15
+    config: Config,
+    *,
+    source: str,
+    out: str,
+    reject_weight: float,
+    accept_weight: float = 1.0,
+    mixing_ratio: float | None = 0.15,
 ) -> Path:
     """A released SpecDec++ head -> the same format.
 
@@ -102,7 +114,9 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
     """
     directory = local_path(path, "--path")
     if not directory.is_dir():
-        raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+        raise FileNotFoundError(
+            f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep"
+        )
     AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
     address = hub.push(directory, repo, private=private)
     print(address)
@@ -142,7 +156,8 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
 
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
-    """Save a head under a temporary name and put it in place of the head that is there: a directory is never half a head.
+    """Save a head under a temporary name and put it in place of the head that is there: a directory is never half a
+    head.
 
     Raises:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
@@ -150,7 +165,9 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
     for there in (path, temporary, replaced):
         if there.exists() and not _is_head(there):
-            raise ValueError(f"{there} is there and is no exported head, and what it holds would be lost; name another directory")
+            raise ValueError(
+                f"{there} is there and is no exported head, and what it holds would be lost; name another directory"
+            )
     if replaced.exists() and not path.exists():
         replaced.rename(path)  # an export was killed between the two renames below
     for left_over in (temporary, replaced):
@@ -159,7 +176,9 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
         head.save_pretrained(temporary)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise ValueError(f"{path} cannot be written ({error}); free some space there, or name another directory") from error
+        raise ValueError(
+            f"{path} cannot be written ({error}); free some space there, or name another directory"
+        ) from error
     if path.exists():
         path.rename(replaced)
     temporary.rename(path)
@@ -172,7 +191,9 @@ def _is_head(path: Path) -> bool:
     if not path.is_dir() or not all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir()):
         return False
     config = path / "config.json"
-    kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]
+    kinds = (
+        read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]
+    )
     return bool(kinds == [AcceptanceHead.__name__])
 
 
@@ -183,7 +204,8 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head == "best":
         if "dev" not in results:
             raise ValueError(
-                "no val_metrics.json of this run beside the checkpoint, so no head is known to be best; let `python train.py` finish, or "
+                "no val_metrics.json of this run beside the checkpoint, so no head is known to be best; let `python "
+                "train.py` finish, or "
                 "name a head"
             )
         return list(best_heads(results["dev"], sweep.specs, metric=metric).values())

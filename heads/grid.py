@@ -43,7 +43,8 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     """Every head of the sweep: for each shape the reject weights that are stacked in it, in the order of the config.
 
     Raises:
-        ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a prefix head may read.
+        ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a
+            prefix head may read.
     """
     for name in ("timings", "scalars", "embeddings", "normalised", "depths", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
@@ -56,21 +57,28 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
     papers: list[tuple[Timing, Inputs]] = [("fed", Inputs())] if config.specdec else []
     product_of = product(config.timings, config.scalars, config.embeddings, config.normalised)
-    combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of]
+    combined = [
+        (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of
+    ]
     ours = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in ours}:
         raise ValueError(
-            f"heads.timings has {missing.pop()}, and every combination of heads.scalars {list(config.scalars)} and heads.embeddings "
+            f"heads.timings has {missing.pop()}, and every combination of heads.scalars {list(config.scalars)} and "
+            "heads.embeddings "
             f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
         )
-    shapes = [Shape(timing, inputs, depth) for timing, inputs in dict.fromkeys([*papers, *ours]) for depth in config.depths]
+    shapes = [
+        Shape(timing, inputs, depth) for timing, inputs in dict.fromkeys([*papers, *ours]) for depth in config.depths
+    ]
     for shape in shapes:
         check_shape(1, shape.depth, shape.timing)
     return {shape: tuple(config.reject_weights) for shape in shapes}
 
 
 def scalar_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
-    """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head takes besides."""
+    """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head
+    takes besides.
+    """
     return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 

@@ -36,7 +36,16 @@ from lm.pair import (
     vocab_size_of,
 )
 from lm.sampling import Sampling
-from lm.verification import Verdict, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, revealed_probs, verify
+from lm.verification import (
+    Verdict,
+    acceptance_prob,
+    acceptance_rate,
+    next_law,
+    num_accepted,
+    residual_probs,
+    revealed_probs,
+    verify,
+)
 
 __all__ = [
     "KINDS",

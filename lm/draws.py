@@ -1,9 +1,9 @@
 """Where chance enters: every random draw of the project's loops goes through a `Draws`.
 
-A loop asks for two things only: a token from a law, and how many of a row of drafted tokens are accepted. A *law* is a row over the
-vocabulary that says what a token is drawn from: probabilities, for `RandomDraws`; for `GreedyDraws`, which take the largest entry, any row
-that is largest at the most probable token, so that logits do and cost no softmax. A test's draws walk every branch with its probability,
-and so compute the exact law of the loop's output.
+A loop asks for two things only: a token from a law, and how many of a row of drafted tokens are accepted. A *law* is a
+row over the vocabulary that says what a token is drawn from: probabilities, for `RandomDraws`; for `GreedyDraws`, which
+take the largest entry, any row that is largest at the most probable token, so that logits do and cost no softmax. A
+test's draws walk every branch with its probability, and so compute the exact law of the loop's output.
 """
 
 from bisect import bisect_right
@@ -34,7 +34,8 @@ class Draws(Protocol):
         return torch.tensor([self.token(law)], device=law.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the first that fails.
+        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
+        first that fails.
 
         Those after it need not be looked at.
         """
@@ -46,27 +47,33 @@ class Chance(Protocol):
     """Draws that a compiled step can make itself."""
 
     def chance(self) -> tuple[float, int]:
-        """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps use neither."""
+        """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps
+        use neither.
+        """
         ...
 
 
 class RandomDraws(Draws):
     """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
 
-    The streams are seeded once and never reseeded, so the acceptance uniforms are independent of the drafted tokens, which verification
-    (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
+    The streams are seeded once and never reseeded, so the acceptance uniforms are independent of the drafted tokens,
+    which verification (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
 
-    Each stream has 124 bits of a generator of torch, so that streams seeded one after another from one generator do not coincide. Draws
-    from two generators differ as far as the generators do: `manual_seed` of torch's CPU generator reads the lower 32 bits of its seed, and
-    5 and 5 + 2^32 give the same draws there. A seed given as an integer counts with all its bits.
+    Each stream has 124 bits of a generator of torch, so that streams seeded one after another from one generator do not
+    coincide. Draws from two generators differ as far as the generators do: `manual_seed` of torch's CPU generator reads
+    the lower 32 bits of its seed, and 5 and 5 + 2^32 give the same draws there. A seed given as an integer counts with
+    all its bits.
     """
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's global generator.
+        source: seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's global
+            generator.
         """
         if source is None or isinstance(source, torch.Generator):
-            halves = torch.randint(2**62, (2, 2), generator=source, device="cpu" if source is None else source.device).tolist()
+            halves = torch.randint(
+                2**62, (2, 2), generator=source, device="cpu" if source is None else source.device
+            ).tolist()
             seeds = [high << 62 | low for high, low in halves]
         else:
             seeds = [2 * source, 2 * source + 1]
@@ -75,7 +82,8 @@ class RandomDraws(Draws):
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
 
     def token(self, law: Float[Tensor, " vocab"]) -> int:
-        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never drawn.
+        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never
+        drawn.
 
         Raises:
             ValueError: a law with NaN in it.
@@ -105,7 +113,9 @@ class RandomDraws(Draws):
         return self._cumulative[width]
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never passes)."""
+        """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never
+        passes).
+        """
         count = 0
         for acceptance_prob in acceptance_probs:
             if not self._accepts.next() < acceptance_prob:
@@ -126,7 +136,8 @@ class GreedyDraws:
         if law.is_cpu:
             row = array_of(law)
             token = int(row.argmax())
-            token = token if row[token] == row[token] else row.shape[-1]  # argmax stops at the first NaN, the only number unequal to itself
+            # argmax stops at the first NaN, the only number unequal to itself
+            token = token if row[token] == row[token] else row.shape[-1]
         else:
             token = int(self.draw(law))
         return refuse_no_token(token, law)

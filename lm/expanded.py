@@ -1,12 +1,14 @@
-"""Function-preserving expansion: a model made slower by layers that add nothing (Net2Net, arXiv 1511.05641; depth by identity blocks).
+"""Function-preserving expansion: a model made slower by layers that add nothing (Net2Net, arXiv 1511.05641; depth by
+identity blocks).
 
-Each new layer is a copy of one of the model's own whose output projections, of attention and of the MLP, are zero, biases included. In a
-pre-norm block what is added to the residual stream is then exactly zero, and so it is behind a further norm without a bias, whose value at
-zero is zero. Logits, final hidden states and every token stay equal to the bit, while a forward takes the time, the memory and the cache
-of a model with so many layers: other hardware's ratio of times, on a clock.
+Each new layer is a copy of one of the model's own whose output projections, of attention and of the MLP, are zero,
+biases included. In a pre-norm block what is added to the residual stream is then exactly zero, and so it is behind a
+further norm without a bias, whose value at zero is zero. Logits, final hidden states and every token stay equal to the
+bit, while a forward takes the time, the memory and the cache of a model with so many layers: other hardware's ratio of
+times, on a clock.
 
-Which parameters end a branch is known by name; whether the model is still the same function is tried, and a family of which it is not
-(norms with a bias behind a branch, scales of a whole layer) is refused.
+Which parameters end a branch is known by name; whether the model is still the same function is tried, and a family of
+which it is not (norms with a bias behind a branch, scales of a whole layer) is refused.
 """
 
 from copy import deepcopy
@@ -18,7 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lm.kv_buffer import make_cache
 
-_OUTPUTS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "down_proj_bias", "dense_4h_to_h", "fc2", "w2"})
+_OUTPUTS = frozenset(
+    {"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "down_proj_bias", "dense_4h_to_h", "fc2", "w2"}
+)
 """What families call the projections that end a branch; experts hold theirs as one parameter."""
 _TOKENS = (1, 2, 0, 1, 1)
 
@@ -27,7 +31,8 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
     """Append `num_layers` layers that change nothing but the time.
 
     Raises:
-        ValueError: a negative number, or a model that would not be the same function with them; the model is then of no further use.
+        ValueError: a negative number, or a model that would not be the same function with them; the model is then of no
+            further use.
     """
     if num_layers < 0:
         raise ValueError(f"extra_layers is {num_layers}; it must be at least 0")
@@ -86,7 +91,9 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
 
 @torch.no_grad()
 def _silent_copy(layer: nn.Module, config: PretrainedConfig, place: int) -> nn.Module:
-    """A copy at another place whose branches end in zeros; the config is not copied, it goes on speaking for every layer."""
+    """A copy at another place whose branches end in zeros; the config is not copied, it goes on speaking for every
+    layer.
+    """
     copy: nn.Module = deepcopy(layer, {id(config): config})
     for name, parameter in copy.named_parameters():
         if not _OUTPUTS.isdisjoint(name.split(".")):

@@ -1,7 +1,8 @@
 """Teacher-forced forwards: final hidden states at chosen positions, and logits from them in bounded chunks.
 
-The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only (`base_model`), and callers apply the output
-layer to so few positions at a time that float32 logits fit a given number of megabytes, with a vocabulary of 152k as with one of 4k.
+The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only (`base_model`), and
+callers apply the output layer to so few positions at a time that float32 logits fit a given number of megabytes, with a
+vocabulary of 152k as with one of 4k.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,9 @@ _NUM_PROBES = 8
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """The device that takes token ids: that of the input embeddings, also in a model that is spread over several devices."""
+    """The device that takes token ids: that of the input embeddings, also in a model that is spread over several
+    devices.
+    """
     return torch.device(str(model.get_input_embeddings().weight.device))
 
 
@@ -42,14 +45,18 @@ def output_device_of(model: PreTrainedModel) -> torch.device:
 
 
 @torch.inference_mode()
-def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Float[Tensor, "token hidden"]:
-    """Final hidden states (after the final norm, as the output layer receives them) of one batch, from `starts` on and without padding.
+def hidden_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> Float[Tensor, "token hidden"]:
+    """Final hidden states (after the final norm, as the output layer receives them) of one batch, from `starts` on and
+    without padding.
 
     Args:
         model: a causal language model.
-        rows: token ids of each sequence; those on either side of a change of frequencies have a forward each (`lm.frequencies`).
-        starts: the first position of each sequence whose state is wanted; the result has those of rows[0][starts[0]:], then those of
-            rows[1][starts[1]:], and so on.
+        rows: token ids of each sequence; those on either side of a change of frequencies have a forward each
+            (`lm.frequencies`).
+        starts: the first position of each sequence whose state is wanted; the result has those of rows[0][starts[0]:],
+            then those of rows[1][starts[1]:], and so on.
 
     Raises:
         ValueError: a sequence with wanted states on both sides of a change of frequencies.
@@ -63,25 +70,38 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
         for place in places:
             # the text before the first wanted state has been read in one forward, or with the same frequencies
             num_prompt = starts[place] + frequencies.reads_again
-            what = f"a sequence of {len(rows[place])} tokens, of which {len(rows[place]) - starts[place]} are looked at, is read at once"
+            what = (
+                f"a sequence of {len(rows[place])} tokens, of which {len(rows[place]) - starts[place]} are looked at, "
+                "is read at once"
+            )
             refuse_crossing(model, num_prompt, len(rows[place]), what=what, remedy=SHORTER)
-        states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places]) if places else []
+        states = (
+            _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
+            if places
+            else []
+        )
         parts |= dict(zip(places, states, strict=True))
     return torch.cat([parts[place] for place in range(len(rows))])
 
 
-def _hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Float[Tensor, "token hidden"]]:
+def _hidden_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> list[Float[Tensor, "token hidden"]]:
     """Of each sequence, in one forward."""
     width = max(map(len, rows))
-    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states will do. Attention
-    # multiplies the hidden states of other ids by 0, and 0 * NaN is NaN: so a row is padded with an id of its own, not with another's.
+    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states
+    # will do. Attention
+    # multiplies the hidden states of other ids by 0, and 0 * NaN is NaN: so a row is padded with an id of its own, not
+    # with another's.
     ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
 
 @torch.inference_mode()
-def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int) -> Float[Tensor, "token vocab"]:
+def logits_of(
+    model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int
+) -> Float[Tensor, "token vocab"]:
     """Logits of the tokenizer's ids from final hidden states."""
     logits = model.get_output_embeddings()(hidden)[..., :vocab_size]
     # Gemma 2 and its kin squash their logits after the output layer.
@@ -92,7 +112,8 @@ def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], voc
 def alike(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Which sequences share a forward: groups of at most `size`, longest first, so that a lack of memory shows at once.
 
-    A group ends before a sequence that would be padded by more than a fifth, once it holds `_ENOUGH_TOKENS`: fewer do not fill a processor.
+    A group ends before a sequence that would be padded by more than a fifth, once it holds `_ENOUGH_TOKENS`: fewer do
+    not fill a processor.
 
     Worked example: lengths (3, 5, 4) in groups of 2 give [1, 2] and [0].
     """
@@ -117,30 +138,42 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise ValueError where accelerate has offloaded the output layer or the embeddings, whose weights are read directly."""
-    for part, layer in (("output layer", model.get_output_embeddings()), ("input embeddings", model.get_input_embeddings())):
+    """Raise ValueError where accelerate has offloaded the output layer or the embeddings, whose weights are read
+    directly.
+    """
+    for part, layer in (
+        ("output layer", model.get_output_embeddings()),
+        ("input embeddings", model.get_input_embeddings()),
+    ):
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.device.type == "meta":
             raise ValueError(
-                f"the weight of the {part} of {source.path} found no room and was offloaded (device_map {source.device_map!r}; it is on "
-                "meta), and every position needs it; give it a device of its own in device_map, free memory, or choose a smaller dtype"
+                f"the weight of the {part} of {source.path} found no room and was offloaded (device_map "
+                f"{source.device_map!r}; it is on "
+                "meta), and every position needs it; give it a device of its own in device_map, free memory, or "
+                "choose a smaller dtype"
             )
 
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError if the model yields numbers for none of some ids; ids of their own may be broken (untrained, overflowing)."""
+    """Raise ValueError if the model yields numbers for none of some ids; ids of their own may be broken (untrained,
+    overflowing).
+    """
     ids = sorted({place * (vocab_size - 1) // (_NUM_PROBES - 1) for place in range(_NUM_PROBES)})
     if non_finite(logits_of(model, hidden_states(model, [[token] for token in ids], [0] * len(ids)), vocab_size)).all():
-        raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} ids that it was tried with; {REMEDY}")
+        raise ValueError(
+            f"the {name} yields NaN or infinite logits for each of {len(ids)} ids that it was tried with; {REMEDY}"
+        )
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the output layer), and
-    the body takes the cache that responses are made with.
+    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the
+    output layer), and the body takes the cache that responses are made with.
     """
     if "past_key_values" not in signature(model.base_model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose a model with attention"
+            f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose "
+            "a model with attention"
         )
     probe = [[0, min(1, vocab_size - 1), 0]]
     hidden = hidden_states(model, probe, [0])
@@ -149,6 +182,7 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     ours = logits_of(model, hidden, vocab_size).to(expected.device)
     if not torch.allclose(ours.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and probabilities "
+            f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and "
+            "probabilities "
             "would be wrong; choose models of another family"
         )

@@ -1,19 +1,23 @@
-"""Law 4.5 where a forward's rotary frequencies depend on its largest position: which models do that, and what may share a forward.
+"""Law 4.5 where a forward's rotary frequencies depend on its largest position: which models do that, and what may share
+a forward.
 
-Some models rotate *all* tokens of a forward by one set of frequencies up to `bound` tokens of text, and by another beyond
-(`longrope`: Phi-3 and Phi-4 with 128k, PhiMoE, MiniCPM), chosen by the largest position of the forward. So a forward that spans
-the bound (a verification, a batch with a longer row, a whole response at once) gives other laws than one token at a time. The
-reference is plain `generate`:
+Some models rotate *all* tokens of a forward by one set of frequencies up to `bound` tokens of text, and by another
+beyond (`longrope`: Phi-3 and Phi-4 with 128k, PhiMoE, MiniCPM), chosen by the largest position of the forward. So a
+forward that spans the bound (a verification, a batch with a longer row, a whole response at once) gives other laws than
+one token at a time. The reference is plain `generate`:
 
     near    the forward that reads a token before the bound, and all before it, uses the near frequencies
-    far     one that reads a token at the bound or beyond uses the far ones. What was cached before keeps the near ones, unless the model is
+    far     one that reads a token at the bound or beyond uses the far ones. What was cached before keeps the near ones,
+            unless the model is
             one that reads its whole text again there (`reads_again`: Phi-3, PhiMoE, Phi-4-multimodal)
     prompt  the prompt is one forward: one that ends beyond the bound is far as a whole
 
-Worked example: bound 16, a text of 14 tokens whose last row is asked with 4 drafted tokens after it. Rows 13, 14, 15 are near: tokens up to
-16 are fed. Rows 16, 17 are far: then the rest is fed, or all 18 tokens anew by a model that reads again.
+Worked example: bound 16, a text of 14 tokens whose last row is asked with 4 drafted tokens after it. Rows 13, 14, 15
+are near: tokens up to 16 are fed. Rows 16, 17 are far: then the rest is fed, or all 18 tokens anew by a model that
+reads again.
 
-With `dynamic` frequencies every length beyond the bound, there the model's context, has a set of its own: no text may go beyond.
+With `dynamic` frequencies every length beyond the bound, there the model's context, has a set of its own: no text may
+go beyond.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +48,9 @@ class Frequencies(NamedTuple):
         return "dynamic" in self.rope_type
 
     def crosses(self, num_prompt: int, num_fed: int) -> bool:
-        """Would a text of which `num_fed` tokens are fed at last, the first `num_prompt` at once, be read with several frequencies?"""
+        """Would a text of which `num_fed` tokens are fed at last, the first `num_prompt` at once, be read with several
+        frequencies?
+        """
         return num_fed > self.bound and (self.is_dynamic or num_prompt <= self.bound)
 
     def refusal(self, what: str, remedy: str) -> ValueError:
@@ -65,10 +71,15 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
         bounds = dict(_bounds(model.config.get_text_config()))
         if len(bounds) > 1:
             lengths = " and ".join(map(str, sorted(bounds)))
-            raise ValueError(f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens; choose another")
+            raise ValueError(
+                f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens; choose "
+                "another"
+            )
         found = None
         for bound, rope_type in bounds.items():
-            found = Frequencies(type(model).__name__, rope_type, bound, rope_type == "longrope" and _reads_again(model, bound))
+            found = Frequencies(
+                type(model).__name__, rope_type, bound, rope_type == "longrope" and _reads_again(model, bound)
+            )
         _KNOWN[model] = found
     return _KNOWN[model]
 
@@ -94,7 +105,9 @@ def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
     nested: Iterable[Any] = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in nested or [rope]:
         rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
-        original = parameters.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+        original = parameters.get(
+            "original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None)
+        )
         # PhiMoE scales by another factor beyond the bound, with rotary parameters of any type
         if original is not None and (rope_type == "longrope" or "long_mscale" in parameters):
             yield int(original), "longrope"
@@ -160,7 +173,8 @@ class Keys:
         return is_other
 
     def begin_at_once(self, num_text: int, deepest: int) -> bool:
-        """As `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it, share one forward.
+        """As `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it, share one
+        forward.
 
         Args:
             num_text: tokens of the text, the last of which may be fed with the tree.
@@ -171,7 +185,9 @@ class Keys:
         """
         self.num_prompt = self.num_prompt or num_text
         if self.frequencies.crosses(num_text - 1, deepest):
-            raise self.frequencies.refusal(f"a text of {num_text} tokens has a tree of drafts up to {deepest}", "draft chains")
+            raise self.frequencies.refusal(
+                f"a text of {num_text} tokens has a tree of drafts up to {deepest}", "draft chains"
+            )
         return self.begin(Feed(deepest, 0, is_far=deepest > self.frequencies.bound))
 
     def reads_again(self, start: int, end: int) -> bool:

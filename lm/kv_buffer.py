@@ -10,7 +10,9 @@ from lm.caches.buffers import BufferLayer, WindowLayer
 
 
 def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
-    """An empty cache for `model`; attention layers start with room for `capacity` positions, layers of other kinds are transformers'."""
+    """An empty cache for `model`; attention layers start with room for `capacity` positions, layers of other kinds are
+    transformers'.
+    """
     cache = DynamicCache(config=model.config)
     cache.layers = [_layer(each, capacity) for each in cache.layers]
     return cache
@@ -22,7 +24,9 @@ def keep(cache: DynamicCache, rows: Tensor) -> None:
 
 
 def takes_turns(cache: DynamicCache) -> bool:
-    """Whether a sequence of the batch may take the place of another (`seat`) and positions may be forgotten: attention layers can."""
+    """Whether a sequence of the batch may take the place of another (`seat`) and positions may be forgotten: attention
+    layers can.
+    """
     return all(isinstance(layer, BufferLayer) for layer in cache.layers)
 
 

@@ -1,8 +1,9 @@
 """Load a target, a draft and perhaps a micro model, and check that they fit.
 
-They fit when their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded vocabularies, as Qwen's):
-the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`. The target's may be narrower, too (Gemma-3 1B's
-tokenizer has an id for images that no logit has): such ids are never emitted.
+They fit when their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded
+vocabularies, as Qwen's): the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`. The
+target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that no logit has): such ids are never
+emitted.
 """
 
 import gc
@@ -30,7 +31,13 @@ from lm.features.loading import feature_draft_of
 from lm.features.released import layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "auto": "auto",
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,9 @@ class Pair:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
-    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less where ids have gaps), or that `target` emits."""
+    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less where ids have gaps), or that
+    `target` emits.
+    """
     num_ids = 1 + max(tokenizer.get_vocab().values())
     return num_ids if target is None else min(num_ids, num_logits_of(target))
 
@@ -76,12 +85,16 @@ def load_pair(config: PairConfig) -> Pair:
 
     Raises:
         FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
-        ValueError: tokenizers that differ, logits narrower than what the target emits, an unknown dtype, CUDA asked for and absent.
+        ValueError: tokenizers that differ, logits narrower than what the target emits, an unknown dtype, CUDA asked for
+            and absent.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
-    models = {name: load_model(source, trust_remote_code=config.trust_remote_code) for name, source in _sources(config).items()}
+    models = {
+        name: load_model(source, trust_remote_code=config.trust_remote_code)
+        for name, source in _sources(config).items()
+    }
     target = models["target"]
     drafting = models.get("draft") or feature_draft_of(config, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
@@ -117,7 +130,8 @@ def refuse_feature_draft(config: PairConfig) -> None:
 
 def _reads_the_target(what: str) -> str:
     return (
-        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; this takes a draft "
+        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; this "
+        "takes a draft "
         "that is a model of its own: set pair.draft.path"
     )
 
@@ -125,11 +139,16 @@ def _reads_the_target(what: str) -> str:
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
     with _reading(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
+        )
 
 
-def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: torch.device | None = None) -> PreTrainedModel:
-    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled checkpoint is refused.
+def load_model(
+    source: ModelSource, *, trust_remote_code: bool = False, device: torch.device | None = None
+) -> PreTrainedModel:
+    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled
+    checkpoint is refused.
 
     Args:
         source: where it is.
@@ -138,10 +157,14 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: 
     """
     if source.dtype not in _DTYPES:
         raise ValueError(f"dtype {source.dtype!r} of {source.path} is unknown; one of {', '.join(_DTYPES)}")
-    device_map = source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
+    device_map = (
+        source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
+    )
     device_map = device_map if device is None else str(device)
     if "cuda" in str(device_map) and not torch.cuda.is_available():
-        raise ValueError(f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu")
+        raise ValueError(
+            f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu"
+        )
     with _reading(source, "config.json or weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -154,14 +177,19 @@ def load_model(source: ModelSource, *, trust_remote_code: bool = False, device: 
         )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
-        raise ValueError(f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model again")
+        raise ValueError(
+            f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model "
+            "again"
+        )
     refuse_offloaded(model, source)
     expand(model.eval(), source.extra_layers)
     return model
 
 
 def free_memory() -> None:
-    """Give back what forgotten models held: their modules and hooks refer to each other, and CUDA keeps what it once had."""
+    """Give back what forgotten models held: their modules and hooks refer to each other, and CUDA keeps what it once
+    had.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -174,7 +202,9 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
         FileNotFoundError: no model there.
     """
     with _reading(source, "config.json"):
-        return AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
+        )
 
 
 def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
@@ -190,7 +220,9 @@ def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
 
 @contextmanager
 def _reading(source: ModelSource, part: str) -> Iterator[None]:
-    """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as one line."""
+    """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as
+    one line.
+    """
     try:
         yield
     except OSError as error:
@@ -198,7 +230,8 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
     except Exception as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model again, and check the "
+            f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
+            "again, and check the "
             "settings of this model"
         ) from error
 
@@ -211,12 +244,15 @@ def emitted_vocab_size(config: PairConfig) -> int:
 
 def _not_found(source: ModelSource) -> str:
     return (
-        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a local model directory "
+        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a "
+        "local model directory "
         "nor a hub id that can be reached; check the path, or `hf download` it first"
     )
 
 
-def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str) -> None:
+def _check_same_ids(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
+) -> None:
     """Raise unless both map the same tokens to the same ids."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours == theirs:
@@ -224,8 +260,10 @@ def _check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     token = differing[0]
     raise ValueError(
-        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first {token!r}: "
-        f"id {ours.get(token)} against {theirs.get(token)}; speculative decoding needs one token -> id map, choose models of one family"
+        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first "
+        f"{token!r}: "
+        f"id {ours.get(token)} against {theirs.get(token)}; speculative decoding needs one token -> id map, choose "
+        "models of one family"
     )
 
 
@@ -233,4 +271,7 @@ def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise if the model cannot name every token that is emitted."""
     width = num_logits_of(model)
     if width < vocab_size:
-        raise ValueError(f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own tokenizer")
+        raise ValueError(
+            f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own "
+            "tokenizer"
+        )

@@ -3,9 +3,9 @@
     probs = softmax(top_p(top_k(logits / temperature)))        temperature > 0
     probs = one-hot(argmax logits)                             temperature = 0, the limit of the same path
 
-The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in which `generate`
-applies them, so that a pair sampled here has the law that its users know. Departures: temperature 0 is allowed (transformers raises), and
-softmax runs in float32 whatever the dtype of the logits (float64 on request).
+The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in
+which `generate` applies them, so that a pair sampled here has the law that its users know. Departures: temperature 0 is
+allowed (transformers raises), and softmax runs in float32 whatever the dtype of the logits (float64 on request).
 """
 
 from collections.abc import Sequence
@@ -48,19 +48,24 @@ class Sampling:
 
     @property
     def sees_no_tokens(self) -> bool:
-        """True unless this is of a class that looks at the tokens, each of which must then be on the host before the next."""
+        """True unless this is of a class that looks at the tokens, each of which must then be on the host before the
+        next.
+        """
         return type(self).processed is Sampling.processed
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The three settings, for manifests and head configs."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
-    def probs(self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None) -> Float[Tensor, "*position vocab"]:
+    def probs(
+        self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None
+    ) -> Float[Tensor, "*position vocab"]:
         """The distribution that tokens are drawn from, one row per position.
 
         Args:
             logits: as the model gives them, any float dtype; -inf marks impossible tokens.
-            dtype: of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64 logits, else float32.
+            dtype: of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64
+                logits, else float32.
         """
         dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
         logits = logits if logits.dtype == dtype else logits.to(dtype)
@@ -74,11 +79,15 @@ class Sampling:
         return logits.softmax(-1)
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the last rows of a sequence, as `probs` takes them; subclasses may look at the tokens (transformers' processors do)."""
+        """Logits of the last rows of a sequence, as `probs` takes them; subclasses may look at the tokens
+        (transformers' processors do).
+        """
         return logits
 
     def laws_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """What tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at temperature 0."""
+        """What tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at
+        temperature 0.
+        """
         logits = self.processed(logits, token_ids)
         return logits if self.is_greedy else self.probs(logits)
 

@@ -1,8 +1,9 @@
-"""Chance for work that is done in shards (data, traces): seeds from names, uniforms all at once, tokens from uniforms by inversion.
+"""Chance for work that is done in shards (data, traces): seeds from names, uniforms all at once, tokens from uniforms
+by inversion.
 
-A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws do not depend on the device,
-on the order of shards, nor on how its rows are batched, and an interrupted run resumes to the same bytes. A generation, whose length nobody
-knows beforehand, draws from `lm.draws` instead.
+A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws do not
+depend on the device, on the order of shards, nor on how its rows are batched, and an interrupted run resumes to the
+same bytes. A generation, whose length nobody knows beforehand, draws from `lm.draws` instead.
 """
 
 import hashlib
@@ -14,14 +15,20 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 BELOW_ONE = 1.0 - 2.0**-40
-"""Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its end."""
+"""Keeps uniform * total below total in float64, so that the inverse of the distribution function never runs off its
+end.
+"""
 
 GENERATOR = np.random.PCG64DXSM.__name__
-"""The source of every uniform number here and in `lm.draws`, and an entry of manifests: data of another generator is not added to."""
+"""The source of every uniform number here and in `lm.draws`, and an entry of manifests: data of another generator is
+not added to.
+"""
 
 
 def seed_of(*parts: object) -> int:
-    """63 bits of a sha256 over the parts: a seed of its own for every name, such as seed_of(run_seed, "response", "train", 7)."""
+    """63 bits of a sha256 over the parts: a seed of its own for every name, such as seed_of(run_seed, "response",
+    "train", 7).
+    """
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -34,7 +41,8 @@ def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
 class Bits:
     """A stream of random numbers that depends on every bit of its seed; torch's CPU generator reads the lower 32 only.
 
-    numpy promises that a seed gives these bits for good (NEP 19), and does not promise it of the distributions that it makes of them.
+    numpy promises that a seed gives these bits for good (NEP 19), and does not promise it of the distributions that it
+    makes of them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,7 +57,8 @@ class Bits:
 
 
 def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:
-    """One token per row: the id at which the distribution function first exceeds the row's uniform; probability 0 is never drawn.
+    """One token per row: the id at which the distribution function first exceeds the row's uniform; probability 0 is
+    never drawn.
 
     Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """

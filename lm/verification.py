@@ -1,12 +1,13 @@
 """Law 4.2: verification (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1).
 
-Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i); at the first rejection emit one token from
-norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one token from p_{K+1}, the *bonus* token.
-Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is passed here.
+Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i); at the first rejection emit one token
+from norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one token from p_{K+1}, the *bonus*
+token. Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is
+passed here.
 
-At temperature 0 (`GreedyDraws`) every distribution is one-hot, and this comes to: accept while y_i is the target's most probable token,
-then emit the target's own. So `num_accepted`, `next_law` and `verify` take q and p as laws (`lm.draws`), which logits are at temperature 0;
-the other functions take probabilities.
+At temperature 0 (`GreedyDraws`) every distribution is one-hot, and this comes to: accept while y_i is the target's most
+probable token, then emit the target's own. So `num_accepted`, `next_law` and `verify` take q and p as laws
+(`lm.draws`), which logits are at temperature 0; the other functions take probabilities.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,18 +48,24 @@ def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft v
 
 
 def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft vocab"]:
-    """norm(max(0, p - q)); p itself where that mass is zero (p = q: a rejection there has probability zero up to rounding)."""
+    """norm(max(0, p - q)); p itself where that mass is zero (p = q: a rejection there has probability zero up to
+    rounding).
+    """
     excess = (p - q).clamp_(min=0.0)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass, p)
 
 
-def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> int:
-    """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every round.
+def num_accepted(
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> int:
+    """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every
+    round.
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not look at it.
+        q: the law that each was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not look
+            at it.
         p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
@@ -66,14 +73,23 @@ def num_accepted(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Flo
 
 
 def revealed_probs(
-    num_accepted: int, tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+    num_accepted: int,
+    tokens: Sequence[int],
+    q: Sequence[Float[Tensor, " _"]],
+    p: Float[Tensor, "rows vocab"],
+    draws: Draws,
 ) -> list[float]:
-    """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of `num_accepted`."""
+    """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of
+    `num_accepted`.
+    """
     return [float(chance) for chance in islice(_chances(tokens, q, p, draws), num_accepted + 1)]
 
 
-def next_law(num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> Float[Tensor, " vocab"]:
-    """What the token after the accepted ones is drawn from: the residual where one was rejected, else p (the bonus token).
+def next_law(
+    num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> Float[Tensor, " vocab"]:
+    """What the token after the accepted ones is drawn from: the residual where one was rejected, else p (the bonus
+    token).
 
     One-hot distributions that disagree have the residual p.
     """
@@ -105,15 +121,21 @@ def verify(
     return Verdict(count, draws.token(next_law(count, q, p, draws)))
 
 
-def _chances(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws) -> Iterable[float]:
+def _chances(
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+) -> Iterable[float]:
     """Of each drafted token to be accepted, one by one as they are asked for."""
     if not tokens:
         return ()
     return map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedyDraws) else _acceptance_probs(tokens, q, p)
 
 
-def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"]) -> Iterable[float]:
-    """`acceptance_prob` of each drafted token as a number: on the CPU one by one as they are asked for, from a device in one transfer."""
+def _acceptance_probs(
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"]
+) -> Iterable[float]:
+    """`acceptance_prob` of each drafted token as a number: on the CPU one by one as they are asked for, from a device
+    in one transfer.
+    """
     rows = _brought(q, p.device)
     if p.is_cpu:
         return map(_ratio, tokens, map(array_of, rows), array_of(p))
@@ -122,7 +144,9 @@ def _acceptance_probs(tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p
 
 
 def _brought(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
-    """The rows of q on this device, those that are alike in one transfer; models that draft in turns may be on several."""
+    """The rows of q on this device, those that are alike in one transfer; models that draft in turns may be on
+    several.
+    """
     kinds = {(row.device, row.shape[-1]) for row in q}
     if all(place == device for place, _ in kinds):
         return q

@@ -1,11 +1,13 @@
-"""Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws 4.3, 4.13).
+"""Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws 4.3,
+4.13).
 
-An engine drafts for its whole batch at once: a round is a number of draft steps, and in each of them every row of the batch gets a token.
-A *lane* is what one request's policy knows; `Lanes` says after every step which rows go on, and the engine may end the round once none
-does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3 holds; requests come, go, wait and come back between
-rounds. The policies are those of `decode.policies`, one state per request, and are told what `decode.loop.drafter` tells them, but for one
-thing: an engine reveals whether a token was accepted, not with which probability, so that `Policy.lesson` gets 1 or 0, the right number on
-average and at temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` decides together which go on.
+An engine drafts for its whole batch at once: a round is a number of draft steps, and in each of them every row of the
+batch gets a token. A *lane* is what one request's policy knows; `Lanes` says after every step which rows go on, and the
+engine may end the round once none does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3
+holds; requests come, go, wait and come back between rounds. The policies are those of `decode.policies`, one state per
+request, and are told what `decode.loop.drafter` tells them, but for one thing: an engine reveals whether a token was
+accepted, not with which probability, so that `Policy.lesson` gets 1 or 0, the right number on average and at
+temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` decides together which go on.
 """
 
 from collections.abc import Container, Sequence
@@ -69,7 +71,8 @@ class Lane:
         self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
 
     def end(self, verified: Sequence[int], num_accepted: int) -> bool:
-        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had never been.
+        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had
+        never been.
 
         Returns:
             Whether there was a round, and it was verified.
@@ -114,7 +117,10 @@ class Lanes:
         self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
         self._rows = [self._lane(row) for row in rows]
         ended = [row for row, lane in zip(rows, self._rows, strict=True) if lane.end(row.verified, row.num_accepted)]
-        num_tokens, num_emitted = (sum(len(row.verified) + 1 for row in ended), sum(row.num_accepted + 1 for row in ended))
+        num_tokens, num_emitted = (
+            sum(len(row.verified) + 1 for row in ended),
+            sum(row.num_accepted + 1 for row in ended),
+        )
         self._pace.begin(len(rows), Ended(len(ended), num_tokens, num_emitted, is_whole=len(ended) == len(rows) > 0))
         for row, lane in zip(rows, self._rows, strict=True):
             if row.room > 0:

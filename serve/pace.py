@@ -1,17 +1,18 @@
 """Law 4.13 in an engine that runs: the batch's rule, with costs and lambda that are measured and followed.
 
-An engine's draft step takes all rows of its batch along, those that have stopped too, and its first one, which keeps the draft's cache
-in step, is made whatever is drafted. One more step of rows that the rule decides for therefore costs
+An engine's draft step takes all rows of its batch along, those that have stopped too, and its first one, which keeps
+the draft's cache in step, is made whatever is drafted. One more step of rows that the rule decides for therefore costs
 
     lambda * (t_target(m + rows that go on) - t_target(m) + t_draft(rows of the batch))
 
-without t_draft where the step is the round's first, or where a row with a policy of its own takes it anyway. t_draft is measured between
-two steps of a round, t_target is all else between the begins of two rounds, and lambda is what those curves say of the tokens that came
-out, at the least the target's own pace. Nothing is assumed before anything is measured: the first rounds draft on.
+without t_draft where the step is the round's first, or where a row with a policy of its own takes it anyway. t_draft is
+measured between two steps of a round, t_target is all else between the begins of two rounds, and lambda is what those
+curves say of the tokens that came out, at the least the target's own pace. Nothing is assumed before anything is
+measured: the first rounds draft on.
 
-What is old is forgotten. Times count `_MEMORY` times as much with each new one of their size; tokens and seconds are counted per row, so
-that lambda follows at once when rows come and go. Where the rule has let no second step happen for `_PROBE_EVERY` rounds it looks whether
-it still should.
+What is old is forgotten. Times count `_MEMORY` times as much with each new one of their size; tokens and seconds are
+counted per row, so that lambda follows at once when rows come and go. Where the rule has let no second step happen for
+`_PROBE_EVERY` rounds it looks whether it still should.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,9 @@ _LEAST = 0.1
 
 
 class Measured:
-    """Seconds by a number of rows or tokens, a line through what was measured lately: `_MEMORY` times as much by each new measurement."""
+    """Seconds by a number of rows or tokens, a line through what was measured lately: `_MEMORY` times as much by each
+    new measurement.
+    """
 
     def __init__(self) -> None:
         self._weight = self._number = self._seconds = self._square = self._product = 0.0
@@ -49,7 +52,10 @@ class Measured:
         share, kept = 1.0 / self._weight, 1.0 - 1.0 / self._weight
         by, over = number - self._number, seconds - self._seconds
         self._number, self._seconds = self._number + share * by, self._seconds + share * over
-        self._square, self._product = kept * (self._square + share * by * by), kept * (self._product + share * by * over)
+        self._square, self._product = (
+            kept * (self._square + share * by * by),
+            kept * (self._product + share * by * over),
+        )
 
     @property
     def curve(self) -> Curve | None:
@@ -70,7 +76,9 @@ class Ended(NamedTuple):
     """Fed to the target for them: their drafts, and one token more of each."""
     num_emitted: int
     is_whole: bool
-    """They were all rows of that step; False: prompts were read in it too, so that its time says nothing of verification."""
+    """They were all rows of that step; False: prompts were read in it too, so that its time says nothing of
+    verification.
+    """
 
 
 @dataclass

@@ -1,14 +1,17 @@
 """What a server is told about stopping, and what a request may say for itself.
 
-    {"policy": "head:PATH,max_rejection_prob=0.4"}                                the server, under the key `acceptance_heads`
-    {"policy": "fixed_length:k=5", "heads": {"small": "PATH"}}                    heads beside the policy's that requests may name
+    {"policy": "head:PATH,max_rejection_prob=0.4"}                                the server, under the key
+        `acceptance_heads`
+    {"policy": "fixed_length:k=5", "heads": {"small": "PATH"}}                    heads beside the policy's that
+        requests may name
     "entropy:max_sqrt_entropy=0.4"    "head:small,max_rejection_prob=0.3"         a request, under the same key
 
-Policies are written as `decode.policies.registry` has them. What the server is told is checked before it starts, and refused with one line.
-What a request asks for may come from anyone: it can name no path, and where it cannot be had, the server's policy takes its place, with one
-warning for all requests of that kind. `auto` is the batch's rule, which all requests that have it share (`serve.pace`). A head is checked
-against the two models once, and against the sampling of each kind of request: a request whose sampling is another is served, since the law
-of its output does not depend on the head, and warned of.
+Policies are written as `decode.policies.registry` has them. What the server is told is checked before it starts, and
+refused with one line. What a request asks for may come from anyone: it can name no path, and where it cannot be had,
+the server's policy takes its place, with one warning for all requests of that kind. `auto` is the batch's rule, which
+all requests that have it share (`serve.pace`). A head is checked against the two models once, and against the sampling
+of each kind of request: a request whose sampling is another is served, since the law of its output does not depend on
+the head, and warned of.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +53,9 @@ class Settings:
         """
         known = [each.name for each in fields(cls)]
         if not isinstance(value, Mapping) or "policy" not in value:
-            raise ValueError(f'{KEY} is {value!r}; it is an object with at least a policy, such as {{"policy": "head:PATH"}}')
+            raise ValueError(
+                f'{KEY} is {value!r}; it is an object with at least a policy, such as {{"policy": "head:PATH"}}'
+            )
         if unknown := [key for key in value if key not in known]:
             raise ValueError(f"{KEY} has no key {unknown[0]!r}; it has {', '.join(known)}")
         heads = value.get("heads", {})
@@ -114,7 +119,12 @@ class Policies:
         policy = self._asked(asked)
         for head in policy.heads:
             try:
-                check_fits(head, self._name(head), sampling=sampling.as_dict(), remedy="it stops less well there; the output's law holds")
+                check_fits(
+                    head,
+                    self._name(head),
+                    sampling=sampling.as_dict(),
+                    remedy="it stops less well there; the output's law holds",
+                )
             except ValueError as error:
                 self._warn(f"{KEY}: {error}")
         return policy
@@ -125,7 +135,10 @@ class Policies:
         try:
             return _made(asked, self._loaded)
         except (ValueError, FileNotFoundError) as error:
-            self._warn(f"{KEY}: a request asks for {asked[:200]!r} and gets the server's policy, {self._settings.policy}: {error}")
+            self._warn(
+                f"{KEY}: a request asks for {asked[:200]!r} and gets the server's policy, {self._settings.policy}: "
+                f"{error}"
+            )
             return self.default
 
     def _load(self, name: str) -> AcceptanceHead:
@@ -134,7 +147,8 @@ class Policies:
             head = AcceptanceHead.from_pretrained(self._settings.heads.get(name, name))
             if head.hidden_size != self._hidden_size:
                 raise ValueError(
-                    f"the head {name} reads hidden states of width {head.hidden_size} and this draft's are {self._hidden_size} wide; "
+                    f"the head {name} reads hidden states of width {head.hidden_size} and this draft's are "
+                    f"{self._hidden_size} wide; "
                     "a head serves only the draft that it was trained on"
                 )
             if not self._settings.allow_foreign_heads:
@@ -156,7 +170,9 @@ class Policies:
 
 
 def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
-    """The policy, after two rounds of it: no parameter that makes no sense may first show in the middle of the engine's batch."""
+    """The policy, after two rounds of it: no parameter that makes no sense may first show in the middle of the engine's
+    batch.
+    """
     policy = batched(parse_policy(spec, load_head=load_head), batch_size=1)
     lane = Lane(policy)
     try:

@@ -1,8 +1,8 @@
 """What the policies of a batch see of one draft step (law 4.3), read for all rows at once.
 
-The numbers are those of `decode.loop.signals`, which reads them for one sequence: of the untruncated temperature-1 distribution, and head
-scores at the head's timing (laws 4.8 to 4.8c). Since rows draft in lockstep they are at one position, and what a fed-time head scores next
-is what this step drew. One transfer to the host per step.
+The numbers are those of `decode.loop.signals`, which reads them for one sequence: of the untruncated temperature-1
+distribution, and head scores at the head's timing (laws 4.8 to 4.8c). Since rows draft in lockstep they are at one
+position, and what a fed-time head scores next is what this step drew. One transfer to the host per step.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,14 @@ class BatchSignals:
 
     @torch.inference_mode()
     def read(
-        self, position: int, logits: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"], token: Int[Tensor, " rows"],
-        *, policies: Sequence[Policy],
-    ) -> tuple[list[int], list[AfterDraw]]:  # fmt: skip
+        self,
+        position: int,
+        logits: Float[Tensor, "rows vocab"],
+        hidden: Float[Tensor, "rows hidden"],
+        token: Int[Tensor, " rows"],
+        *,
+        policies: Sequence[Policy],
+    ) -> tuple[list[int], list[AfterDraw]]:
         """The tokens of a step and what each row's policy sees of it.
 
         Args:
@@ -48,7 +53,9 @@ class BatchSignals:
         # float64 holds every id exactly
         values = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
         numbers = dict(zip(columns, values[1:], strict=True))
-        return [int(value) for value in values[0]], [_seen(policy, position, row, numbers) for row, policy in enumerate(policies)]
+        return [int(value) for value in values[0]], [
+            _seen(policy, position, row, numbers) for row, policy in enumerate(policies)
+        ]
 
     def _columns(
         self, position: int, logits: Tensor, hidden: Tensor, token: Tensor, policies: Sequence[Policy]
@@ -59,7 +66,10 @@ class BatchSignals:
             return {}
         logits = logits if logits.itemsize >= 4 else logits.float()
         scalars, token = scalars_of(logits, token.long()), token.long()
-        columns: dict[str | AcceptanceHead, Tensor] = {"entropy": scalars.entropy, "token_prob": scalars.log_token_prob.exp()}
+        columns: dict[str | AcceptanceHead, Tensor] = {
+            "entropy": scalars.entropy,
+            "token_prob": scalars.log_token_prob.exp(),
+        }
         if "max_prob" in wanted:
             columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         for head in dict.fromkeys(head for policy in policies for head in policy.heads):

@@ -1,4 +1,6 @@
-"""JSON that the project wrote itself, read so that a file which was truncated, or broken by hand, is named with its line and the remedy."""
+"""JSON that the project wrote itself, read so that a file which was truncated, or broken by hand, is named with its
+line and the remedy.
+"""
 
 import json
 from collections.abc import Collection

@@ -2,9 +2,9 @@
 
     {"key": {"kind": "cell", "ratio": 5}, "value": {...}}
 
-Both are JSON objects, and a key is all that its value depends on; two that hold the same are one key, in whatever order. Entries are
-added in one write, so a process that is killed leaves at most a last line without an end, which no reader takes and the next writer
-cuts off.
+Both are JSON objects, and a key is all that its value depends on; two that hold the same are one key, in whatever
+order. Entries are added in one write, so a process that is killed leaves at most a last line without an end, which no
+reader takes and the next writer cuts off.
 """
 
 import json

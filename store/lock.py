@@ -1,8 +1,9 @@
-"""One writer per directory: a lock that ends with its process, however that ends, and that names the process which holds it.
+"""One writer per directory: a lock that ends with its process, however that ends, and that names the process which
+holds it.
 
-The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this file names the
-holder in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is refused: the mere existence of a
-file, `filelock`'s way out there, outlives a process that is killed.
+The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this
+file names the holder in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is
+refused: the mere existence of a file, `filelock`'s way out there, outlives a process that is killed.
 """
 
 import errno
@@ -35,7 +36,8 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
         setting: the key of the config that names the directory, for the message.
 
     Raises:
-        ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem knows no locks.
+        ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem
+            knows no locks.
     """
     path = local_path(directory, setting) / LOCK
     lock = _locked(path, setting)
@@ -45,7 +47,8 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
             path.write_text(json.dumps(holder))
         yield
     finally:
-        _remove(path)  # while it is held: whoever has the file open and gets its lock next sees that it has lost its name
+        # while it is held: whoever has the file open and gets its lock next sees that it has lost its name
+        _remove(path)
         lock.release()
 
 
@@ -69,11 +72,15 @@ def _locked(path: Path, setting: str) -> FileLock:
 def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
     """What to say where the lock cannot be taken."""
     if error.errno not in _NO_LOCKS:
-        return ValueError(f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}")
+        return ValueError(
+            f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}"
+        )
     _remove(path)
     return ValueError(
-        f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), so that two runs there could destroy "
-        f"each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; Lustre: flock), or choose a {setting} on "
+        f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), so that two runs "
+        "there could destroy "
+        "each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; Lustre: flock), or "
+        f"choose a {setting} on "
         "another disk"
     )
 

@@ -1,8 +1,9 @@
-"""Shards on disk: written under a temporary name, fsynced and renamed; then the same for a sidecar that states size and sha256.
+"""Shards on disk: written under a temporary name, fsynced and renamed; then the same for a sidecar that states size and
+sha256.
 
-`DIR/rows/{split}-{index:05d}.parquet`, `DIR/features/{timing}/{split}-{index:05d}.safetensors`; beside each, `<same name>.json` with at
-least rows, tokens, bytes, sha256. The sidecar comes last, so a shard that has one is whole. A process that dies at any moment leaves either
-a whole shard or one that the next run makes again.
+`DIR/rows/{split}-{index:05d}.parquet`, `DIR/features/{timing}/{split}-{index:05d}.safetensors`; beside each, `<same
+name>.json` with at least rows, tokens, bytes, sha256. The sidecar comes last, so a shard that has one is whole. A
+process that dies at any moment leaves either a whole shard or one that the next run makes again.
 """
 
 import errno
@@ -42,7 +43,8 @@ def sidecar_path(path: Path) -> Path:
 
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
-    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; an older content's sidecar goes first.
+    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; an older content's sidecar goes
+    first.
 
     Raises:
         ValueError: the disk is full; no incomplete file is left.
@@ -65,7 +67,8 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays as it was.
+    """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays
+    as it was.
 
     Raises:
         ValueError: the disk is full, or the path is a URL.
@@ -83,7 +86,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         if error.errno in _FULL:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
-                f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some space and run the same "
+                f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some "
+                "space and run the same "
                 "command again: it keeps what is whole"
             ) from error
         raise
@@ -101,12 +105,16 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
     for name in _COUNTS & facts.keys():
         if type(facts[name]) is not int or facts[name] < 0:
-            raise ValueError(f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, and a whole number is expected; {SIDECAR_REMEDY}")
+            raise ValueError(
+                f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, and a whole number is expected; {SIDECAR_REMEDY}"
+            )
     return facts
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard has a sidecar, and the size that it states; its sha256 is compared by `store.sums`, before it is read."""
+    """Whether a shard has a sidecar, and the size that it states; its sha256 is compared by `store.sums`, before it is
+    read.
+    """
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
@@ -127,14 +135,17 @@ def verify(path: Path, *, command: str = "data_gen") -> None:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; {again}")
     if sha256_of(path) != facts["sha256"]:
         raise ValueError(
-            f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar and {again}, which makes it again"
+            f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar and {again}, which "
+            "makes it again"
         )
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and has another's name: delete both and {again}")
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file, read once in this process as long as it stays the same file of the same size and time of change."""
+    """sha256 of a file, read once in this process as long as it stays the same file of the same size and time of
+    change.
+    """
     facts = path.stat()
     return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
@@ -160,12 +171,15 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
     for index, path in enumerate(paths):
         if path.stem != f"{split}-{index:05d}" or not is_whole(path):
             absent = folder / f"{split}-{index:05d}.{suffix}"
-            raise ValueError(f"{absent} is missing or not whole, so the data is not finished; run `python -m data_gen` to go on")
+            raise ValueError(
+                f"{absent} is missing or not whole, so the data is not finished; run `python -m data_gen` to go on"
+            )
     return paths
 
 
 def clean_partial(directory: str | Path, *folders: str) -> None:
-    """Remove the temporary files of writers that were killed; the caller holds the lock of the directory (`store.lock`).
+    """Remove the temporary files of writers that were killed; the caller holds the lock of the directory
+    (`store.lock`).
 
     Args:
         directory: what this process alone writes to.

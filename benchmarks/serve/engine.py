@@ -1,15 +1,18 @@
-"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON (`session` is told one by one).
+"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON (`session` is told one by
+one).
 
-JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of `LLM`'s),
+JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of
+         `LLM`'s),
            "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
                         "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
                         "abort_at": a step at which every third request is aborted,
                         "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
-RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by engine
+RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by
+         engine
 
-answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request; counters are vLLM's own, and
-num_lanes the requests that the plugin remembers at the end. Engines run in this process, one after the other, so that what the plugin is
-told of each round can be written down.
+answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request; counters
+are vLLM's own, and num_lanes the requests that the plugin remembers at the end. Engines run in this process, one after
+the other, so that what the plugin is told of each round can be written down.
 """
 
 import gc
@@ -72,7 +75,9 @@ class Written:
         Stops.verified = kept  # type: ignore[method-assign]
 
     def of(self, request_id: str) -> list[list[int]]:
-        """Without the step that read the prompt's end, which verifies nothing; inside the engine an id may have an ending of its own."""
+        """Without the step that read the prompt's end, which verifies nothing; inside the engine an id may have an
+        ending of its own.
+        """
         found = [each for name, each in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")]
         return found[0][1:] if found else []
 
@@ -111,7 +116,11 @@ class Engine:
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < batch.get("concurrency", len(batch["requests"])):
                 place, request = waiting.popleft()
-                engine.add_request(f"{batch['name']}/{place}", {"prompt_token_ids": request["prompt_ids"]}, self._params(batch, request))
+                engine.add_request(
+                    f"{batch['name']}/{place}",
+                    {"prompt_token_ids": request["prompt_ids"]},
+                    self._params(batch, request),
+                )
             for output in engine.step():
                 if output.finished:
                     finished[output.request_id] = list(output.outputs[0].token_ids)
@@ -153,7 +162,13 @@ class Engine:
 
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
     """Of `LLM`: float32 and eager, so that tokens can be compared one by one."""
-    arguments = {"model": job["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": False}
+    arguments = {
+        "model": job["target"],
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "disable_log_stats": False,
+    }
     if job["draft"] is not None:
         arguments["speculative_config"] = {
             "method": "draft_model",
@@ -161,7 +176,11 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
             "num_speculative_tokens": job["longest"],
             "draft_sample_method": "probabilistic",
         }
-    return arguments | job["arguments"] | ({} if job["settings"] is None else {"additional_config": {KEY: job["settings"]}})
+    return (
+        arguments
+        | job["arguments"]
+        | ({} if job["settings"] is None else {"additional_config": {KEY: job["settings"]}})
+    )
 
 
 @contextmanager

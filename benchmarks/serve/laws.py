@@ -1,6 +1,7 @@
 """Whether what was written has the target's law.
 
-transform   F(x - 1) + U p(x) of every token x under the target, tokens in the order of p, the likeliest first: uniform iff the law is right
+transform   F(x - 1) + U p(x) of every token x under the target, tokens in the order of p, the likeliest first: uniform
+            iff the law is right
             (Kolmogorov-Smirnov), and small where unlikely tokens were dropped
 z           of the sum of log p(x) against what it comes to on average under p
 """
@@ -23,11 +24,14 @@ class _Tokens(NamedTuple):
 
 
 @torch.inference_mode()
-def law_of(pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, Any]], sampling: Sampling) -> dict[str, Any]:
+def law_of(
+    pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, Any]], sampling: Sampling
+) -> dict[str, Any]:
     """Of all answers: {"tokens", "ks_p", "z", "num_impossible" (tokens that the law never gives)}."""
     generator = torch.Generator().manual_seed(0)
     seen = [
-        _tokens(pair, one["prompt_ids"], answer["token_ids"], sampling, generator) for one, answer in zip(requests, answers, strict=True)
+        _tokens(pair, one["prompt_ids"], answer["token_ids"], sampling, generator)
+        for one, answer in zip(requests, answers, strict=True)
     ]
     transform, surprise, variance = (torch.cat(each) for each in zip(*seen, strict=True))
     possible = surprise.isfinite()
@@ -39,7 +43,9 @@ def law_of(pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, A
     }
 
 
-def _tokens(pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, generator: torch.Generator) -> _Tokens:
+def _tokens(
+    pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, generator: torch.Generator
+) -> _Tokens:
     logits = pair.target(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1, : pair.vocab_size]
     probs, order = sampling.probs(logits, torch.float64).sort(descending=True, stable=True)
     chosen = (order == torch.tensor(token_ids).unsqueeze(-1)).long().argmax(-1, keepdim=True)
@@ -54,4 +60,7 @@ def _tokens(pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: S
 def drafted_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """How much was drafted for them: rounds and acceptance length."""
     rounds = [one for answer in answers for one in answer["rounds"]]
-    return {"rounds": len(rounds), "acceptance_length": 1 + sum(num_accepted for _, num_accepted in rounds) / max(len(rounds), 1)}
+    return {
+        "rounds": len(rounds),
+        "acceptance_length": 1 + sum(num_accepted for _, num_accepted in rounds) / max(len(rounds), 1),
+    }

@@ -28,7 +28,9 @@ def pair_of_the_trio() -> Pair:
 
 
 def heads_beside(given: list[str], pair: Pair, folder: Path) -> dict[str, str]:
-    """Names and directories: the given heads, one of each timing that says nothing sensible, and one that `auto` can use."""
+    """Names and directories: the given heads, one of each timing that says nothing sensible, and one that `auto` can
+    use.
+    """
     torch.manual_seed(0)
     found = {f"given{place}": path for place, path in enumerate(given)}
     for timing in ("fed", "drawn"):
@@ -44,7 +46,14 @@ def heads_beside(given: list[str], pair: Pair, folder: Path) -> dict[str, str]:
 def tuned(path: str, folder: Path) -> str:
     """The same head with what `evaluation tune` would have said of it; a server measures its own times."""
     head = AcceptanceHead.from_pretrained(path)
-    said = {"t_draft_s": 0.001, "t_target_s": 0.005, "next_mean": 0.85, "index_offset": 0.2, "index_slope": 0.7, "first_index": 0.8}
+    said = {
+        "t_draft_s": 0.001,
+        "t_target_s": 0.005,
+        "next_mean": 0.85,
+        "index_offset": 0.2,
+        "index_slope": 0.7,
+        "first_index": 0.8,
+    }
     head.provenance = replace(head.provenance, recommended=head.provenance.recommended or said)
     head.save_pretrained(folder)
     return str(folder)
@@ -62,7 +71,10 @@ def requests_of(pair: Pair, specs: list[str], count: int, *, shared: bool = Fals
     data = DataConfig(num_test=36)
     ids = [encode(prompt, pair.tokenizer, data.template) for prompt in load_prompts(data, "test")]
     chosen = islice(zip(cycle(ids), cycle(specs), cycle(LENGTHS), strict=False), count)
-    return [{"prompt_ids": (ids[0] + one if shared else one), "policy": spec, "max_tokens": most} for one, spec, most in chosen]
+    return [
+        {"prompt_ids": (ids[0] + one if shared else one), "policy": spec, "max_tokens": most}
+        for one, spec, most in chosen
+    ]
 
 
 def decoded(pair: Pair, heads: dict[str, str], request: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -71,10 +83,15 @@ def decoded(pair: Pair, heads: dict[str, str], request: dict[str, Any], longest:
 
     def loop(longest: int) -> SpeculativeDecoder:
         drafter = ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size)
-        return SpeculativeDecoder(pair.target, drafter, sampling=Sampling(temperature=0.0), max_draft_length=longest, eos_ids=pair.eos_ids)
+        return SpeculativeDecoder(
+            pair.target, drafter, sampling=Sampling(temperature=0.0), max_draft_length=longest, eos_ids=pair.eos_ids
+        )
 
     first = list(loop(0).generate(request["prompt_ids"], 1).token_ids)
     if first[-1] in pair.eos_ids:
         return {"token_ids": first, "rounds": []}
     rest = loop(longest).generate([*request["prompt_ids"], *first], request["max_tokens"] - 1)
-    return {"token_ids": [*first, *rest.token_ids], "rounds": [[len(one.drafted), one.num_accepted] for one in rest.rounds]}
+    return {
+        "token_ids": [*first, *rest.token_ids],
+        "rounds": [[len(one.drafted), one.num_accepted] for one in rest.rounds],
+    }

@@ -1,8 +1,8 @@
 """An engine that takes batches one by one, so that several can take turns: `python -m benchmarks.serve.session JOB`.
 
-Each line of the input is a batch, and each line of the output that begins with MARK its result, both as `benchmarks.serve.engine` has them;
-beside them "times", the lines of `serve.pace` that the engine has measured so far, in seconds of its process. The first such line says that
-the engine is ready.
+Each line of the input is a batch, and each line of the output that begins with MARK its result, both as
+`benchmarks.serve.engine` has them; beside them "times", the lines of `serve.pace` that the engine has measured so far,
+in seconds of its process. The first such line says that the engine is ready.
 """
 
 import json
@@ -24,7 +24,10 @@ def main(job_path: str) -> None:
     for line in sys.stdin:
         result = engine.served(json.loads(line))
         costs = None if written.stops is None else written.stops._lanes._pace._costs
-        _say(result | {"times": None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}})
+        _say(
+            result
+            | {"times": None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}}
+        )
 
 
 def _say(result: dict[str, Any]) -> None:

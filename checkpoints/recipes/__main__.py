@@ -1,4 +1,6 @@
-"""`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the target)."""
+"""`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the
+target).
+"""
 
 from checkpoints.recipes.command import tiny
 from configs.command import run

@@ -17,7 +17,8 @@ def tiny(
     Args:
         dir: the folder that gets target, draft and micro, eagle and glide.
         seed: of the weights and of the stories.
-        models: trio is target, draft and micro; feature_drafts are an EAGLE and a GliDe draft for the target that is there.
+        models: trio is target, draft and micro; feature_drafts are an EAGLE and a GliDe draft for the target that is
+            there.
         overwrite: replace models that are there already.
     """
     if models != "feature_drafts":

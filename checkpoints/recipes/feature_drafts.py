@@ -1,15 +1,18 @@
-"""Feature drafts for a small target, `checkpoints/tiny/{eagle,glide}`: how they learn, and how they are saved, as the released ones are.
+"""Feature drafts for a small target, `checkpoints/tiny/{eagle,glide}`: how they learn, and how they are saved, as the
+released ones are.
 
-    eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) and KL(p || q); and, as in HASS and EAGLE-3's
-            "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the outputs of depth k, which is
-            what drafting meets. Departures: the divergence weighs as much as the distance, not a tenth of it; features are not noised,
-            since deeper ones err by themselves; depths weigh .8^k as in EAGLE-3, which has no distance; and HASS's loss on the
-            likeliest tokens alone is left out.
-    glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure: KL(p || q) in place of
+    eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) and KL(p || q); and, as in HASS and
+            EAGLE-3's
+            "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the outputs of
+            depth k, which is what drafting meets. Departures: the divergence weighs as much as the distance, not a
+            tenth of it; features are not noised, since deeper ones err by themselves; depths weigh .8^k as in EAGLE-3,
+            which has no distance; and HASS's loss on the likeliest tokens alone is left out.
+    glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure:
+            KL(p || q) in place of
             the text's own tokens, which makes free choices of wording agree, as for the draft of the trio.
 
-The target is frozen, and reads each batch once for both. This is a recipe for small models and no framework: for large ones there are
-SpecForge and speculators, whose drafts load.
+The target is frozen, and reads each batch once for both. This is a recipe for small models and no framework: for large
+ones there are SpecForge and speculators, whose drafts load.
 """
 
 import json
@@ -46,10 +49,16 @@ _NO_KEYS = ("architectures", "dtype", "transformers_version")
 
 
 def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
-    """A draft of the target's sizes, bound to it; GliDe's begins as the first layer of the target, a Llama, EAGLE's layer is random."""
+    """A draft of the target's sizes, bound to it; GliDe's begins as the first layer of the target, a Llama, EAGLE's
+    layer is random.
+    """
     theirs = target.config.get_text_config()
     body: Any = target.base_model
-    keys = {name: value for name, value in theirs.to_diff_dict().items() if not name.startswith("_") and name not in _NO_KEYS}
+    keys = {
+        name: value
+        for name, value in theirs.to_diff_dict().items()
+        if not name.startswith("_") and name not in _NO_KEYS
+    }
     config = LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": kind == "glide"})
     if kind == "eagle":
         eagle = Eagle(config)
@@ -57,7 +66,10 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
         eagle.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
         eagle.embed_tokens.requires_grad_(False)
         return eagle.bind(target)
-    config.large_hidden_size, config.large_num_attention_heads = theirs.num_attention_heads * theirs.head_dim, theirs.num_attention_heads
+    config.large_hidden_size, config.large_num_attention_heads = (
+        theirs.num_attention_heads * theirs.head_dim,
+        theirs.num_attention_heads,
+    )
     config.block_size = _BLOCK_SIZE
     glide = Glide(config, theirs.num_hidden_layers)
     assert glide.embed_tokens is not None
@@ -71,7 +83,12 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
 
 
 def teach(
-    drafts: Sequence[FeatureDraft], target: PreTrainedModel, source: Iterator[Batch], *, num_steps: int, learning_rate: float
+    drafts: Sequence[FeatureDraft],
+    target: PreTrainedModel,
+    source: Iterator[Batch],
+    *,
+    num_steps: int,
+    learning_rate: float,
 ) -> Iterator[list[float]]:
     """Train drafts beside a frozen target; yields KL(p || q) of each, in nats per token, for drafts of one token."""
     target.requires_grad_(False)
@@ -90,7 +107,9 @@ def teach(
 
 @torch.no_grad()
 def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequence[Batch]) -> list[float]:
-    """Mean acceptance_rate of the first, second, … token of drafts along the text, over the learned positions of some batches."""
+    """Mean acceptance_rate of the first, second, … token of drafts along the text, over the learned positions of some
+    batches.
+    """
     rates = []
     for batch in batches:
         told = Told.of(target, batch)
@@ -101,7 +120,9 @@ def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequ
 
 @dataclass(frozen=True)
 class Told:
-    """What the target says of a batch. Learned positions: their next token is to be said, and NUM_DEPTHS or more are before them."""
+    """What the target says of a batch. Learned positions: their next token is to be said, and NUM_DEPTHS or more are
+    before them.
+    """
 
     tokens: Int[Tensor, "batch position"]
     is_learned: Bool[Tensor, "batch position"]
@@ -131,7 +152,9 @@ class Told:
 
 
 def said(draft: FeatureDraft, told: Told) -> Iterator[Float[Tensor, "learned vocab"]]:
-    """log q at the learned positions, as the first, second, … token of drafts along the text, each begun so many tokens before."""
+    """log q at the learned positions, as the first, second, … token of drafts along the text, each begun so many tokens
+    before.
+    """
     if isinstance(draft, Glide):
         place = torch.arange(told.tokens.shape[1])
         for depth in range(1, NUM_DEPTHS + 1):
@@ -143,12 +166,15 @@ def said(draft: FeatureDraft, told: Told) -> Iterator[Float[Tensor, "learned voc
         yield draft.logits(outputs.hidden[told.is_learned[:, 1:]]).log_softmax(-1)
 
 
-def unrolled(draft: Eagle, tokens: Int[Tensor, "batch position"], states: Float[Tensor, "batch position hidden"]) -> Iterator[Outputs]:
-    """An EAGLE draft's outputs at depth 1, 2, … of drafts from all entries at once, endlessly; each feeds the data's tokens, not its own.
+def unrolled(
+    draft: Eagle, tokens: Int[Tensor, "batch position"], states: Float[Tensor, "batch position hidden"]
+) -> Iterator[Outputs]:
+    """An EAGLE draft's outputs at depth 1, 2, … of drafts from all entries at once, endlessly; each feeds the data's
+    tokens, not its own.
 
-    Entry t reads token t + 1. At depth k + 1 it stands k tokens behind a root whose target state it cannot see past: it reads the output
-    of entry t - 1 at depth k, and sees the entries up to t - k at depth 1 and, of the others, those of its own draft: t - k + m at depth
-    m + 1. The first k entries have no root, and mean nothing.
+    Entry t reads token t + 1. At depth k + 1 it stands k tokens behind a root whose target state it cannot see past: it
+    reads the output of entry t - 1 at depth k, and sees the entries up to t - k at depth 1 and, of the others, those of
+    its own draft: t - k + m at depth m + 1. The first k entries have no root, and mean nothing.
     """
     cache, positions = DynamicCache(), torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
     behind = positions[0][:, None] - positions[0]  # [entry seen]: how far back

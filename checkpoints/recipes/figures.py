@@ -1,7 +1,7 @@
 """Figures of the embedded trio: how often the small models are accepted, and how much cheaper they are.
 
-Responses are drawn from the target at temperature 1 on prompts of the test split; acceptance_rate, the sum over v of min(p(v), q(v)), is
-measured at each of their positions.
+Responses are drawn from the target at temperature 1 on prompts of the test split; acceptance_rate, the sum over v of
+min(p(v), q(v)), is measured at each of their positions.
 """
 
 import json
@@ -32,7 +32,9 @@ _BATCH_SIZE = 64
 
 
 def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_timings: int = 100) -> dict[str, float]:
-    """Acceptance rates (mean and standard deviation over positions), forward times in ms, their ratio, and bytes on disk."""
+    """Acceptance rates (mean and standard deviation over positions), forward times in ms, their ratio, and bytes on
+    disk.
+    """
     paths = {name: Path(directory) / name for name in NAMES}
     models = {name: load_model(ModelSource(path=str(path), dtype="float32")) for name, path in paths.items()}
     tokenizer = load_tokenizer(ModelSource(path=str(paths["target"])))
@@ -50,10 +52,14 @@ def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_
 def acceptance_rates(
     models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, num_prompts: int, seed: int
 ) -> dict[str, Float[Tensor, " position"]]:
-    """The acceptance_rate of every model but the target, at every position of the target's responses to `num_prompts` test prompts."""
+    """The acceptance_rate of every model but the target, at every position of the target's responses to `num_prompts`
+    test prompts.
+    """
     sampling, vocab_size = Sampling(), len(tokenizer)
     prompts = [Prompt(story.id, (story.prompt,)) for story in stories("test", num_prompts, seed=seed)]
-    requests = [Request(prompt.id, render(prompt, tokenizer, "chat"), encode(prompt, tokenizer, "chat")) for prompt in prompts]
+    requests = [
+        Request(prompt.id, render(prompt, tokenizer, "chat"), encode(prompt, tokenizer, "chat")) for prompt in prompts
+    ]
     source = TargetInProcess(
         models["target"],
         sampling,
@@ -68,7 +74,8 @@ def acceptance_rates(
         assert isinstance(answer, Response), answer
         row, start = request.prompt_ids + answer.response_ids, len(request.prompt_ids) - 1
         probs = {
-            name: sampling.probs(logits_of(model, hidden_states(model, [row[:-1]], [start]), vocab_size)) for name, model in models.items()
+            name: sampling.probs(logits_of(model, hidden_states(model, [row[:-1]], [start]), vocab_size))
+            for name, model in models.items()
         }
         for name, parts in rates.items():
             parts.append(acceptance_rate(probs[name], probs["target"]))
@@ -77,7 +84,9 @@ def acceptance_rates(
 
 @torch.inference_mode()
 def forward_times_ms(models: list[PreTrainedModel], num_timings: int) -> list[float]:
-    """Median time of a forward of one token, batch 1, on one thread, with a cache of 100 tokens; the models take turns."""
+    """Median time of a forward of one token, batch 1, on one thread, with a cache of 100 tokens; the models take
+    turns.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     caches = [DynamicCache(config=model.config) for model in models]

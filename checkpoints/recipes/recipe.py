@@ -3,15 +3,18 @@
 Three Llama-architecture models with one tokenizer, trained on `data_gen.stories.stories` alone:
 
     target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
-    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a word up in the prompt
-             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves little to predict.)
+    draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a
+             word up in the prompt
+             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves
+             little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
 Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`checkpoints.recipes.feature_drafts`).
 
-Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn from q is accepted
-although its entropy is high; where something has to be worked out, p is nearly one-hot and q is spread. On a CPU a forward of one token
-costs one fixed part and one part per layer, so depth, not width, sets t_target / t_draft.
+Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn
+from q is accepted although its entropy is high; where something has to be worked out, p is nearly one-hot and q is
+spread. On a CPU a forward of one token costs one fixed part and one part per layer, so depth, not width, sets t_target
+/ t_draft.
 
 Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
 """
@@ -26,7 +29,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, acceptance_rates, new_feature_draft, save_feature_draft, teach
+from checkpoints.recipes.feature_drafts import (
+    FEATURE_DRAFTS,
+    acceptance_rates,
+    new_feature_draft,
+    save_feature_draft,
+    teach,
+)
 from checkpoints.recipes.figures import NAMES, measure, report
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
 from checkpoints.recipes.training import Batch, batches, distil, encode_story, train
@@ -35,10 +44,19 @@ from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
 from lm import load_model, load_tokenizer
 
-_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+_FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+}
 """What a model's directory holds; a directory with anything else is never overwritten."""
 _STORY_SEED = 1 << 32
-"""Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that the trio learned."""
+"""Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that
+the trio learned.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +90,9 @@ class Recipe:
     """More threads would gain little, since the models are small."""
 
 
-def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+def make_trio(
+    out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
+) -> dict[str, float]:
     """Train the trio, write it under `out_dir`, and measure it on the test split.
 
     Nothing is written before all three are trained, so an interrupted run leaves `out_dir` as it was.
@@ -94,7 +114,9 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = Non
     return figures
 
 
-def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False) -> dict[str, float]:
+def make_feature_drafts(
+    out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
+) -> dict[str, float]:
     """Train the feature drafts for `out_dir`/target, and write them beside it.
 
     Returns:
@@ -115,7 +137,9 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
     how = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
     with _progress() as progress:
         stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-        rows = [encode_story(story, tokenizer) for story in _track(progress, "write stories", stream, total=num_stories)]
+        rows = [
+            encode_story(story, tokenizer) for story in _track(progress, "write stories", stream, total=num_stories)
+        ]
         steps = teach(
             list(drafts.values()),
             target,
@@ -127,9 +151,13 @@ def make_feature_drafts(out_dir: str | Path, *, seed: int = 0, recipe: Recipe | 
             pass
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
-    held_out = list(islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8))
+    held_out = list(
+        islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8)
+    )
     rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
-    figures = {f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)}
+    figures = {
+        f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)
+    }
     print(report(figures))
     return figures
 
@@ -141,10 +169,14 @@ def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> 
         raise ValueError(f"{out_dir / present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
     for path in (out_dir / name for name in present):
         if foreign := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
-            raise ValueError(f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory")
+            raise ValueError(
+                f"{path} holds {sorted(foreign)[0]}, which overwriting would delete; choose another directory"
+            )
 
 
-def _train_trio(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+def _train_trio(
+    seed: int, recipe: Recipe, progress: Progress
+) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
     """The three models, in bfloat16, and their tokenizer."""
     torch.manual_seed(seed)
     num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
@@ -152,7 +184,10 @@ def _train_trio(seed: int, recipe: Recipe, progress: Progress) -> tuple[dict[str
     told = list(_track(progress, "write stories", stream, total=num_stories))
     tokenizer = train_tokenizer(told[: recipe.num_tokenizer_stories], recipe.vocab_size)
     rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", told, total=num_stories)]
-    models = {name: _new_model(shape, tokenizer) for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)}
+    models = {
+        name: _new_model(shape, tokenizer)
+        for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)
+    }
     source = batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
     _learn(models, source, recipe, progress)
     return models, tokenizer
@@ -204,7 +239,14 @@ def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBa
 
 def _progress() -> Progress:
     note = TextColumn("{task.fields[note]}")
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), note)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        note,
+    )
 
 
 def _track(progress: Progress, description: str, steps: Iterable, *, total: int) -> Iterable:

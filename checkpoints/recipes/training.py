@@ -1,11 +1,11 @@
 """How the embedded trio learns: batches of stories, cross-entropy for the target, distillation for the other two.
 
-Losses are means over answer positions (the end token included); prompts are read but not learned. Rows of a batch have nearly the same
-length and are padded on the right, where a causal model cannot see the padding.
+Losses are means over answer positions (the end token included); prompts are read but not learned. Rows of a batch have
+nearly the same length and are padded on the right, where a causal model cannot see the padding.
 
-Matrices inside the layers are trained with Muon (momentum, orthogonalised by Newton-Schulz iterations; K. Jordan 2024), embeddings and
-norms with AdamW. Against AdamW throughout, Muon needed a quarter to a third fewer steps for the same loss and a sixth more time per step
-(10 layers of 128, batch 16).
+Matrices inside the layers are trained with Muon (momentum, orthogonalised by Newton-Schulz iterations; K. Jordan 2024),
+embeddings and norms with AdamW. Against AdamW throughout, Muon needed a quarter to a third fewer steps for the same
+loss and a sixth more time per step (10 layers of 128, batch 16).
 """
 
 import math
@@ -28,7 +28,9 @@ _WARMUP_STEPS = 50
 _LAST_RATE = 0.02
 """The learning rate ends at this share of its peak."""
 _BATCHES_SORTED_TOGETHER = 16
-"""Rows are sorted by length within chunks of so many batches: enough for little padding, and the order of an epoch stays random."""
+"""Rows are sorted by length within chunks of so many batches: enough for little padding, and the order of an epoch
+stays random.
+"""
 
 
 class Batch(NamedTuple):
@@ -47,7 +49,9 @@ def encode_story(story: Story, tokenizer: PreTrainedTokenizerBase) -> Encoded:
 
 
 def batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[Batch]:
-    """Endless batches in an order that `seed` decides; an epoch has every row once, but leaves out the rows that fill no whole chunk."""
+    """Endless batches in an order that `seed` decides; an epoch has every row once, but leaves out the rows that fill
+    no whole chunk.
+    """
     rng, order = Random(seed), list(range(len(rows)))
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
@@ -60,11 +64,15 @@ def batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int)
 
 
 def padded(rows: Sequence[Encoded], pad_id: int) -> Batch:
-    """One batch. Worked example: ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T], [T, F]]."""
+    """One batch. Worked example: ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T],
+    [T, F]].
+    """
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
     following = torch.arange(1, width)
-    starts, ends = (torch.tensor(values).unsqueeze(1) for values in ([start for _, start in rows], [len(ids) for ids, _ in rows]))
+    starts, ends = (
+        torch.tensor(values).unsqueeze(1) for values in ([start for _, start in rows], [len(ids) for ids, _ in rows])
+    )
     return Batch(ids, (following >= starts) & (following < ends))
 
 
@@ -74,7 +82,9 @@ def log_probs(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "learned v
     return model.lm_head(hidden[batch.is_learned]).log_softmax(-1)
 
 
-def train(model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, learning_rate: float) -> Iterator[list[float]]:
+def train(
+    model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, learning_rate: float
+) -> Iterator[list[float]]:
     """Train on the stories themselves; yields the loss of each step, -log p(X_i), in nats per token."""
     optimiser = Optimiser(model, learning_rate, num_steps)
     for batch in islice(source, num_steps):
@@ -85,11 +95,17 @@ def train(model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, l
 
 
 def distil(
-    target: LlamaForCausalLM, models: Sequence[LlamaForCausalLM], source: Iterator[Batch], *, num_steps: int, learning_rate: float
+    target: LlamaForCausalLM,
+    models: Sequence[LlamaForCausalLM],
+    source: Iterator[Batch],
+    *,
+    num_steps: int,
+    learning_rate: float,
 ) -> Iterator[list[float]]:
     """Train several models at once towards the target; yields KL(p || q) of each, in nats per token.
 
-    The loss is the forward divergence and not total variation, because it makes q spread out where it does not know: policies read that.
+    The loss is the forward divergence and not total variation, because it makes q spread out where it does not know:
+    policies read that.
     """
     optimisers = [Optimiser(model, learning_rate, num_steps) for model in models]
     for batch in islice(source, num_steps):
@@ -113,14 +129,17 @@ class Optimiser:
         model: put into training mode; its layers are under `layers`.
         learning_rate: of AdamW, at its peak; Muon's is 5 times that (its updates have unit singular values).
         num_steps: length of the schedule.
-        has_muon: False: AdamW for all; Muon's iterations are in bfloat16, which takes a CPU without it longer than a small forward.
+        has_muon: False: AdamW for all; Muon's iterations are in bfloat16, which takes a CPU without it longer than a
+            small forward.
         """
         named = [(name, parameter) for name, parameter in model.train().named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         matrices = [parameter for name, parameter in named if "layers." in name and parameter.ndim == 2]
         rest = [parameter for parameter in self._parameters if all(parameter is not matrix for matrix in matrices)]
         rest = rest if has_muon else self._parameters
-        self._optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+        self._optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        ]
         if has_muon:
             self._optimisers.insert(0, torch.optim.Muon(matrices, lr=5 * learning_rate, weight_decay=0.1))
         warmup = min(_WARMUP_STEPS, num_steps)

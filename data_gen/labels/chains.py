@@ -1,14 +1,16 @@
 """Labels and features of a feature draft: what a head on it learns from are drafts, as decoding makes them.
 
-From every position s of a response the draft drafts a few tokens y, fed with the target's states up to s and with its own outputs from
-there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the later ones read what the draft itself said, which is
-what a head meets in decoding. One forward of the target over all drafts of a response gives p along them.
+From every position s of a response the draft drafts a few tokens y, fed with the target's states up to s and with its
+own outputs from there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the later ones read
+what the draft itself said, which is what a head meets in decoding. One forward of the target over all drafts of a
+response gives p along them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
     drawn-time state      that which produced q(s, j)
     fed-time state        that after y_j was fed
 
-There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each position.
+There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each
+position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +79,12 @@ class ChainLabeller:
     feature_dtype: torch.dtype
 
     def label(
-        self, exchanges: Sequence[Exchange], uniform: Float[Tensor, "token step"], *, timings: Sequence[str], progress: Progress
+        self,
+        exchanges: Sequence[Exchange],
+        uniform: Float[Tensor, "token step"],
+        *,
+        timings: Sequence[str],
+        progress: Progress,
     ) -> LabelledDrafts:
         """Everything of some responses.
 
@@ -100,7 +107,9 @@ class ChainLabeller:
                 lengths.append([length for part in labelled for length in part.lengths[0]])
             start = end
             progress(1)
-        rows, columns, hidden = (_one([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden"))
+        rows, columns, hidden = (
+            _one([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden")
+        )
         return LabelledDrafts(rows, columns, hidden, lengths, broken)
 
     @torch.inference_mode()
@@ -113,12 +122,15 @@ class ChainLabeller:
         told = told_of(self.target, self.draft, ids)
         chains = Chains(self.draft, told, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
-        # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token later
+        # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
+        # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
         groups = torch.arange(len(response)).split(at_once)
         where = "along the drafts of the response"
-        return [self._group(chains, told, (lengths[some], limits[some], uniform[some]), timings, where) for some in groups]
+        return [
+            self._group(chains, told, (lengths[some], limits[some], uniform[some]), timings, where) for some in groups
+        ]
 
     def _group(
         self, chains: Chains, told: Told, drafts: tuple[Tensor, Tensor, Tensor], timings: Sequence[str], where: str
@@ -137,12 +149,21 @@ class ChainLabeller:
         columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
         columns = {name: values.cpu() for name, values in columns.items()}
         firsts = (lengths.cumsum(0) - lengths).cpu()
-        hidden = {timing: torch.cat([getattr(step, timing) for step in steps])[order].to("cpu", self.feature_dtype) for timing in timings}
+        hidden = {
+            timing: torch.cat([getattr(step, timing) for step in steps])[order].to("cpu", self.feature_dtype)
+            for timing in timings
+        }
         if not all(states.isfinite().all() for states in hidden.values()):
-            raise NonFiniteError(f"the draft yields hidden states {where} that are no finite numbers in {self.feature_dtype}; {REMEDY}")
-        return LabelledDrafts({name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()])
+            raise NonFiniteError(
+                f"the draft yields hidden states {where} that are no finite numbers in {self.feature_dtype}; {REMEDY}"
+            )
+        return LabelledDrafts(
+            {name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()]
+        )
 
-    def _drafted(self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool, where: str) -> list[_Step]:
+    def _drafted(
+        self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool, where: str
+    ) -> list[_Step]:
         """The drafts, step by step; the last token of each is fed as well where fed-time states are wanted."""
         state = chains.begin(begins)
         limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
@@ -161,7 +182,9 @@ class ChainLabeller:
                 break
         return steps
 
-    def _p_logits(self, told: Told, begins: Tensor, tokens: Tensor, lengths: Tensor, where: str) -> Float[Tensor, "drafted vocab"]:
+    def _p_logits(
+        self, told: Told, begins: Tensor, tokens: Tensor, lengths: Tensor, where: str
+    ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
         begins, tokens, lengths = (values.to(device) for values in (begins, tokens, lengths))
@@ -173,7 +196,9 @@ class ChainLabeller:
         is_fed = places < lengths[owners] - 1
         if is_fed.any():
             tree = Branched(self.target, self.vocab_size, told.cache, begins)
-            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], places[is_fed]).to(device)
+            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], places[is_fed]).to(
+                device
+            )
             tree.cut()
         logits = logits_of(self.target, hidden, self.vocab_size)
         refuse_non_finite(logits, "the target", where)
@@ -190,7 +215,9 @@ class ChainLabeller:
 def _joined(parts: Sequence[DraftLabels], order: Tensor) -> DraftLabels:
     """The labels of all steps, in this order."""
     scalars = Scalars(*(torch.cat(column)[order] for column in zip(*(part.scalars for part in parts), strict=True)))
-    draft_ids, log_q = (torch.cat(column)[order] for column in ([part.draft_ids for part in parts], [part.log_q for part in parts]))
+    draft_ids, log_q = (
+        torch.cat(column)[order] for column in ([part.draft_ids for part in parts], [part.log_q for part in parts])
+    )
     return DraftLabels(draft_ids, log_q, scalars)
 
 

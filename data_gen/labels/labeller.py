@@ -1,7 +1,8 @@
 """From exchanges to labels and features: the forwards of law 4.6 over one shard.
 
-A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 … p_n): all labels and
-the drawn-time features in one pass per model. Fed-time features need one more draft forward per mixing, over prompt + Z.
+A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 …
+p_n): all labels and the drawn-time features in one pass per model. Fed-time features need one more draft forward per
+mixing, over prompt + Z.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,9 @@ from lm.finite import REMEDY, non_finite
 from lm.models.mode import refuse_training
 
 _CACHED_MB = 1
-"""A chunk of so many MB stays in the cache of a CPU's core: labelling 4,096 ids took 1.3 s in such chunks and 2.2 s in chunks of 64 MB."""
+"""A chunk of so many MB stays in the cache of a CPU's core: labelling 4,096 ids took 1.3 s in such chunks and 2.2 s in
+chunks of 64 MB.
+"""
 _FEWEST_ROWS = 32
 """Fewer rows than this make the product with the output layer slow."""
 _BROKEN = "yields NaN or infinite logits"
@@ -51,13 +54,16 @@ class Labeller:
     """Bound of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
 
-    def label(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress) -> Labelled:
-        """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if wanted.
+    def label(
+        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
+    ) -> Labelled:
+        """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if
+        wanted.
 
         Args:
             exchanges: the rows of the shard.
-            inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q` too.
-                `target_states` [token, hidden] may be among them and spares the target's forward.
+            inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q`
+                too. `target_states` [token, hidden] may be among them and spares the target's forward.
             with_hidden: return `drawn`.
             progress: is told of every row once.
 
@@ -73,7 +79,9 @@ class Labeller:
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
-                [exchanges[row] for row in rows], {name: value[positions] for name, value in inputs.items()}, with_hidden
+                [exchanges[row] for row in rows],
+                {name: value[positions] for name, value in inputs.items()},
+                with_hidden,
             )
             for name, values in part.items():
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
@@ -81,7 +89,9 @@ class Labeller:
         broken: dict[int, str] = {}
         for name in ("draft", "target"):
             places = layout.rows_with(columns.pop(f"{name} {_BROKEN}")) if f"{name} {_BROKEN}" in columns else {}
-            broken = {row: f"the {name} {_BROKEN} at token {place} of the response; {REMEDY}" for row, place in places.items()} | broken
+            broken = {
+                row: f"the {name} {_BROKEN} at token {place} of the response; {REMEDY}" for row, place in places.items()
+            } | broken
         return Labelled(columns, broken)
 
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
@@ -113,21 +123,29 @@ class Labeller:
         assert self.draft is not None
         layout = layout_of(exchanges).repeated(mixes)
         prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
-        sequences = [prompts[row] + mixed_ids[layout.offsets[row] : layout.offsets[row + 1]].tolist() for row in range(len(prompts))]
+        sequences = [
+            prompts[row] + mixed_ids[layout.offsets[row] : layout.offsets[row + 1]].tolist()
+            for row in range(len(prompts))
+        ]
         hidden: Tensor | None = None
         for rows in forwards.alike([len(sequence) for sequence in sequences], self.batch_size):
             # After token i was fed the state is at token i itself, one position later than the state that produced q_i.
-            part = forwards.hidden_states(self.draft, [sequences[row] for row in rows], [len(prompts[row]) for row in rows])
+            part = forwards.hidden_states(
+                self.draft, [sequences[row] for row in rows], [len(prompts[row]) for row in rows]
+            )
             part = part.to("cpu", self.feature_dtype)
             hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
             hidden[layout.positions(rows)] = part
         return self._no_hidden() if hidden is None else hidden
 
     @torch.inference_mode()
-    def _label_batch(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool) -> dict[str, Tensor]:
+    def _label_batch(
+        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool
+    ) -> dict[str, Tensor]:
         """Columns of one batch, in its row order."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
-        starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]  # the prompt's last token predicts the first of the response
+        # the prompt's last token predicts the first of the response
+        starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]
         states = {
             name: forwards.hidden_states(model, sequences, starts)
             for name, model in (("draft", self.draft), ("target", self.target))
@@ -139,7 +157,8 @@ class Labeller:
         num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
         parts = [
             self._label_chunk(
-                {name: hidden[chunk] for name, hidden in states.items()}, {name: value[chunk] for name, value in inputs.items()}
+                {name: hidden[chunk] for name, hidden in states.items()},
+                {name: value[chunk] for name, value in inputs.items()},
             )
             for chunk in forwards.chunks(num_tokens, self._chunk_rows())
         ]
@@ -149,13 +168,21 @@ class Labeller:
         return columns
 
     def _chunk_rows(self) -> int:
-        """Positions of a chunk: as many as fit `chunk_mb`, on a CPU no more than its caches hold, as every label passes over them again."""
+        """Positions of a chunk: as many as fit `chunk_mb`, on a CPU no more than its caches hold, as every label passes
+        over them again.
+        """
         size = forwards.chunk_rows(self.vocab_size, self.chunk_mb)
         device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
-        return size if device.type != "cpu" else min(size, max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB)))
+        return (
+            size
+            if device.type != "cpu"
+            else min(size, max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB)))
+        )
 
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix exists."""
+        """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix
+        exists.
+        """
         columns: dict[str, Tensor] = {}
         draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
@@ -179,7 +206,9 @@ class Labeller:
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's logits over the tokenizer's ids, and at which positions they are no numbers; there they are 0 instead."""
+        """The model's logits over the tokenizer's ids, and at which positions they are no numbers; there they are 0
+        instead.
+        """
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         broken = non_finite(logits)
         return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken

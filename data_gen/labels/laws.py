@@ -2,13 +2,14 @@
 
     Y_i ~ q_i                                   under the run's Sampling
     acceptance_prob_i = min(1, p_i(Y_i) / q_i(Y_i))
-    log_p_i = log p_i(Y_i), log_q_i = log q_i(Y_i)             under the run's Sampling; log_p is -inf where p_i(Y_i) = 0
+    log_p_i = log p_i(Y_i), log_q_i = log q_i(Y_i)             under the run's Sampling; log_p is -inf where p_i(Y_i) =
+        0
     acceptance_rate_i = sum_v min(p_i(v), q_i(v))              under the run's Sampling
     entropy_i = H(q_i), cross_entropy_i = H(q_i, p_i)          untruncated, temperature 1, in nats (law 4.1)
     log_token_prob_i = log q_i(Y_i)                            untruncated, temperature 1
 
-With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob needs only the two
-scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
+With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob
+needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
 """
 
 from typing import NamedTuple
@@ -78,12 +79,16 @@ def label_joint(
     return JointLabels(acceptance_rate(q, p), cross_entropy(q_logits.float(), p_logits.float()))
 
 
-def acceptance_prob_of(log_p: Float[Tensor, " position"], log_q: Float[Tensor, " position"]) -> Float[Tensor, " position"]:
+def acceptance_prob_of(
+    log_p: Float[Tensor, " position"], log_q: Float[Tensor, " position"]
+) -> Float[Tensor, " position"]:
     """min(1, exp(log_p - log_q)); 0 where log_p is -inf. log_q is finite: Y was drawn from q."""
     return (log_p - log_q).clamp(max=0.0).exp()
 
 
-def mixed(response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " position"], from_target: Tensor) -> Int[Tensor, " position"]:
+def mixed(
+    response_ids: Int[Tensor, " position"], draft_ids: Int[Tensor, " position"], from_target: Tensor
+) -> Int[Tensor, " position"]:
     """The mixed sequence Z: X_i where the coin `from_target` is true, else Y_i."""
     return torch.where(from_target, response_ids, draft_ids)
 

@@ -17,7 +17,8 @@ from data_gen.responses.exchange import Exchange
 class Layout:
     """Rows of `lengths` positions, one after the other.
 
-    Worked example: lengths (2, 3) have offsets (0, 2, 5); `positions([1, 0])` is 2 3 4 0 1, `order(2)` is 0 1 0 1 2 3 4 2 3 4.
+    Worked example: lengths (2, 3) have offsets (0, 2, 5); `positions([1, 0])` is 2 3 4 0 1, `order(2)` is 0 1 0 1 2 3 4
+    2 3 4.
     """
 
     lengths: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Scalars: the numbers that a head may read beside the hidden state, one per drawn token y.
 
-They are those of the untruncated temperature-1 distribution q that y was drawn from, in nats (law 4.1). A new one is a field and its
-formula here, and in `decode.loop.signals`, which computes it for one token at a time. Shards, batches, heads and replay know scalars by
-these names alone, and a config asks for them by name.
+They are those of the untruncated temperature-1 distribution q that y was drawn from, in nats (law 4.1). A new one is a
+field and its formula here, and in `decode.loop.signals`, which computes it for one token at a time. Shards, batches,
+heads and replay know scalars by these names alone, and a config asks for them by name.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,10 @@
-"""`python -m data_gen import`: data made by the official SpecDec++ code -> rows, and with the draft of the config the features of both
-timings, so that `python train.py` runs on them.
+"""`python -m data_gen import`: data made by the official SpecDec++ code -> rows, and with the draft of the config the
+features of both timings, so that `python train.py` runs on them.
 
-The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. What else heads read comes from the draft: its
-hidden states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q). acceptance_rate
-and cross_entropy would need the target and are null. Before a shard is written, the draft's own log q(Y) is compared with the file's, so
-that another draft and swapped keys are refused.
+The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. What else heads read comes from
+the draft: its hidden states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with
+data.mixing_ratio), and H(q). acceptance_rate and cross_entropy would need the target and are null. Before a shard is
+written, the draft's own log q(Y) is compared with the file's, so that another draft and swapped keys are refused.
 """
 
 import hashlib
@@ -42,26 +42,27 @@ _TOLERANCE_NATS = 0.1
 
 
 def import_(
-    config: Config, *, file: str, split: str = "train", features: bool = True, draft_key: str = "log_p_7b", target_key: str = "log_p_70b"
+    config: Config,
+    *,
+    file: str,
+    split: str = "train",
+    features: bool = True,
+    draft_key: str = "log_p_7b",
+    target_key: str = "log_p_70b",
 ) -> None:
-    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then train.py.
+    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then
+    train.py.
 
     Args:
         file: the JSON, such as data/alpaca_data/train.json of the official code.
         split: train, dev or test. Training needs train and dev, and test unless data.num_test is 0.
-        features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on them.
+        features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on
+            them.
         draft_key: field with the draft's log probabilities of the draft tokens.
         target_key: field with the target's.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
     pair, data, path = config.pair, config.data, local_path(file, "--file")
-    check(pair, data)
-    if features and asdict(pair.sampling) != _SAMPLING:
-        raise ValueError(
-            f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without truncation; pass "
-            "--pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here and for train.py"
-        )
+    _check_asked(pair, data, split, features=features)
     keys, items, size = json_file.Keys(draft_key, target_key), json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.OfficialRow:
@@ -73,20 +74,42 @@ def import_(
             claim()
         clean_partial(data.dir, *SHARD_FOLDERS)
         forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
-        missing = [index for index in range(-(-len(items) // size)) if not _is_done(ShardSpec(split, index, ()), data, features)]
+        shards = range(-(-len(items) // size))
+        missing = [index for index in shards if not _is_done(ShardSpec(split, index, ()), data, features)]
         worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
-        for number in range(len(items)):  # every item before the first forward; not kept in memory, since a file may hold 40,000
+        # every item before the first forward; not kept in memory, since a file may hold 40,000
+        for number in range(len(items)):
             _check_fit(row(number), worker)
         for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
             part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
             _write(split, index, part, data=data, worker=worker, claim=claim)
-    print(f"{data.dir}: {len(items):,} rows of {split} from {file}" + (", with features" if features else ", no features"))
+    print(f"{data.dir}: {len(items):,} rows of {split} from {file}, {'with' if features else 'no'} features")
+
+
+def _check_asked(pair: PairConfig, data: DataConfig, split: str, *, features: bool) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
+    check(pair, data)
+    if features and asdict(pair.sampling) != _SAMPLING:
+        raise ValueError(
+            f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without "
+            "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here "
+            "and for train.py"
+        )
 
 
 def _write(
-    split: str, index: int, part: Sequence[json_file.OfficialRow], *, data: DataConfig, worker: Worker | None, claim: Callable[[], None]
+    split: str,
+    index: int,
+    part: Sequence[json_file.OfficialRow],
+    *,
+    data: DataConfig,
+    worker: Worker | None,
+    claim: Callable[[], None],
 ) -> None:
-    """One shard; `claim` is called only when it is about to be written, so that a file that is refused leaves no folder behind."""
+    """One shard; `claim` is called only when it is about to be written, so that a file that is refused leaves no folder
+    behind.
+    """
     spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
     answers = Answers([row.exchange for row in part], [])
     columns = {name: torch.cat([row.columns[name] for row in part]) for name in part[0].columns}
@@ -96,7 +119,12 @@ def _write(
         return
     known_columns = {"draft_ids": columns["draft_ids"]}
     ours = stages.label_and_mix(
-        spec, answers.exchanges, labeller=worker.labeller, data=data, progress=lambda count: None, known_columns=known_columns
+        spec,
+        answers.exchanges,
+        labeller=worker.labeller,
+        data=data,
+        progress=lambda count: None,
+        known_columns=known_columns,
     )
     for number, reason in ours.broken.items():
         raise ValueError(f"{part[number].exchange.id}: {reason}, or remove this row from the file")
@@ -124,7 +152,9 @@ def _check_fit(row: json_file.OfficialRow, worker: Worker | None) -> None:
         raise ValueError(f"{exchange.id} has token ids {min(ids)} to {max(ids)} and pair.draft's tokenizer 0 to {last}")
     length = len(exchange.prompt_ids) + len(exchange.response_ids)
     if limit is not None and length > limit:
-        raise ValueError(f"{exchange.id} is {length} tokens long and pair.draft reads at most {limit}; remove it from the file")
+        raise ValueError(
+            f"{exchange.id} is {length} tokens long and pair.draft reads at most {limit}; remove it from the file"
+        )
 
 
 def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
@@ -132,20 +162,24 @@ def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
     difference = float((ours - theirs).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
-            f"log q of the draft at {path} differs from the file's by {difference:.2f} nats in the median (at most {_TOLERANCE_NATS}): set "
+            f"log q of the draft at {path} differs from the file's by {difference:.2f} nats in the median (at most "
+            f"{_TOLERANCE_NATS}): set "
             "pair.draft to the model that made the file, check --draft_key, or import rows only with --features false"
         )
 
 
 def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Path) -> None:
-    """Settle the manifest, and record which file the split comes from, so that no other file goes on with its shards."""
+    """Settle the manifest, and record which file the split comes from, so that no other file goes on with its
+    shards.
+    """
     settle(directory, manifest)
     path = directory / "imported" / f"{split}.json"
     source = {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     earlier = read_json(path, remedy="delete it if its split is this file's", keys=source) if path.is_file() else source
     if earlier["sha256"] != source["sha256"]:
         raise ValueError(
-            f"{directory} holds {split} rows of another file ({earlier['name']}, sha256 {earlier['sha256'][:12]}); choose another data.dir"
+            f"{directory} holds {split} rows of another file ({earlier['name']}, sha256 {earlier['sha256'][:12]}); "
+            "choose another data.dir"
         )
     write_atomic(path, json.dumps(source).encode())
 
@@ -168,7 +202,9 @@ def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_
 
 
 def _describe(source: ModelSource, *, needed: bool) -> dict[str, Any]:
-    """A model with its fingerprint if it is on this disk or needed, else by name alone: the target of 70B parameters rarely is either."""
+    """A model with its fingerprint if it is on this disk or needed, else by name alone: the target of 70B parameters
+    rarely is either.
+    """
     if needed or Path(source.path).is_dir():
         return describe_model(source)
     return {"name": source.path, "revision": source.revision}

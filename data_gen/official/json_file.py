@@ -1,8 +1,8 @@
 """The official SpecDec++ JSON (`data/gen_*.py` of the released code), object by object.
 
-The file is one list of objects with the fields prompt and continuation (strings) and prefix, tokens, draft, log_p_7b (draft), log_p_70b
-(target), p_acc (lists, or lists written as strings). Probabilities are those of temperature 1 without truncation. The file has no
-acceptance_rate, no entropies, no coins and no finish_reason.
+The file is one list of objects with the fields prompt and continuation (strings) and prefix, tokens, draft, log_p_7b
+(draft), log_p_70b (target), p_acc (lists, or lists written as strings). Probabilities are those of temperature 1
+without truncation. The file has no acceptance_rate, no entropies, no coins and no finish_reason.
 """
 
 import json

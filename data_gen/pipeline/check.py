@@ -13,7 +13,8 @@ _READ = ("rows", "features/*")
 
 
 def check(config: Config) -> None:
-    """Compare every shard in data.dir with the sum that was written beside it, and name each that is broken; nothing is changed.
+    """Compare every shard in data.dir with the sum that was written beside it, and name each that is broken; nothing is
+    changed.
 
     Args:
         config: of the experiment; data.dir alone counts.
@@ -26,14 +27,17 @@ def check(config: Config) -> None:
     read_manifest(directory)
     paths = shards_in(directory)
     problems = dict(problems_of(paths, has_bar=True))
-    problems |= {path: f"{path} is missing or was not finished; run `python -m data_gen` again" for path in absent(directory)}
+    problems |= {
+        path: f"{path} is missing or was not finished; run `python -m data_gen` again" for path in absent(directory)
+    }
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
         print(f"{folder}: {len(whole)} shards whole, {sum(path.stat().st_size for path in whole):,} bytes")
     if problems:
         print("\n".join(problems.values()))
         raise ValueError(
-            f"{len(problems)} shards in {directory} are broken or missing, as listed; run `python -m data_gen` with this config, which "
+            f"{len(problems)} shards in {directory} are broken or missing, as listed; run `python -m data_gen` with "
+            "this config, which "
             "makes them again (with the same bytes on the same machine)"
         )
 

@@ -1,4 +1,6 @@
-"""Which code runs: a worker on another machine must run what the driver runs, or shards of one run would come from two programs."""
+"""Which code runs: a worker on another machine must run what the driver runs, or shards of one run would come from two
+programs.
+"""
 
 import hashlib
 from importlib.metadata import version
@@ -18,7 +20,9 @@ def folders() -> list[Path]:
 
 
 def running() -> dict[str, str]:
-    """What decides the rows -> which version of it this process imports; the project's own by the sha256 of its source."""
+    """What decides the rows -> which version of it this process imports; the project's own by the sha256 of its
+    source.
+    """
     digest = hashlib.sha256()
     for folder in folders():
         for path in sorted(folder.rglob("*.py")):
@@ -36,6 +40,7 @@ def refuse_other_code(driver: dict[str, str], *, machine: str) -> None:
     for name, found in running().items():
         if driver.get(name) != found:
             raise ValueError(
-                f"the worker on {machine} imports {name} {found} (acceptance-heads from {folders()[0].parent}), and the driver runs "
+                f"the worker on {machine} imports {name} {found} (acceptance-heads from {folders()[0].parent}), and "
+                "the driver runs "
                 f"{name} {driver.get(name)}; install on every machine what the driver runs"
             )

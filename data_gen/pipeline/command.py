@@ -1,4 +1,6 @@
-"""`python -m data_gen`: check the config, settle the manifest, make the shards that are missing, account for every prompt."""
+"""`python -m data_gen`: check the config, settle the manifest, make the shards that are missing, account for every
+prompt.
+"""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -46,7 +48,11 @@ def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors:
     specs, others = order.specs, [spec for spec in order.others if is_done(spec, data)]
     forget_broken(shards_in(data.dir))
     missing = [spec for spec in (*specs, *others) if not is_done(spec, data)]
-    again = [spec for spec in specs if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))]
+    again = [
+        spec
+        for spec in specs
+        if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))
+    ]
     for stage in stages_of(data):
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
@@ -58,9 +64,13 @@ def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors:
     totals = account(paths)
     write_errors(data.dir, paths)
     if others:
-        print(f"{data.dir}: {len(others)} shards beyond data.num_* are there and stay; training reads them, too, up to heads.num_train")
+        print(
+            f"{data.dir}: {len(others)} shards beyond data.num_* are there and stay; training reads them, too, up to "
+            "heads.num_train"
+        )
     print(
-        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards ({len(missing) + len(again)} made now); "
+        f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards "
+        f"({len(missing) + len(again)} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
     _refuse_errors(totals, data)
@@ -71,7 +81,8 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
-            f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same command with "
+            f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same "
+            "command with "
             "--retry_errors"
         )
 
@@ -89,13 +100,16 @@ def check(pair: PairConfig, data: DataConfig) -> None:
     Sampling(**vars(pair.sampling))
     if (data.mode, data.mixes) != ("together", 1) and layout_of(pair.draft):
         raise ValueError(
-            f"pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is {data.mode}, data.mixes "
+            "pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is "
+            f"{data.mode}, data.mixes "
             f"{data.mixes}; set data.mode: together and data.mixes: 1"
         )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():
-        raise FileNotFoundError(f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file")
+        raise FileNotFoundError(
+            f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file"
+        )
     if data.engine == "ray":
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
     if data.source == "server":
@@ -106,4 +120,6 @@ def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
     try:
         import_module(module)
     except ImportError as error:
-        raise ValueError(f"{setting} and {module} is not installed: install the extra `{extra}`, or use {instead}") from error
+        raise ValueError(
+            f"{setting} and {module} is not installed: install the extra `{extra}`, or use {instead}"
+        ) from error

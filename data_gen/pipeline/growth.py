@@ -1,8 +1,8 @@
 """Splits that grow: a larger run keeps every shard of the smaller one, byte for byte, and adds its own.
 
-A split is made in parts. Where more prompts are asked for than are there, those beyond become a part of their own, cut into shards by
-itself, so that a short last shard stays as it is. The manifest tells the parts, each with the sha256 of all prompts up to its end. Where
-fewer are asked for, no shard beyond them is made, and those that are there stay.
+A split is made in parts. Where more prompts are asked for than are there, those beyond become a part of their own, cut
+into shards by itself, so that a short last shard stays as it is. The manifest tells the parts, each with the sha256 of
+all prompts up to its end. Where fewer are asked for, no shard beyond them is made, and those that are there stay.
 """
 
 from collections import Counter
@@ -67,7 +67,9 @@ def _part(prompts: Sequence[Prompt]) -> dict[str, Any]:
 def cut(split: str, prompts: Sequence[Prompt], size: int, *, first: int = 0) -> list[ShardSpec]:
     """Shards of `size` consecutive prompts; `first`: the index of the first shard."""
     starts = range(0, len(prompts), size)
-    return [ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts, start=first)]
+    return [
+        ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts, start=first)
+    ]
 
 
 def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], size: int) -> list[ShardSpec]:

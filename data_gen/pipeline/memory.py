@@ -1,15 +1,20 @@
-"""How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights, no tokenizer.
+"""How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights,
+no tokenizer.
 
     weights      parameters x bytes of the dtype
     KV cache     sequences x (positions + a few spare) x 2 x layers x KV heads x head width x bytes
-    activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP widths; the body
+    activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP
+        widths; the body
                  keeps nothing for a backward, and attention does not write its matrix out
-    logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24 bytes in all;
+    logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24
+                 bytes in all;
                  labelling: eight float32 chunks of data.chunk_mb
-    heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the stream and three more
+    heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the
+                 stream and three more
                  of each block's width
 
-GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments leave.
+GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments
+leave.
 """
 
 import re
@@ -108,7 +113,9 @@ def gpus_of(written: str | None) -> Gpus | None:
         return Gpus(len(here), min(here) - _RESERVED_BYTES) if here else None
     parts = re.fullmatch(r"([1-9]\d*)\s*x\s*(\d+(?:\.\d+)?)", written)
     if parts is None or float(parts[2]) * GB <= _RESERVED_BYTES:
-        raise ValueError(f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB")
+        raise ValueError(
+            f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB"
+        )
     return Gpus(int(parts[1]), float(parts[2]) * GB - _RESERVED_BYTES)
 
 
@@ -129,9 +136,13 @@ def problems(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> list[str]:
         if gpus is not None and need.total > need.memory(gpus):
             fits = need.largest_batch(need.memory(gpus))
             remedy = (
-                f"set {need.setting} to at most {fits}" if fits and need.setting else "take more or larger GPUs, or data.mode: sequential"
+                f"set {need.setting} to at most {fits}"
+                if fits and need.setting
+                else "take more or larger GPUs, or data.mode: sequential"
             )
-            found.append(f"{need.stage} takes {need.total / GB:,.1f} GB and the GPUs have {_room(need, gpus)}; {remedy}")
+            found.append(
+                f"{need.stage} takes {need.total / GB:,.1f} GB and the GPUs have {_room(need, gpus)}; {remedy}"
+            )
     return found
 
 
@@ -203,7 +214,9 @@ def _apart(pair: dict[str, Size], data: DataConfig) -> list[Need]:
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:
     """On one GPU: every rank holds all heads, and with online features the draft."""
     width, kinds = draft.hidden_size, len(heads.timings) * len(heads.scalars) * len(heads.embeddings) + heads.specdec
-    weight_count = kinds * len(heads.reject_weights) * sum(depth * (width + 1) * width + width + 1 for depth in heads.depths)
+    weight_count = (
+        kinds * len(heads.reject_weights) * sum(depth * (width + 1) * width + width + 1 for depth in heads.depths)
+    )
     widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
     per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * width * data.max_new_tokens}
     fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * weight_count}

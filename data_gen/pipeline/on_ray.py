@@ -1,9 +1,11 @@
 """`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors that hold the models.
 
-A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another actor and gives it that
-shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that all of them see, and so must every path.
+A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another
+actor and gives it that shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that
+all of them see, and so must every path.
 
-What a user can cause comes back from an actor as a value and not as an exception, which Ray would wrap in tracebacks of its own.
+What a user can cause comes back from an actor as a value and not as an exception, which Ray would wrap in tracebacks of
+its own.
 """
 
 import logging
@@ -33,7 +35,8 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:
-        ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a user's mistake.
+        ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a
+            user's mistake.
         FileNotFoundError: likewise, from a worker.
     """
     import ray  # an extra: data_gen.pipeline.command.check says so where it is missing
@@ -41,7 +44,12 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
     if is_own:
         # without an address Ray would join any cluster that it finds on this machine
-        ray.init(address=job.data.ray.address or "local", log_to_driver=False, configure_logging=False, **_session(job.data.ray))
+        ray.init(
+            address=job.data.ray.address or "local",
+            log_to_driver=False,
+            configure_logging=False,
+            **_session(job.data.ray),
+        )
     num_done = 0
     try:
         for row in _reports(job, specs):
@@ -52,10 +60,14 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
             bar.update(spec.num_requests)
             num_done += 1
     except ray.exceptions.RayActorError as error:
-        when = f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
+        when = (
+            f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
+        )
         raise ValueError(
-            f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: {_why(error)}; most often the "
-            "memory does not suffice: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or choose data.mode sequential; what "
+            f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: "
+            f"{_why(error)}; most often the "
+            "memory does not suffice: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or choose "
+            "data.mode sequential; what "
             "was written stays"
         ) from error
     finally:
@@ -102,7 +114,11 @@ class _Actor:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         error = self._error(batch["index"])
         name = "" if error is None else "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
-        return {"index": batch["index"], "error": [name], "reason": ["" if error is None else " ".join(str(error).split())]}
+        return {
+            "index": batch["index"],
+            "error": [name],
+            "reason": ["" if error is None else " ".join(str(error).split())],
+        }
 
     def _error(self, indices: Sequence[int]) -> ValueError | OSError | None:
         """Make the shards; what a user can mend, if it goes wrong."""
@@ -120,25 +136,35 @@ def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[
     """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
     asked = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
     wanted = {name: count for name, count in asked.items() if count > 0}
-    room = [min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf) for machine in machines]
+    room = [
+        min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
+        for machine in machines
+    ]
     num_fitting = sum(math.floor(each + 1e-6) if math.isfinite(each) else num_workers for each in room)
     if num_fitting < num_workers:
-        there = "; ".join(f"{machine.get('CPU', 0.0):g} CPUs and {machine.get('GPU', 0.0):g} GPUs" for machine in machines)
+        there = "; ".join(
+            f"{machine.get('CPU', 0.0):g} CPUs and {machine.get('GPU', 0.0):g} GPUs" for machine in machines
+        )
         raise ValueError(
-            f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs each, and the cluster "
-            f"has room for {num_fitting} of them (its machines have {there}); lower data.ray.num_workers, num_cpus or num_gpus, or add "
+            f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs "
+            "each, and the cluster "
+            f"has room for {num_fitting} of them (its machines have {there}); lower data.ray.num_workers, num_cpus or "
+            "num_gpus, or add "
             "machines to the cluster first"
         )
 
 
 def _check_gpus(job: Job, machines: Sequence[dict[str, float]]) -> None:
-    """Raise ValueError where workers hold models that belong on a GPU, GPUs are there, and the workers are given none."""
+    """Raise ValueError where workers hold models that belong on a GPU, GPUs are there, and the workers are given
+    none.
+    """
     num_gpus = sum(machine.get("GPU", 0.0) for machine in machines)
     names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
     if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
         device = getattr(job.pair, names[0]).device_map
         raise ValueError(
-            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster has {num_gpus:g} GPUs; "
+            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster "
+            f"has {num_gpus:g} GPUs; "
             f"set data.ray.num_gpus to the GPUs of each worker, or pair.{names[0]}.device_map to cpu"
         )
 
@@ -156,7 +182,9 @@ def _why(error: Exception) -> str:
 
 
 def _same_everywhere(job: Job) -> Job:
-    """The job with this process's thread count and paths spelled out, so that every actor computes the same bytes in the same place."""
+    """The job with this process's thread count and paths spelled out, so that every actor computes the same bytes in
+    the same place.
+    """
     models = {name: source for name in ("target", "draft", "micro") if (source := getattr(job.pair, name)) is not None}
     placed = {name: replace(source, path=_placed(source.path)) for name, source in models.items()}
     pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads(), **placed)
@@ -169,7 +197,9 @@ def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
         name: value and os.path.abspath(value) for name in ("split_ids", "responses") for value in [getattr(data, name)]
     }
     given = data.prompts if isinstance(data.prompts, tuple | list) else (data.prompts,)
-    prompts = tuple(replace(each, path=_placed(each.path)) if isinstance(each, PromptSource) else _placed(each) for each in given)
+    prompts = tuple(
+        replace(each, path=_placed(each.path)) if isinstance(each, PromptSource) else _placed(each) for each in given
+    )
     server = replace(data.server, model=data.server.model or target)
     single = prompts[0] if not isinstance(data.prompts, tuple | list) else prompts
     return replace(data, dir=os.path.abspath(data.dir), server=server, prompts=single, **files)
@@ -183,8 +213,8 @@ def _placed(path: str) -> str:
 def _session(resources: RayConfig) -> dict[str, Any]:
     """Arguments of Ray's session.
 
-    On a cluster, workers are sent the project's packages as the driver has them. On this machine they import the driver's, and room is
-    made for them, as Ray counts cores, and workers may be more.
+    On a cluster, workers are sent the project's packages as the driver has them. On this machine they import the
+    driver's, and room is made for them, as Ray counts cores, and workers may be more.
     """
     if resources.address is not None:
         modules = [str(folder) for folder in folders()]

@@ -1,8 +1,9 @@
 """`python -m data_gen plan`: what a run will take, before anything large starts.
 
-First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then the run is made for a
-few prompts in a temporary folder and timed, one stage's models at a time; the rest is extrapolated per row. Without a sample (`--sample 0`,
-which needs each model's config.json and nothing else of it) sizes are upper bounds from the YAML, and no time is estimated.
+First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then
+the run is made for a few prompts in a temporary folder and timed, one stage's models at a time; the rest is
+extrapolated per row. Without a sample (`--sample 0`, which needs each model's config.json and nothing else of it) sizes
+are upper bounds from the YAML, and no time is estimated.
 """
 
 import math
@@ -58,7 +59,9 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     _check_memory(config, is_measured=sample > 0)
     missing = _missing(data) if sample else _missing_or_none(data)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
-    num_rows = data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
+    num_rows = (
+        data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
+    )
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
@@ -103,9 +106,12 @@ def _missing_or_none(data: DataConfig) -> list[ShardSpec] | None:
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     """The numbers of the report."""
     num_shards = math.ceil(num_rows / data.rows_per_shard)
-    # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has ended
+    # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has
+    # ended
     num_joining = max(0, num_rows - num_shards * min(data.batch_size, data.rows_per_shard))
-    num_steps = num_shards * estimate.longest_response + math.ceil(num_joining * estimate.response_tokens / data.batch_size)
+    num_steps = num_shards * estimate.longest_response + math.ceil(
+        num_joining * estimate.response_tokens / data.batch_size
+    )
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
     if data.mode == "sequential":
         disk_bytes *= 2  # the results of the earlier stages stay until the shard is whole
@@ -141,14 +147,16 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
         num_rows = len(table["prompt_ids"])
         if num_rows == 0:
             raise ValueError(
-                f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the reasons, or raise --sample"
+                f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the "
+                "reasons, or raise --sample"
             )
         return Estimate(
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
             response_tokens=statistics.fmean(map(len, table["response_ids"])),
             longest_response=max(map(len, table["response_ids"])),
             row_bytes=sum(path.stat().st_size for path in Path(folder, "rows").glob("test-*.parquet")) / num_rows,
-            feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors")) / num_rows,
+            feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors"))
+            / num_rows,
             seconds=seconds / num_rows,
         )
 
@@ -156,8 +164,13 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    of_features, num_features = width_of(pair.draft), (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
-    width = of_features or load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
+    of_features, num_features = (
+        width_of(pair.draft),
+        (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features),
+    )
+    width = (
+        of_features or load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
+    )
     num_features *= data.draft_length if of_features else 1
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
@@ -177,7 +190,10 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
         f"  rows              {totals['rows']:>15,}",
         f"  prompt tokens     {totals['prompt_tokens']:>15,}",
         f"  response tokens   {totals['response_tokens']:>15,}",
-        f"  target forwards   {totals['target_decode_forwards']:>15,} decoding steps of up to {data.batch_size} sequences",
+        (
+            f"  target forwards   {totals['target_decode_forwards']:>15,} decoding steps of up to {data.batch_size} "
+            "sequences"
+        ),
         f"                    {totals['target_sequence_forwards']:>15,} whole sequences",
         f"  draft forwards    {totals['draft_sequence_forwards']:>15,} whole sequences",
         f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
@@ -186,10 +202,19 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
         shared = f" / {workers} workers = {_duration(totals['time_s'] / workers)}" if workers > 1 else ""
         lines.append(f"  time              {_duration(totals['time_s']):>15} on this machine{shared}")
     if totals["disk_bytes"] > totals["free_bytes"]:
-        lines.append("warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer data.mixes")
+        lines.append(
+            "warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer "
+            "data.mixes"
+        )
     return "\n".join(lines)
 
 
 def _duration(seconds: float) -> str:
     """Seconds, minutes or hours."""
-    return f"{seconds / 3600:,.1f} h" if seconds >= 5400 else f"{seconds / 60:,.1f} min" if seconds >= 90 else f"{seconds:,.0f} s"
+    return (
+        f"{seconds / 3600:,.1f} h"
+        if seconds >= 5400
+        else f"{seconds / 60:,.1f} min"
+        if seconds >= 90
+        else f"{seconds:,.0f} s"
+    )

@@ -1,7 +1,8 @@
 """`python -m data_gen responses`: the responses of finished rows as a file, so that the dear part of data is made once.
 
-With `data.source file` and `data.responses FILE` another run labels them anew: for another draft, another `mixing_ratio`, other timings, or
-another `Sampling` of the labels, over the positions of these responses. No target writes anything then; it only labels.
+With `data.source file` and `data.responses FILE` another run labels them anew: for another draft, another
+`mixing_ratio`, other timings, or another `Sampling` of the labels, over the positions of these responses. No target
+writes anything then; it only labels.
 """
 
 import json
@@ -25,7 +26,8 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
 def responses(config: Config, *, out: str) -> None:
-    """Write the responses of the rows in data.dir as JSONL for `data.source file`; a file that is there gets what it lacks, at its end.
+    """Write the responses of the rows in data.dir as JSONL for `data.source file`; a file that is there gets what it
+    lacks, at its end.
 
     Args:
         config: of the experiment that made the rows.
@@ -49,9 +51,13 @@ def responses(config: Config, *, out: str) -> None:
                 num_added += 1
             elif known != _hash(record):
                 raise ValueError(
-                    f"{path} holds another response to {record['id']} than the rows in {config.data.dir}; choose another --out"
+                    f"{path} holds another response to {record['id']} than the rows in {config.data.dir}; choose "
+                    "another --out"
                 )
-    print(f"{path}: {len(there) + num_added:,} responses, {num_added:,} of them added now; use: --data.source file --data.responses {path}")
+    print(
+        f"{path}: {len(there) + num_added:,} responses, {num_added:,} of them added now; use: --data.source file "
+        f"--data.responses {path}"
+    )
 
 
 def _there(path: Path) -> dict[str, int]:
@@ -61,14 +67,22 @@ def _there(path: Path) -> dict[str, int]:
     there = {}
     for number, record in json_lines(path):
         if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
-            raise ValueError(f"{path}:{number} was not written by this command, which adds to files of its own alone; choose another --out")
+            raise ValueError(
+                f"{path}:{number} was not written by this command, which adds to files of its own alone; choose "
+                "another --out"
+            )
         there[record["id"]] = _hash(record)
     return there
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
     """One per row of the whole shards, split by split."""
-    paths = [path for split in SPLITS for path in sorted(Path(directory, "rows").glob(f"{split}-*.parquet")) if is_whole(path)]
+    paths = [
+        path
+        for split in SPLITS
+        for path in sorted(Path(directory, "rows").glob(f"{split}-*.parquet"))
+        if is_whole(path)
+    ]
     check_sums(paths)
     for path in tqdm(paths, unit="shard", desc="responses"):
         for row in read_rows(path, _COLUMNS).to_pylist():

@@ -1,13 +1,13 @@
-"""The stages that take one shard from prompts to files: one with both models loaded (`mode: together`), or three with one model at a time
-(`sequential`), which leave their results in DIR/stages until the last has written the shard.
+"""The stages that take one shard from prompts to files: one with both models loaded (`mode: together`), or three with
+one model at a time (`sequential`), which leave their results in DIR/stages until the last has written the shard.
 
     together    responses, labels of both models, mixings, features
     respond     responses                                    target (or none: a server or a file answers)
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Every random number of a shard comes from seeds of (run seed, stage, split, shard index), and nothing else of the run reaches its bytes: so
-the same shard is the same on any engine, in any order, and after any interruption.
+Every random number of a shard comes from seeds of (run seed, stage, split, shard index), and nothing else of the run
+reaches its bytes: so the same shard is the same on any engine, in any order, and after any interruption.
 """
 
 import json
@@ -63,9 +63,11 @@ def label_and_mix(
     progress: Progress,
     known_columns: Mapping[str, Tensor] | None = None,
 ) -> Labelled:
-    """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as far as wanted.
+    """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as
+    far as wanted.
 
-    Broken rows are labelled and mixed along, so that the chance and the batches of all others, and their bytes, are as without the defect.
+    Broken rows are labelled and mixed along, so that the chance and the batches of all others, and their bytes, are as
+    without the defect.
 
     Args:
         spec: the shard.
@@ -76,24 +78,34 @@ def label_and_mix(
         known_columns: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = layout_of(exchanges)
-    inputs = {"uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens), **(known_columns or {})}
+    inputs = {
+        "uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens),
+        **(known_columns or {}),
+    }
     columns, broken = labeller.label(exchanges, inputs, with_hidden="drawn" in data.features, progress=progress)
     coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
     columns["from_target"] = coins < data.mixing_ratio
     if "fed" in data.features:
         order = layout.order(data.mixes)
-        response_ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
+        response_ids = torch.tensor(
+            [token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64
+        )
         mixed_ids = mixed(response_ids[order], columns["draft_ids"][order], columns["from_target"])
         columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
     for timing in data.features:
         mixes = data.mixes if timing == "fed" else 1
         places = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
-        reason = f"the draft's {timing} hidden states are no finite numbers in data.feature_dtype {data.feature_dtype}; {REMEDY}"
+        reason = (
+            f"the draft's {timing} hidden states are no finite numbers in data.feature_dtype {data.feature_dtype}; "
+            f"{REMEDY}"
+        )
         broken = {row // mixes: reason for row in places} | broken
     return Labelled(columns, broken)
 
 
-def without_broken(spec: ShardSpec, answers: Answers, labelled: Labelled, *, mixes: int) -> tuple[Answers, dict[str, Tensor]]:
+def without_broken(
+    spec: ShardSpec, answers: Answers, labelled: Labelled, *, mixes: int
+) -> tuple[Answers, dict[str, Tensor]]:
     """The answers and the columns of the sound rows; each broken row is a problem."""
     if not labelled.broken:
         return answers, labelled.columns
@@ -102,16 +114,21 @@ def without_broken(spec: ShardSpec, answers: Answers, labelled: Labelled, *, mix
     once = layout.positions(kept)
     repeated = layout.repeated(mixes).positions([row * mixes + mix for row in kept for mix in range(mixes)])
     positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
-    return _failed(spec, answers, labelled.broken), {name: values[positions[name]] for name, values in labelled.columns.items()}
+    return _failed(spec, answers, labelled.broken), {
+        name: values[positions[name]] for name, values in labelled.columns.items()
+    }
 
 
 def _failed(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
     """The answers, of which these rows became problems, in the order of the shard."""
     problems = {problem.id: problem for problem in answers.problems}
-    problems |= {answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()}
+    problems |= {
+        answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()
+    }
     names = (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns)))
     return Answers(
-        [exchange for exchange in answers.exchanges if exchange.id not in problems], [problems[name] for name in names if name in problems]
+        [exchange for exchange in answers.exchanges if exchange.id not in problems],
+        [problems[name] for name in names if name in problems],
     )
 
 
@@ -127,8 +144,12 @@ def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tens
     write_rows(spec, answers, columns=columns, data=data)
 
 
-def write_drafts(spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress) -> Answers:
-    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with what went wrong here."""
+def write_drafts(
+    spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress
+) -> Answers:
+    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with what went
+    wrong here.
+    """
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
     chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
     drafts = labeller.label(answers.exchanges, chance, timings=data.features, progress=progress)
@@ -136,7 +157,9 @@ def write_drafts(spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, 
     num_tokens = sum(map(sum, drafts.lengths))
     for timing in data.features:
         path = features_path(data.dir, timing, spec.split, spec.index)
-        write_shard(path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens)
+        write_shard(
+            path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens
+        )
     write_rows(spec, answers, columns=drafts.rows, data=data)
     return answers
 
@@ -149,7 +172,9 @@ def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tenso
     problems = [problem._asdict() for problem in answers.problems]
     account = {"input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # of which the roundings of the forwards depend
-    write_shard(rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
+    write_shard(
+        rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes
+    )
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
@@ -170,9 +195,14 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """What `save_responses` saved."""
     content = read_json(
-        _stage_path(spec, data, "respond"), remedy="delete it and run the same command again", keys=("exchanges", "problems")
+        _stage_path(spec, data, "respond"),
+        remedy="delete it and run the same command again",
+        keys=("exchanges", "problems"),
     )
-    return Answers([Exchange(**exchange) for exchange in content["exchanges"]], [Problem(**problem) for problem in content["problems"]])
+    return Answers(
+        [Exchange(**exchange) for exchange in content["exchanges"]],
+        [Problem(**problem) for problem in content["problems"]],
+    )
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:

@@ -1,4 +1,6 @@
-"""A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine: ray`)."""
+"""A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine:
+ray`).
+"""
 
 import gc
 import sys
@@ -22,14 +24,25 @@ from data_gen.responses.exchange import Answers, Problem, Progress
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
-from lm import FeatureDraft, Pair, Sampling, check_width, feature_draft_of, load_model, load_pair_tokenizer, vocab_size_of
+from lm import (
+    FeatureDraft,
+    Pair,
+    Sampling,
+    check_width,
+    feature_draft_of,
+    load_model,
+    load_pair_tokenizer,
+    vocab_size_of,
+)
 from lm.features.released import layout_of
 from lm.forwards import check_numbers, check_output_layer
 from lm.frequencies import refuse_crossing
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
 _WINDOW, _MIN_ROWS, _HOPELESS_SHARE = 32, 8, 0.9
-"""A stage stops once its models failed on this share of the last rows (at least _MIN_ROWS, at most _WINDOW): the cause is not the rows."""
+"""A stage stops once its models failed on this share of the last rows (at least _MIN_ROWS, at most _WINDOW): the cause
+is not the rows.
+"""
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -85,10 +98,20 @@ class Worker:
         """The source and the labeller, for some batch size."""
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
         has_source = self.stage in ("together", "respond")
-        self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size) if has_source else None
-        how: dict[str, Any] = {"sampling": Sampling(**vars(pair.sampling)), "vocab_size": vocab_size, "chunk_mb": data.chunk_mb}
+        self.source = (
+            make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
+            if has_source
+            else None
+        )
+        how: dict[str, Any] = {
+            "sampling": Sampling(**vars(pair.sampling)),
+            "vocab_size": vocab_size,
+            "chunk_mb": data.chunk_mb,
+        }
         how["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
-        self.labeller = Labeller(draft=models.get("draft"), target=models.get("target"), batch_size=data.batch_size, **how)
+        self.labeller = Labeller(
+            draft=models.get("draft"), target=models.get("target"), batch_size=data.batch_size, **how
+        )
         self.chains = None
         if self._feature_draft is not None:
             eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
@@ -98,8 +121,8 @@ class Worker:
     def make(self, spec: ShardSpec, progress: Progress) -> None:
         """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`).
 
-        Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of the shard, not of
-        its batches, so nothing but rounding depends on it.
+        Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of
+        the shard, not of its batches, so nothing but rounding depends on it.
 
         Raises:
             ValueError: one sequence is too much for the memory.
@@ -127,12 +150,15 @@ class Worker:
         where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
         if size == 0:
             raise ValueError(
-                f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) "
-                f"or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode sequential; what was written stays"
+                f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
+                f"({data.max_new_tokens}) "
+                f"or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode sequential; what was "
+                "written stays"
             )
         gc.collect()
         torch.cuda.empty_cache()
-        tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)  # above the bar
+        # above the bar
+        tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)
         self._prepare(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress) -> None:
@@ -154,7 +180,12 @@ class Worker:
         else:
             known_columns = {} if answers.states is None else {"target_states": answers.states}
             labelled = stages.label_and_mix(
-                spec, answers.exchanges, labeller=self.labeller, data=self.data, progress=progress, known_columns=known_columns
+                spec,
+                answers.exchanges,
+                labeller=self.labeller,
+                data=self.data,
+                progress=progress,
+                known_columns=known_columns,
             )
         answers, columns = stages.without_broken(spec, answers, labelled, mixes=self.data.mixes)
         if self.stage == "draft":
@@ -177,16 +208,25 @@ class Worker:
         num_latest, share = sum(self._latest), max(_HOPELESS_SHARE, self.data.max_error_share)
         if num_failed and len(self._latest) >= _MIN_ROWS and num_latest >= share * len(self._latest) and share < 1:
             raise ValueError(
-                f"{num_latest} of the last {len(self._latest)} rows of the stage {self.stage} ended in an error, the last {errors[-1].id}: "
+                f"{num_latest} of the last {len(self._latest)} rows of the stage {self.stage} ended in an error, the "
+                f"last {errors[-1].id}: "
                 f"{errors[-1].reason}; what was written stays, `--retry_errors` tries these rows again"
             )
 
     def _answers(self, spec: ShardSpec, progress: Progress) -> tuple[Answers, dict[str, Tensor]]:
-        """The shard's responses, from the source or as the stage before saved them; with the columns that the stage `draft` saved."""
+        """The shard's responses, from the source or as the stage before saved them; with the columns that the stage
+        `draft` saved.
+        """
         if self.source is not None:
-            source = Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
+            source = (
+                Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
+            )
             return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress), {}
-        return stages.load_drafted(spec, self.data) if self.stage == "target" else (stages.load_responses(spec, self.data), {})
+        return (
+            stages.load_drafted(spec, self.data)
+            if self.stage == "target"
+            else (stages.load_responses(spec, self.data), {})
+        )
 
     def _load(self, name: str) -> PreTrainedModel:
         """One model, checked against the tokenizer and the lengths that it is to read."""
@@ -209,7 +249,8 @@ class Worker:
         longest = self.job.data.max_prompt_tokens + self.job.data.max_new_tokens
         if limit is not None and longest > limit:
             raise ValueError(
-                f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {path} reads at most {limit} positions; "
+                f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {path} reads at most {limit} "
+                "positions; "
                 "lower one of the two"
             )
 
@@ -229,5 +270,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def steps_of(stage: Stage) -> int:
-    """How often `Worker.make` reports each request: `together` asks and then labels, every other stage does one of the two."""
+    """How often `Worker.make` reports each request: `together` asks and then labels, every other stage does one of the
+    two.
+    """
     return 2 if stage == "together" else 1

@@ -1,7 +1,8 @@
-"""Prompt sets that `datasets.load_dataset` reads: known ones by name, any other by its hub id, and files and directories on this machine.
+"""Prompt sets that `datasets.load_dataset` reads: known ones by name, any other by its hub id, and files and
+directories on this machine.
 
-A known set is one entry of `SETS`; nothing else in the project knows its name. JSON is read here, line by line or as one array, since
-`datasets` refuses a whole file for one odd record.
+A known set is one entry of `SETS`; nothing else in the project knows its name. JSON is read here, line by line or as
+one array, since `datasets` refuses a whole file for one odd record.
 """
 
 import json
@@ -39,10 +40,14 @@ SETS = {
     "alpaca": PromptSet("tatsu-lab/alpaca"),
     "gsm8k": PromptSet("openai/gsm8k", name="main", test_part="test", weights=(4, 1, 0)),
     "humaneval": PromptSet("openai/openai_humaneval", part="test", weights=(0, 0, 1)),
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), columns={"turns": "prompt", "id": "prompt_id"}),
+    "mt_bench": PromptSet(
+        "HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), columns={"turns": "prompt", "id": "prompt_id"}
+    ),
     # 480 prompts: 160 to choose thresholds by, 320 to test with
     "spec_bench": PromptSet(
-        "json", data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", weights=(0, 1, 2)
+        "json",
+        data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        weights=(0, 1, 2),
     ),
 }
 """The path of a prompt source -> the set."""
@@ -52,7 +57,8 @@ _DEFAULT_PART = PromptSource(path="").split
 """Of a known set its own choice."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
-    f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or org/name of a set on the hub"
+    f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "
+    "org/name of a set on the hub"
 )
 
 
@@ -63,7 +69,12 @@ def set_of(source: PromptSource) -> PromptSet:
         FileNotFoundError: no known set, no file, no directory, and no hub id.
     """
     path = Path(source.path)
-    place: dict[str, Any] = {"name": source.name, "part": source.split, "test_part": source.test_split, "columns": source.columns}
+    place: dict[str, Any] = {
+        "name": source.name,
+        "part": source.split,
+        "test_part": source.test_split,
+        "columns": source.columns,
+    }
     if path.is_file():  # a file may have the name of a set
         return PromptSet(_BUILDERS.get(path.suffix, "json"), data_files=source.path, **place)
     if path.is_dir():
@@ -78,7 +89,8 @@ def set_of(source: PromptSource) -> PromptSet:
 def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
     """A known set with what the user says instead of its defaults.
 
-    A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs to its own part.
+    A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs
+    to its own part.
     """
     found = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
     if source.split not in (_DEFAULT_PART, known.part):
@@ -87,7 +99,8 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
 
 
 def load(place: PromptSet, split: Split) -> list[Prompt]:
-    """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that all splits share.
+    """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that
+    all splits share.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
@@ -128,7 +141,10 @@ def _records(place: PromptSet, part: str) -> Iterable[dict[str, Any]]:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # retries are told by the error that ends them
-    name, options = f"prompt set {place.data_files or place.path}", {"sep": "\t"} if str(place.data_files).endswith(".tsv") else {}
+    name, options = (
+        f"prompt set {place.data_files or place.path}",
+        {"sep": "\t"} if str(place.data_files).endswith(".tsv") else {},
+    )
     try:
         return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files, **options))
     except OSError as error:

@@ -12,7 +12,8 @@ from data_gen.stories.stories import stories
 
 
 def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False) -> list[Prompt]:
-    """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the shorter one.
+    """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the
+    shorter one.
 
     Args:
         config: of the run.
@@ -38,7 +39,8 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
         prompts = next(iter(pools.values()))[:count]
     if len(prompts) < (1 if may_be_fewer else count):
         raise ValueError(
-            f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has {len(prompts)} {split} prompts"
+            f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has "
+            f"{len(prompts)} {split} prompts"
             f"{' in these proportions' if len(sources) > 1 else ''}; set data.num_{split}={len(prompts)}"
         )
     return prompts
@@ -56,17 +58,26 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     if not names:
         raise ValueError("data.prompts is an empty list; name at least one set")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight")
+        raise ValueError(
+            f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight"
+        )
     for source in sources:
         if not Path(source.path).name:
-            raise ValueError(f"data.prompts names no set: {source.path!r}; give stories, a known set, a file, a directory or org/name")
+            raise ValueError(
+                f"data.prompts names no set: {source.path!r}; give stories, a known set, a file, a directory or "
+                "org/name"
+            )
         if not source.weight > 0:
-            raise ValueError(f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0")
+            raise ValueError(
+                f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0"
+            )
     return dict(zip(names, sources, strict=True))
 
 
 def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
-    """Up to `count` prompts, at any length as near to the weights as can be; a set without prompts of the split takes no part."""
+    """Up to `count` prompts, at any length as near to the weights as can be; a set without prompts of the split takes
+    no part.
+    """
     taken = {name: 0 for name, pool in pools.items() if pool}
     total = sum(weights[name] for name in taken)
     prompts: list[Prompt] = []
@@ -87,4 +98,6 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     prompts = load(place, split)
     if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
         return in_hash_order(prompts, config.seed)
-    return split_by_id(prompts, weights=place.weights or config.split_weights, seed=config.seed, split_ids=config.split_ids)[split]
+    return split_by_id(
+        prompts, weights=place.weights or config.split_weights, seed=config.seed, split_ids=config.split_ids
+    )[split]

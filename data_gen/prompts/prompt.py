@@ -1,8 +1,8 @@
 """`Prompt`, one record of a prompt set -> one `Prompt`, and the JSONL files that hold such records.
 
-Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value, ShareGPT), `turns`
-(MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt` (HumanEval). Replies that a conversation brings
-along are dropped, because the target writes its own.
+Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value,
+ShareGPT), `turns` (MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt`
+(HumanEval). Replies that a conversation brings along are dropped, because the target writes its own.
 """
 
 import json
@@ -56,7 +56,9 @@ def read_jsonl(path: str | Path) -> list[Prompt]:
     return prompts_of((f"{path}:{number}", str(number - 1), record) for number, record in json_lines(path))
 
 
-def prompts_of(records: Iterable[tuple[str, str, dict[str, Any]]], columns: Mapping[str, str] | None = None) -> list[Prompt]:
+def prompts_of(
+    records: Iterable[tuple[str, str, dict[str, Any]]], columns: Mapping[str, str] | None = None
+) -> list[Prompt]:
     """Every prompt of a set.
 
     Args:
@@ -69,14 +71,19 @@ def prompts_of(records: Iterable[tuple[str, str, dict[str, Any]]], columns: Mapp
     prompts: dict[str, Prompt] = {}
     for where, default_id, record in records:
         if absent := [name for name in (columns or {}).values() if name not in record]:
-            raise ValueError(f"{where}: no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}")
+            raise ValueError(
+                f"{where}: no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}"
+            )
         try:
-            prompt = prompt_of(record | {ours: record[theirs] for ours, theirs in (columns or {}).items()}, default_id=default_id)
+            prompt = prompt_of(
+                record | {ours: record[theirs] for ours, theirs in (columns or {}).items()}, default_id=default_id
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if prompt.id in prompts:
             raise ValueError(
-                f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt one of its own"
+                f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt "
+                "one of its own"
             )
         prompts[prompt.id] = prompt
     return list(prompts.values())
@@ -95,7 +102,9 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: the line is no text in UTF-8; save the file in that encoding") from error
+                raise ValueError(
+                    f"{path}:{number}: the line is no text in UTF-8; save the file in that encoding"
+                ) from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: expected one JSON object on the line; {error}") from error
             if not isinstance(record, dict):
@@ -140,10 +149,12 @@ def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str
 def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
     """(role, text) of every message, where `names` are the fields that hold the two."""
     role, text = names
-    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):  # how some Parquet files store such lists
+    # how some Parquet files store such lists
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
     if isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str) for message in value
+        isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str)
+        for message in value
     ):
         return [(message[role], message[text]) for message in value]
     raise ValueError(f"expected a list of messages with the strings {role!r} and {text!r}, got {_shown(value)}")

@@ -1,8 +1,9 @@
 """Which split a prompt belongs to.
 
-Splits depend on the run's seed and on each prompt's stable id only, never on file order: ids are ordered by sha256(seed / id), the head of
-that order is test, then dev, then train, in the proportions of `split_weights`; a run takes the first `num_*` of each. A larger run
-therefore contains the smaller one, and no choice of sizes moves a prompt from one split to another.
+Splits depend on the run's seed and on each prompt's stable id only, never on file order: ids are ordered by sha256(seed
+/ id), the head of that order is test, then dev, then train, in the proportions of `split_weights`; a run takes the
+first `num_*` of each. A larger run therefore contains the smaller one, and no choice of sizes moves a prompt from one
+split to another.
 """
 
 import json
@@ -36,13 +37,21 @@ def split_by_id(
     if split_ids is not None:
         return _split_by_list(in_order, split_ids)
     if min(weights) < 0 or sum(weights) == 0:
-        raise ValueError(f"data.split_weights is {list(weights)}; give train, dev and test shares of at least 0, not all of them 0")
+        raise ValueError(
+            f"data.split_weights is {list(weights)}; give train, dev and test shares of at least 0, not all of them 0"
+        )
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
-    return {"test": in_order[:num_test], "dev": in_order[num_test : num_test + num_dev], "train": in_order[num_test + num_dev :]}
+    return {
+        "test": in_order[:num_test],
+        "dev": in_order[num_test : num_test + num_dev],
+        "train": in_order[num_test + num_dev :],
+    }
 
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
-    """The prompts sorted by the hash of seed and id: a shuffle that adding or removing prompts does not change for the others."""
+    """The prompts sorted by the hash of seed and id: a shuffle that adding or removing prompts does not change for the
+    others.
+    """
     return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", prompt.id), prompt.id))
 
 

@@ -1,8 +1,9 @@
 """Prompt -> the text and the token ids that a model reads.
 
-Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are the wrappers of SpecDec++
-(arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it WizardCoder's instruction for HumanEval and
-MetaMath's for GSM8K. Training, traces and decoding all encode through `encode`, so that a head meets the prompts that it was trained on.
+Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are the
+wrappers of SpecDec++ (arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it
+WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, traces and decoding all encode through
+`encode`, so that a head meets the prompts that it was trained on.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ _BELOW = "Below is an instruction that describes a task. Write a response that a
 _WRAPPERS: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "llama2": lambda text: text,
-    "humaneval": lambda text: f"{_BELOW}\n\n\n### Instruction:\nCreate a Python script for this problem:\n{text}\n\n### Response:",
+    "humaneval": lambda text: (
+        f"{_BELOW}\n\n\n### Instruction:\nCreate a Python script for this problem:\n{text}\n\n### Response:"
+    ),
     "gsm8k": lambda text: f"{_BELOW}\n\n### Instruction:\n{text}\n\n### Response: Let's think step by step.",
 }
 TEMPLATES = ("chat", *_WRAPPERS)
@@ -61,7 +64,8 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
     """The tokenizer's own chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of {', '.join(_WRAPPERS)}"
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "
+            f"{', '.join(_WRAPPERS)}"
         )
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for index, turn in enumerate(turns):

@@ -1,4 +1,6 @@
-"""A shard's conversations, held with the target turn by turn: turn k is asked with the target's own replies to the turns before it."""
+"""A shard's conversations, held with the target turn by turn: turn k is asked with the target's own replies to the
+turns before it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +39,9 @@ class _Talk:
     """Why its latest turn has no reply; later turns cannot be asked then."""
 
 
-def ask(spec: ShardSpec, source: ResponseSource, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig, progress: Progress) -> Answers:
+def ask(
+    spec: ShardSpec, source: ResponseSource, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig, progress: Progress
+) -> Answers:
     """The source's answers to every turn of the shard.
 
     Args:
@@ -80,7 +84,9 @@ def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping
             result.problems.append(answer)
             continue
         request = requests[name]
-        result.exchanges.append(Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason))
+        result.exchanges.append(
+            Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason)
+        )
         states.append(answer.states)
     known = [each for each in states if each is not None]  # a response that was kept from an earlier run has none
     return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
@@ -103,5 +109,7 @@ def _request(talk: _Talk, turn: int, tokenizer: PreTrainedTokenizerBase, data: D
     text = render(talk.prompt, tokenizer, data.template, talk.replies)
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:
-        return Problem(name, "skipped", f"prompt of {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}")
+        return Problem(
+            name, "skipped", f"prompt of {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
+        )
     return Request(name, text, prompt_ids)

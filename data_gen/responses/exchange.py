@@ -27,7 +27,9 @@ class Response(NamedTuple):
     """With the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
     states: Tensor | None = None
-    """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the source keeps them."""
+    """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the
+    source keeps them.
+    """
 
 
 class Problem(NamedTuple):
@@ -43,7 +45,9 @@ class ResponseSource(Protocol):
     """Where responses come from."""
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request, in order. The same requests and seed give the same answers, as far as the source can promise it."""
+        """One answer per request, in order. The same requests and seed give the same answers, as far as the source can
+        promise it.
+        """
         ...
 
 

@@ -1,8 +1,10 @@
 """`source: file`: responses that the user already has, one JSON object per line.
 
-{"id": "81", "response": "text"}                        tokenized here, and ended with end-of-sequence unless finish_reason is length
+{"id": "81", "response": "text"}                        tokenized here, and ended with end-of-sequence unless
+    finish_reason is length
 {"id": "81", "turn": 2, "response_ids": [5, 9, 1]}      taken as they are; turns count from 1
-optional: "finish_reason": "stop" | "length", and "prompt_ids": the ids of the prompt that was answered, which must be those of the run
+optional: "finish_reason": "stop" | "length", and "prompt_ids": the ids of the prompt that was answered, which must be
+    those of the run
 """
 
 import json
@@ -45,7 +47,10 @@ class ResponseFile:
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         """The response of one line."""
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
-            other = f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and data.template"
+            other = (
+                f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and "
+                "data.template"
+            )
             return Problem(request.id, "error", other)
         reason: FinishReason = record.get("finish_reason", "stop")
         if "response_ids" in record:
@@ -56,7 +61,9 @@ class ResponseFile:
             answer = self.spelling.of_text(record["response"], reason, request)
         if isinstance(answer, Response) and len(answer.response_ids) > self.max_new_tokens:
             return Problem(
-                request.id, "skipped", f"response of {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}"
+                request.id,
+                "skipped",
+                f"response of {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}",
             )
         return answer
 
@@ -68,7 +75,9 @@ class ResponseFile:
         if "prompt_ids" in record and not _are_ids(record["prompt_ids"]):
             raise ValueError(f"{where}: expected prompt_ids to be a list of integers, got {record['prompt_ids']!r:.80}")
         if not _are_ids(record.get("response_ids")) and not isinstance(record.get("response"), str):
-            raise ValueError(f"{where}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}")
+            raise ValueError(
+                f"{where}: expected response (a string) or response_ids (a list of integers); got {sorted(record)}"
+            )
         if record.get("finish_reason", "stop") not in ("stop", "length"):
             raise ValueError(f"{where}: expected finish_reason to be stop or length, got {record['finish_reason']!r}")
         turn = record.get("turn", 1)

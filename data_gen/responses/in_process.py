@@ -1,10 +1,11 @@
 """Responses X ~ target (law 4.6), by the target in this process, in continuous batches.
 
-Every step feeds one token per sequence through a KV cache, and a sequence that has ended makes room for the next request, so a batch does
-not wait for its longest. All sequences end at the same position of the cache, the newest; what stands to the left of a sequence is masked,
-and forgotten once it belongs to none. Requests join longest prompt first, so that there is little of it, and prompts of similar length are
-read together. Token i of request j is drawn by inversion from uniform [j, i] of the shard, so the sequences that share a batch change a
-response only through the rounding of the forwards.
+Every step feeds one token per sequence through a KV cache, and a sequence that has ended makes room for the next
+request, so a batch does not wait for its longest. All sequences end at the same position of the cache, the newest; what
+stands to the left of a sequence is masked, and forgotten once it belongs to none. Requests join longest prompt first,
+so that there is little of it, and prompts of similar length are read together. Token i of request j is drawn by
+inversion from uniform [j, i] of the shard, so the sequences that share a batch change a response only through the
+rounding of the forwards.
 """
 
 from collections import deque
@@ -25,11 +26,15 @@ from lm.models.mode import refuse_training
 from lm.uniforms import draw, uniforms
 
 _MAX_SHARE_GOING = 0.85
-"""Ended sequences leave a batch that nobody joins once at most this share is still going: to remove them copies the cache."""
+"""Ended sequences leave a batch that nobody joins once at most this share is still going: to remove them copies the
+cache.
+"""
 _MIN_SHARE_FREE = 1 / 16
 """Requests join once this share of the batch is free: together they share a forward over their prompts."""
 SPARE_POSITIONS = 64
-"""Positions of a cache beyond its longest sequence, so that what it keeps moves to its front at most every so many steps."""
+"""Positions of a cache beyond its longest sequence, so that what it keeps moves to its front at most every so many
+steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class TargetInProcess:
         """Batched sampling of every request; the same requests and seed give the same responses.
 
         Raises:
-            ValueError: the target is in train mode; a prompt and an answer on both sides of a change of frequencies (`lm.frequencies`).
+            ValueError: the target is in train mode; a prompt and an answer on both sides of a change of frequencies
+                (`lm.frequencies`).
         """
         refuse_training(self.model)
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
@@ -77,14 +83,19 @@ class TargetInProcess:
         for index, request in enumerate(requests):
             num_prompt = len(request.prompt_ids)
             if frequencies.crosses(num_prompt, num_prompt + self.max_new_tokens - 1):
-                what = f"request {request.id} has {num_prompt} prompt tokens and up to {self.max_new_tokens} new ones, read in batches"
+                what = (
+                    f"request {request.id} has {num_prompt} prompt tokens and up to {self.max_new_tokens} new ones, "
+                    "read in batches"
+                )
                 raise frequencies.refusal(what, SHORTER)
             sides[num_prompt > frequencies.bound].append(index)
         return list(sides)
 
 
 class _Batch:
-    """Sequences that are being written, one per row; a row whose sequence has ended goes on unread until it is taken or removed."""
+    """Sequences that are being written, one per row; a row whose sequence has ended goes on unread until it is taken or
+    removed.
+    """
 
     def __init__(self, source: TargetInProcess, requests: Sequence[Request], chance: Tensor) -> None:
         self._source, self._requests, self._chance = source, requests, chance
@@ -164,7 +175,9 @@ class _Batch:
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """[row, hidden] after the last token of each row."""
-        output = self._source.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        output = self._source.model.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache
+        )
         return output.last_hidden_state[:, -1]
 
     def _draw(self, hidden: Tensor, rows: Sequence[int]) -> None:
@@ -177,7 +190,9 @@ class _Batch:
         counts = [len(self._tokens[index]) for index in owners]
         drawn = draw(source.sampling.probs(logits), self._chance[owners, counts]).cpu()
         self._newest[rows] = drawn
-        for row, index, token, state, is_broken in zip(rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True):
+        for row, index, token, state, is_broken in zip(
+            rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True
+        ):
             if is_broken:
                 self._fail(index)
                 self._owners[row] = None
@@ -199,13 +214,18 @@ class _Batch:
 
     def _fail(self, index: int) -> None:
         """The request has no response."""
-        reason = f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; {REMEDY}"
+        reason = (
+            f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; "
+            f"{REMEDY}"
+        )
         self.answers[index] = Problem(self._requests[index].id, "error", reason)
         self._states[index] = []
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask), both [batch, longest]; padding is an id of the row itself, as no mask hides an id of NaN."""
+    """(ids, attention mask), both [batch, longest]; padding is an id of the row itself, as no mask hides an id of
+    NaN.
+    """
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -1,4 +1,6 @@
-"""A source that keeps the responses which a shard has already, and asks another source for the rest: `--retry_errors`."""
+"""A source that keeps the responses which a shard has already, and asks another source for the rest:
+`--retry_errors`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

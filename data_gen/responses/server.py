@@ -1,8 +1,9 @@
 """`source: server`: responses from an OpenAI-compatible completions server, many requests at once.
 
-The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If the server still does not answer, or
-answers nearly every prompt wrongly, the run stops and keeps its whole shards; a wrong answer to one prompt becomes that row's problem.
-Servers differ in how they are told `top_k`, and in whether they sample at all: `server.kind` names the dialect.
+The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If the server still
+does not answer, or answers nearly every prompt wrongly, the run stops and keeps its whole shards; a wrong answer to one
+prompt becomes that row's problem. Servers differ in how they are told `top_k`, and in whether they sample at all:
+`server.kind` names the dialect.
 """
 
 import json
@@ -24,14 +25,16 @@ from lm.uniforms import seed_of
 _NUM_SEEDS = 2**31
 """Servers take seeds of 31 bits."""
 _WINDOW, _MIN_ANSWERS, _HOPELESS_SHARE = 32, 8, 0.9
-"""A run stops once this share of the last answers (at least _MIN_ANSWERS, at most _WINDOW) is an error: the cause is a setting or a proxy,
-not the prompts."""
+"""A run stops once this share of the last answers (at least _MIN_ANSWERS, at most _WINDOW) is an error: the cause is a
+setting or a proxy, not the prompts."""
 
 
 class CompletionsServer:
     """A server that has loaded the target."""
 
-    def __init__(self, server: ServerConfig, spelling: Spelling, *, model: str, sampling: Sampling, max_new_tokens: int) -> None:
+    def __init__(
+        self, server: ServerConfig, spelling: Spelling, *, model: str, sampling: Sampling, max_new_tokens: int
+    ) -> None:
         """Args:
         server: where it is, and how it is spoken to.
         spelling: the tokenizer of the pair, and the ids that end a response.
@@ -44,7 +47,9 @@ class CompletionsServer:
         """
         self._latest: deque[Response | Problem] = deque(maxlen=_WINDOW)
         self.server, self.spelling, self.model = server, spelling, model
-        self.settings = request_settings(server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids))
+        self.settings = request_settings(
+            server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
+        )
         self.settings["extra_body"] = self.settings.get("extra_body", {}) | server.extra
         self.client = openai.OpenAI(
             base_url=server.url,
@@ -57,7 +62,8 @@ class CompletionsServer:
         """One answer per request, `concurrency` of them in flight at once.
 
         Raises:
-            ValueError: the server cannot be reached, refuses the key, does not know the model, or answers nearly every prompt wrongly.
+            ValueError: the server cannot be reached, refuses the key, does not know the model, or answers nearly every
+                prompt wrongly.
         """
 
         def answer(request: Request) -> Response | Problem:
@@ -82,8 +88,10 @@ class CompletionsServer:
         errors = [answer for answer in self._latest if isinstance(answer, Problem)]
         if len(self._latest) >= _MIN_ANSWERS and len(errors) >= _HOPELESS_SHARE * len(self._latest):
             raise ValueError(
-                f"{len(errors)} of the last {len(self._latest)} answers of {self.server.url} are no responses, the first "
-                f"to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands between here and the "
+                f"{len(errors)} of the last {len(self._latest)} answers of {self.server.url} are no responses, the "
+                "first "
+                f"to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands between "
+                "here and the "
                 "server, then run the same command again: it keeps the whole shards"
             )
 
@@ -94,22 +102,33 @@ class CompletionsServer:
             return Problem(request.id, "error", f"refused: {error}")
         except openai.APIConnectionError as error:  # also time-outs
             raise ValueError(
-                f"{self.server.url} does not answer after {self.server.max_retries} retries ({error}): start the server or raise "
+                f"{self.server.url} does not answer after {self.server.max_retries} retries ({error}): start the "
+                "server or raise "
                 "data.server.timeout_s, then run the same command again: it keeps the whole shards"
             ) from error
         except openai.APIStatusError as error:
-            raise ValueError(f"{self.server.url} answers {error.status_code} for model {self.model!r}: {error.message}") from error
+            raise ValueError(
+                f"{self.server.url} answers {error.status_code} for model {self.model!r}: {error.message}"
+            ) from error
         except (openai.APIError, json.JSONDecodeError) as error:
             return Problem(request.id, "error", f"garbage from the server: {getattr(error, 'doc', str(error))[:160]!r}")
         return self._read(completion, request)
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
-        """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into them.
+        """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into
+        them.
 
         Raises:
-            ValueError: the server would add special tokens to the text that the template has written already, and cannot be told not to.
+            ValueError: the server would add special tokens to the text that the template has written already, and
+                cannot be told not to.
         """
-        prompt_as = self.server.prompt_as if self.server.prompt_as != "auto" else "token_ids" if self.server.kind == "vllm" else "text"
+        prompt_as = (
+            self.server.prompt_as
+            if self.server.prompt_as != "auto"
+            else "token_ids"
+            if self.server.kind == "vllm"
+            else "text"
+        )
         if prompt_as == "token_ids":
             return {"prompt": request.prompt_ids, **self.settings}
         if "add_special_tokens" in self.server.extra or self.spelling.ids_of(request.text) == request.prompt_ids:
@@ -128,7 +147,9 @@ class CompletionsServer:
         choices = completion.choices if isinstance(completion, Completion) else None
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         if choice is None or not isinstance(choice.text, str) or choice.finish_reason not in ("stop", "length"):
-            return Problem(request.id, "error", f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
+            return Problem(
+                request.id, "error", f"garbage from the server, expected one choice: {str(completion)[:160]!r}"
+            )
         reason: FinishReason = choice.finish_reason
         token_ids = (choice.model_extra or {}).get("token_ids")
         if token_ids is None:
@@ -139,29 +160,47 @@ class CompletionsServer:
             return Problem(request.id, "error", f"garbage from the server, token_ids are no list: {token_ids!r:.80}")
         most = self.settings["max_tokens"]
         if isinstance(answer, Response) and len(answer.response_ids) > most + (reason == "stop"):
-            return Problem(request.id, "error", f"{len(answer.response_ids)} tokens from the server; it was asked for at most {most}")
+            return Problem(
+                request.id,
+                "error",
+                f"{len(answer.response_ids)} tokens from the server; it was asked for at most {most}",
+            )
         return answer
 
 
 def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
     """The fields of a request that tell a kind of server the `Sampling`.
 
-    openai: temperature and top_p only. vllm (and SGLang): also top_k, where -1 keeps every token, and that token ids are wanted back.
+    openai: temperature and top_p only. vllm (and SGLang): also top_k, where -1 keeps every token, and that token ids
+    are wanted back.
     transformers: a whole generation config, because its server decodes greedily or with top_k 50 unless told otherwise.
 
     Raises:
         ValueError: top_k for a server that takes none.
     """
-    settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
+    settings: dict[str, Any] = {
+        "max_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p or 1.0,
+    }
     if kind == "vllm":
         settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True}
     elif kind == "transformers":
-        generation: dict[str, Any] = {"do_sample": not sampling.is_greedy, "max_new_tokens": max_new_tokens, "eos_token_id": eos_ids}
+        generation: dict[str, Any] = {
+            "do_sample": not sampling.is_greedy,
+            "max_new_tokens": max_new_tokens,
+            "eos_token_id": eos_ids,
+        }
         if not sampling.is_greedy:
-            generation |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+            generation |= {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or 0,
+                "top_p": sampling.top_p or 1.0,
+            }
         settings["extra_body"] = {"generation_config": json.dumps(generation)}
     elif sampling.top_k is not None:
         raise ValueError(
-            f"sampling.top_k is {sampling.top_k} and an OpenAI server takes none; set data.server.kind to vllm or transformers"
+            f"sampling.top_k is {sampling.top_k} and an OpenAI server takes none; set data.server.kind to vllm or "
+            "transformers"
         )
     return settings

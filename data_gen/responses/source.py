@@ -13,7 +13,12 @@ from lm import Sampling, eos_ids_of
 
 
 def make_source(
-    pair: PairConfig, data: DataConfig, *, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    pair: PairConfig,
+    data: DataConfig,
+    *,
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
 ) -> ResponseSource:
     """The source that `data.source` names.
 
@@ -33,7 +38,9 @@ def make_source(
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
         model = data.server.model or pair.target.path
-        return CompletionsServer(data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens)
+        return CompletionsServer(
+            data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens
+        )
     if data.source == "file":
         return ResponseFile(str(data.responses), spelling, max_new_tokens=data.max_new_tokens)
     return TargetInProcess(

@@ -1,8 +1,8 @@
 """What a response from outside has to pass to become token ids.
 
-Text is turned into ids and back: prompt ids + response ids must decode to prompt text + response text. A response that does not is a
-`Problem` and never altered. (Where the target spelled the same text with other ids, nothing here can notice; servers that return token ids
-avoid that.)
+Text is turned into ids and back: prompt ids + response ids must decode to prompt text + response text. A response that
+does not is a `Problem` and never altered. (Where the target spelled the same text with other ids, nothing here can
+notice; servers that return token ids avoid that.)
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ class Spelling:
 
     @cached_property
     def num_ids(self) -> int:
-        """One more than the tokenizer's largest id; listing a large vocabulary takes a tenth of a second, so it is listed once."""
+        """One more than the tokenizer's largest id; listing a large vocabulary takes a tenth of a second, so it is
+        listed once.
+        """
         return vocab_size_of(self.tokenizer)
 
     def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
@@ -33,9 +35,11 @@ class Spelling:
         if not is_text(text):
             return Problem(request.id, "error", "response with a lone surrogate, half of a character")
         alone, prompt, joint = (
-            list(self.tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, request.text, request.text + text)
+            list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
+            for part in (text, request.text, request.text + text)
         )
-        # Some tokenizers mark the start of a text (a space before the first word), so that text on its own does not continue the prompt;
+        # Some tokenizers mark the start of a text (a space before the first word), so that text on its own does not
+        # continue the prompt;
         # the ids of prompt and response together then do, unless a token spans the border.
         candidates = [alone] + ([joint[len(prompt) :]] if joint[: len(prompt)] == prompt else [])
         expected = self._decode(request.prompt_ids) + text
@@ -44,8 +48,11 @@ class Spelling:
                 return self.of_ids(ids, finish_reason, request)
         return Problem(request.id, "error", f"response does not round-trip through the tokenizer: {text[:60]!r}")
 
-    def of_ids(self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None) -> Response | Problem:
-        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they cannot be a response.
+    def of_ids(
+        self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None
+    ) -> Response | Problem:
+        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they
+        cannot be a response.
 
         Args:
             ids: as they came.
@@ -65,7 +72,9 @@ class Spelling:
             return Problem(request.id, "error", "empty response")
         early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
         if early is not None:
-            return Problem(request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
+            return Problem(
+                request.id, "error", f"end-of-sequence id at position {early} of a response of {len(ids)} tokens"
+            )
         return Response(ids, finish_reason)
 
     def ids_of(self, text: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""`python -m data_gen stats`: what the acceptance of a pair looks like, in numbers and in the plots of SVIP's Figures 2-4 (arXiv
-2411.18462)."""
+"""`python -m data_gen stats`: what the acceptance of a pair looks like, in numbers and in the plots of SVIP's Figures
+2-4 (arXiv 2411.18462)."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,20 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     manifest = read_manifest(directory, keys=("sampling",))
     paths = list_shards(directory, split)
     positions, reasons = read_positions(paths)
-    summary = summarise(positions) | {"rows": sum(reasons.values()), "finish_reason": reasons, "sampling": manifest["sampling"]}
+    summary = summarise(positions) | {
+        "rows": sum(reasons.values()),
+        "finish_reason": reasons,
+        "sampling": manifest["sampling"],
+    }
     summary |= {f"prompts_{name}": count for name, count in account(paths).items()}
     summary |= {f"set {name}": facts for name, facts in by_set(paths).items()}
     folder = directory / "stats"
     write_atomic(folder / f"{split}.json", json.dumps(summary, indent=1).encode())
     print(
-        "\n".join(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}" for name, value in summary.items())
+        "\n".join(
+            f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}"
+            for name, value in summary.items()
+        )
     )
     if plots and positions.acceptance_rate.size:
         print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))

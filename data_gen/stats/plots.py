@@ -1,4 +1,6 @@
-"""The plots of `python -m data_gen stats`: SVIP's Figures 2, 3 and 4 for this pair (definitions in `data_gen.stats.command`)."""
+"""The plots of `python -m data_gen stats`: SVIP's Figures 2, 3 and 4 for this pair (definitions in
+`data_gen.stats.command`).
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +45,9 @@ def draw_all(positions: Positions, summary: dict[str, Any], *, folder: Path, spl
 
 
 def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
-    """Figure 2: draft entropy against acceptance, and against accepted length: mean, quartiles and number of positions of each bin."""
+    """Figure 2: draft entropy against acceptance, and against accepted length: mean, quartiles and number of positions
+    of each bin.
+    """
     figure, axes = _figure(2, "Draft entropy against acceptance")
     for axis, values, label in (
         (axes[0], positions.acceptance_rate, "acceptance_rate"),
@@ -61,7 +65,11 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
         behind.spines["top"].set_visible(False)
     grid = np.linspace(0, positions.entropy.max(), 200)
     axes[0].plot(
-        grid, np.maximum(0, 1 - np.sqrt(max(summary["c"], 0) * grid)), color=_ORANGE, ls="--", label=f"1 - sqrt({summary['c']:.2f} H)"
+        grid,
+        np.maximum(0, 1 - np.sqrt(max(summary["c"], 0) * grid)),
+        color=_ORANGE,
+        ls="--",
+        label=f"1 - sqrt({summary['c']:.2f} H)",
     )
     axes[0].set_ylim(0, 1.02)
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
@@ -90,14 +98,26 @@ def draw_ratio(positions: Positions, summary: dict[str, Any]) -> Figure:
 
 
 def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
-    """Figure 4: acceptance_rate against its Pinsker and Bretagnolle-Huber lower bounds; a bound holds above the diagonal."""
+    """Figure 4: acceptance_rate against its Pinsker and Bretagnolle-Huber lower bounds; a bound holds above the
+    diagonal.
+    """
     figure, axes = _figure(2, "Acceptance against its lower bounds")
-    for axis, bound, name in ((axes[0], positions.pinsker, "pinsker"), (axes[1], positions.bretagnolle_huber, "bretagnolle_huber")):
-        axis.hexbin(np.maximum(bound, -0.5), positions.acceptance_rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1)
+    for axis, bound, name in (
+        (axes[0], positions.pinsker, "pinsker"),
+        (axes[1], positions.bretagnolle_huber, "bretagnolle_huber"),
+    ):
+        axis.hexbin(
+            np.maximum(bound, -0.5), positions.acceptance_rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1
+        )
         low = -0.5 if name == "pinsker" else 0.0
         axis.plot([low, 1], [low, 1], color=_ORANGE, lw=1)
         share = summary[f"{name}_violations"]
-        axis.set(xlabel=f"{name.replace('_', '-').title()} bound", ylabel="acceptance_rate", xlim=(low - 0.03, 1.02), ylim=(-0.02, 1.02))
+        axis.set(
+            xlabel=f"{name.replace('_', '-').title()} bound",
+            ylabel="acceptance_rate",
+            xlim=(low - 0.03, 1.02),
+            ylim=(-0.02, 1.02),
+        )
         axis.set_title(f"{share:.2%} of positions below the bound", fontsize=9)
     note = "darker: more positions (logarithmic); Pinsker cut off at -0.5"
     if summary["sampling"] != {"temperature": 1.0, "top_k": None, "top_p": None}:
@@ -113,7 +133,9 @@ def bins_of(x: Array, y: Array) -> Bins:
     index = np.clip(np.digitize(x, edges) - 1, 0, _NUM_BINS - 1)
     groups = [(centre, y[index == number]) for number, centre in enumerate((edges[:-1] + edges[1:]) / 2)]
     filled = [(centre, values) for centre, values in groups if values.size >= 5] or [(float(x.mean()), y)]
-    statistics = [(centre, values.mean(), *np.quantile(values, [0.25, 0.75]), float(values.size)) for centre, values in filled]
+    statistics = [
+        (centre, values.mean(), *np.quantile(values, [0.25, 0.75]), float(values.size)) for centre, values in filled
+    ]
     return Bins(*(np.asarray(column) for column in zip(*statistics, strict=True)))
 
 

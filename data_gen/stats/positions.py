@@ -3,11 +3,12 @@
     KL_i = H(q_i, p_i) - H(q_i)                                 of untruncated temperature-1 distributions
     acceptance_rate_i >= 1 - sqrt(KL_i / 2)                     Pinsker
     acceptance_rate_i >= 1 - sqrt(1 - exp(-KL_i))               Bretagnolle-Huber
-    rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's stopping rule
+    rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's
+        stopping rule
 
-The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's `Sampling` is
-temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product over j = i … k of
-acceptance_rate_j, up to the end of the response.
+The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's
+`Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product
+over j = i … k of acceptance_rate_j, up to the end of the response.
 """
 
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class Positions:
 
 
 def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
-    """Every position of some shards, and how often each finish_reason occurs; a row without the columns of both models gives no position.
+    """Every position of some shards, and how often each finish_reason occurs; a row without the columns of both models
+    gives no position.
 
     Raises:
         ValueError: a shard is corrupted, or no row has the columns of both models.
@@ -73,7 +75,8 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
             columns["accepted_length"].append(accepted_length(columns["acceptance_rate"][-1]))
     if not columns["entropy"]:
         raise ValueError(
-            f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, so make the data "
+            f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, "
+            "so make the data "
             "with data.mode together"
         )
     return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
@@ -89,7 +92,11 @@ def by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
         str(name): {
             "rows": len(rows),
             "tokens": int(rows.acceptance_prob.map(len).sum()),
-            **{column: float(np.concatenate(rows[column].to_list()).mean()) for column in names[1:] if rows[column].notna().all()},
+            **{
+                column: float(np.concatenate(rows[column].to_list()).mean())
+                for column in names[1:]
+                if rows[column].notna().all()
+            },
         }
         for name, rows in frame.groupby("set")
     }
@@ -104,7 +111,9 @@ def accepted_length(acceptance_rate: Array) -> Array:
 
 
 def summarise(positions: Positions) -> dict[str, Any]:
-    """Means, correlations, rho and c, and the share of positions that violate each bound (0 under temperature 1 without truncation)."""
+    """Means, correlations, rho and c, and the share of positions that violate each bound (0 under temperature 1 without
+    truncation).
+    """
     rate, entropy = positions.acceptance_rate, positions.entropy
     rho = float(positions.cross_entropy.sum() / max(entropy.sum(), 1e-12))
     has_entropy = entropy > 0.01  # below, the ratio of the two says nothing
@@ -116,9 +125,13 @@ def summarise(positions: Positions) -> dict[str, Any]:
         "entropy_mean_nats": float(entropy.mean()),
         "cross_entropy_mean_nats": float(positions.cross_entropy.mean()),
         "accepted_length_mean": float(positions.accepted_length.mean()),
-        "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1]) if rate.size > 1 and rate.std() > 0 else 0.0,
+        "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1])
+        if rate.size > 1 and rate.std() > 0
+        else 0.0,
         "rho_ratio_of_means": rho,
-        "rho_median": float(np.median(positions.cross_entropy[has_entropy] / entropy[has_entropy])) if has_entropy.any() else rho,
+        "rho_median": float(np.median(positions.cross_entropy[has_entropy] / entropy[has_entropy]))
+        if has_entropy.any()
+        else rho,
         "c": (rho - 1) / 2,
         "pinsker_violations": float((rate < positions.pinsker - 1e-4).mean()),
         "bretagnolle_huber_violations": float((rate < positions.bretagnolle_huber - 1e-4).mean()),

@@ -1,7 +1,7 @@
 """errors.jsonl: every prompt that has no row, with the reason; ok + error + skipped = input.
 
-Each shard's sidecar lists the shard's own problems, so they survive a crash as its rows do; the file is put together from the sidecars when
-a run ends.
+Each shard's sidecar lists the shard's own problems, so they survive a crash as its rows do; the file is put together
+from the sidecars when a run ends.
 """
 
 import json
@@ -20,9 +20,14 @@ def account(paths: Iterable[Path]) -> dict[str, int]:
         facts = read_sidecar(path, keys=(*_COUNTED, "problems"))
         try:
             outcomes = [problem["outcome"] for problem in facts["problems"]]
-            counts = {**{name: facts[name] + 0 for name in _COUNTED}, **{name: outcomes.count(name) for name in ("error", "skipped")}}
+            counts = {
+                **{name: facts[name] + 0 for name in _COUNTED},
+                **{name: outcomes.count(name) for name in ("error", "skipped")},
+            }
         except (TypeError, KeyError) as error:
-            raise ValueError(f"{sidecar_path(path)}: counts or problems are of another form; {SIDECAR_REMEDY}") from error
+            raise ValueError(
+                f"{sidecar_path(path)}: counts or problems are of another form; {SIDECAR_REMEDY}"
+            ) from error
         if counts["ok"] + len(outcomes) != counts["input"]:
             raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
         totals = {name: totals[name] + counts[name] for name in totals}
@@ -36,5 +41,9 @@ def has_errors(path: Path) -> bool:
 
 def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:
     """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards."""
-    lines = [json.dumps({**problem, "shard": path.stem}) + "\n" for path in paths for problem in read_sidecar(path)["problems"]]
+    lines = [
+        json.dumps({**problem, "shard": path.stem}) + "\n"
+        for path in paths
+        for problem in read_sidecar(path)["problems"]
+    ]
     write_atomic(Path(directory) / "errors.jsonl", "".join(lines).encode())

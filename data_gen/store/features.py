@@ -1,14 +1,18 @@
 """Features on disk: one safetensors shard per timing, the hidden states beside everything that a head trains on.
 
-    hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which produced q_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate [token] float32, token [token] int32
+    hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which
+                                 produced q_i
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate [token] float32, token
+        [token] int32
                                  all of Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
-With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a sequential run.
+With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a
+sequential run.
 
-Of a feature draft (`data_gen.labels.chains`) a row has the tokens of all its drafts, draft after draft, and there is one tensor more:
+Of a feature draft (`data_gen.labels.chains`) a row has the tokens of all its drafts, draft after draft, and there is
+one tensor more:
 
     draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
 """
@@ -28,7 +32,9 @@ from data_gen.labels.scalars import Scalars
 _FLOATS = ("acceptance_prob", "log_q", *Scalars._fields, "acceptance_rate")
 
 
-def to_safetensors(hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Tensor, layout: Layout, mixes: int = 1) -> bytes:
+def to_safetensors(
+    hidden: Tensor, columns: Mapping[str, Tensor], is_drafted: Tensor, layout: Layout, mixes: int = 1
+) -> bytes:
     """The safetensors file of one shard.
 
     Args:

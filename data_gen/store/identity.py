@@ -1,8 +1,10 @@
-"""Which model it is, without loading it: a hub model by its commit, a local one by everything in its files that decides its logits.
+"""Which model it is, without loading it: a hub model by its commit, a local one by everything in its files that decides
+its logits.
 
     weights        sha256 over all of the weights files (and the model's own code, where it has some)
     config         sha256 over config.json and generation_config.json, without the version that wrote them
-    fingerprint    sha256 over the first and last MiB of each weights file: what descriptions held before `weights`, kept to recognise those
+    fingerprint    sha256 over the first and last MiB of each weights file: what descriptions held before `weights`,
+                   kept to recognise those
 
 Each large file is hashed once: its hash is kept in the user's cache under its path, size and time of change.
 """
@@ -48,7 +50,9 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
         ) from error
     except StrictDataclassError as error:
-        raise ValueError(f"config.json of {source.path!r} is none that transformers reads: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"config.json of {source.path!r} is none that transformers reads: {' '.join(str(error).split())}"
+        ) from error
     folder = Path(source.path)
     local = folder.is_dir()
     return {
@@ -68,7 +72,9 @@ def _commit_and_width(source: ModelSource, *, trust_remote_code: bool) -> tuple[
     width = width_of(source)
     if width is not None:  # a feature draft: transformers knows not every layout
         return commit_of(source), width
-    config = AutoConfig.from_pretrained(source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
+    )
     return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 

@@ -1,10 +1,12 @@
-"""manifest.json: what the files of a directory were made from, so that a run with other settings refuses to add shards of its own.
+"""manifest.json: what the files of a directory were made from, so that a run with other settings refuses to add shards
+of its own.
 
-`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is compared; what grows
-(the prompts of a split, a file of responses that is appended to) as far as it was there before. The entry `recorded` is not compared: git
-commit, machine, thread count, engine, and the paths of local models, whose weights are compared instead. Batch and chunk sizes change rows
-through the rounding of forwards alone, and stand in each shard's sidecar. Equal manifests and sizes promise equal bytes on equal hardware
-with the same thread count only; else rows follow the same law.
+`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is
+compared; what grows (the prompts of a split, a file of responses that is appended to) as far as it was there before.
+The entry `recorded` is not compared: git commit, machine, thread count, engine, and the paths of local models, whose
+weights are compared instead. Batch and chunk sizes change rows through the rounding of forwards alone, and stand in
+each shard's sidecar. Equal manifests and sizes promise equal bytes on equal hardware with the same thread count only;
+else rows follow the same law.
 """
 
 import hashlib
@@ -53,7 +55,9 @@ Parts = list[dict[str, Any]]
 def make_manifest(
     pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[Split, Parts]
 ) -> dict[str, Any]:
-    """The manifest of a run, before any model is loaded; `split`: its prompts, as `data_gen.pipeline.growth` describes them."""
+    """The manifest of a run, before any model is loaded; `split`: its prompts, as `data_gen.pipeline.growth` describes
+    them.
+    """
     return {
         "format": FORMAT,
         "target": describe_model(pair.target, trust_remote_code=pair.trust_remote_code),
@@ -110,7 +114,9 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Seq
         if not isinstance(manifest.get(name, {}), dict):
             raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, and an object is expected; {remedy}")
     split = manifest.get("split", {})
-    manifest |= {"split": {name: [part] if isinstance(part, dict) else part for name, part in split.items()}} if split else {}
+    manifest |= (
+        {"split": {name: [part] if isinstance(part, dict) else part for name, part in split.items()}} if split else {}
+    )
     if not all(_are_parts(parts) for parts in (*manifest.get("split", {}).values(), manifest.get("responses") or [])):
         raise ValueError(f"{path}: split or responses is no list of parts with their sha256; {remedy}")
     return manifest
@@ -119,7 +125,8 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Seq
 def _are_parts(parts: Any) -> bool:
     """Whether something read from JSON has the form of `Parts`."""
     return isinstance(parts, list) and all(
-        isinstance(part, dict) and "sha256" in part and all(isinstance(part.get(name, 0), int) for name in _SIZES) for part in parts
+        isinstance(part, dict) and "sha256" in part and all(isinstance(part.get(name, 0), int) for name in _SIZES)
+        for part in parts
     )
 
 
@@ -134,14 +141,16 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     Raises:
         ValueError: names the first key that differs, and both values.
     """
-    path, here = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))  # through JSON: tuples become lists
+    # through JSON: tuples become lists
+    path, here = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
     there = read_manifest(directory)
     if mismatch := next(_mismatches(there, here), None):
         raise ValueError(
-            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose another {setting}"
+            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose "
+            f"another {setting}"
             f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
     if any(here.get(name) and there.get(name) != here[name] for name in _GROWING):
@@ -194,7 +203,12 @@ def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

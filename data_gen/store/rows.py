@@ -3,16 +3,21 @@
     id, prompt, finish_reason                                            strings; finish_reason is stop, length or null
     prompt_ids, response_ids, draft_ids                                  lists of int32
     acceptance_prob, log_p, log_q, acceptance_rate                       lists of float16, one number per response token
-    entropy, cross_entropy                                               the same as float32, rounded to 15 bits of mantissa
-    from_target                                                          list of bool; with mixes > 1 a list of such lists, one per mix
-    set                                                                  only where prompts come from several sets: the name of the row's
+    entropy, cross_entropy                                               the same as float32, rounded to 15 bits of
+        mantissa
+    from_target                                                          list of bool; with mixes > 1 a list of such
+        lists, one per mix
+    set                                                                  only where prompts come from several sets: the
+        name of the row's
 
-log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute is null.
+log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
+is null.
 
-float16 moves a number by at most 2^-11 of itself, and one below 6e-5 by at most 3e-8: an acceptance_prob or rate by less than 0.0003, which
-changes the KL of a head by the square of it, and a log probability near -8 by 0.004. The two entropies keep 2^-16, because their difference
-is a divergence near zero. Heads on cached features do not notice: features have numbers of their own. `read_rows` gives float32, of files
-from before as of new ones, which had float32 throughout.
+float16 moves a number by at most 2^-11 of itself, and one below 6e-5 by at most 3e-8: an acceptance_prob or rate by
+less than 0.0003, which changes the KL of a head by the square of it, and a log probability near -8 by 0.004. The two
+entropies keep 2^-16, because their difference is a divergence near zero. Heads on cached features do not notice:
+features have numbers of their own. `read_rows` gives float32, of files from before as of new ones, which had float32
+throughout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +49,12 @@ COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_
 
 
 def to_parquet(
-    exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, from_target: Tensor | None, mixes: int = 1, has_sets: bool = False
+    exchanges: Sequence[Exchange],
+    columns: Mapping[str, Tensor],
+    *,
+    from_target: Tensor | None,
+    mixes: int = 1,
+    has_sets: bool = False,
 ) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
@@ -69,7 +79,9 @@ def to_parquet(
     }
     table = pa.table({name: arrays[name] for name in COLUMNS})
     if has_sets:
-        table = table.append_column("set", pa.array([exchange.id.partition("/")[0] for exchange in exchanges], pa.string()))
+        table = table.append_column(
+            "set", pa.array([exchange.id.partition("/")[0] for exchange in exchanges], pa.string())
+        )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **_WRITTEN)
     return bytes(sink.getvalue())
@@ -78,7 +90,9 @@ def to_parquet(
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of one shard, or some of their columns; every number as float32."""
     table = pq.read_table(path, columns=None if columns is None else list(columns))
-    wide = [pa.field(field.name, pa.list_(pa.float32()) if field.name in _HALVES else field.type) for field in table.schema]
+    wide = [
+        pa.field(field.name, pa.list_(pa.float32()) if field.name in _HALVES else field.type) for field in table.schema
+    ]
     return table.cast(pa.schema(wide))
 
 

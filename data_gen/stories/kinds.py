@@ -1,8 +1,9 @@
 """The kinds of task: each draws a prompt and a worked answer from one `random.Random`.
 
-An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that decides the rest; free words inside an
-aside; and what has to be worked out from the prompt (results, items in order, counts, numbers from a list), one to three tokens at a time.
-The last line is always `Answer: …`. The order of the draws decides the text, so it must not change.
+An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that decides the rest;
+free words inside an aside; and what has to be worked out from the prompt (results, items in order, counts, numbers from
+a list), one to three tokens at a time. The last line is always `Answer: …`. The order of the draws decides the text, so
+it must not change.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,9 @@ def story(rng: Random) -> Task:
         total = change.total
         events.append(change.event)
         lines.append(f"{rng.choice(words.LEADS)} {change.reason}: {change.equation}.")
-    prompt = f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
+    prompt = (
+        f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
+    )
     return prompt, _answer(rng, lines, f"{total} {thing}")
 
 
@@ -45,9 +48,16 @@ def _change(rng: Random, total: int) -> _Change:
     """Mostly a loss when there are many things, a gain when there are few."""
     if total > 50 or (total > 20 and rng.random() < 0.5):
         k = rng.randint(2, min(total - 5, 30))
-        return _Change(rng.choice(words.LOSSES).format(k=k), rng.choice(words.LOSS_REASONS), f"{total} - {k} = {total - k}", total - k)
+        return _Change(
+            rng.choice(words.LOSSES).format(k=k),
+            rng.choice(words.LOSS_REASONS),
+            f"{total} - {k} = {total - k}",
+            total - k,
+        )
     k = rng.randint(2, 35)
-    return _Change(rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k)
+    return _Change(
+        rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k
+    )
 
 
 def receipt(rng: Random) -> Task:
@@ -64,7 +74,9 @@ def receipt(rng: Random) -> Task:
         for count, i, part in zip(counts, bought, parts, strict=True)
     ]
     lines.append(f"{rng.choice(words.LEADS)} both together make {parts[0]} + {parts[1]} = {sum(parts)}.")
-    return f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?", _answer(rng, lines, f"{sum(parts)} coins")
+    return f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?", _answer(
+        rng, lines, f"{sum(parts)} coins"
+    )
 
 
 def stock(rng: Random) -> Task:
@@ -79,7 +91,9 @@ def stock(rng: Random) -> Task:
         return f"A shop has {listed}. How many {a} and {b} are there together?", _answer(rng, lines, str(x + y))
     more, less = max(x, y), min(x, y)
     lines.append(f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {more} - {less} = {more - less}.")
-    return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", _answer(rng, lines, str(more - less))
+    return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", _answer(
+        rng, lines, str(more - less)
+    )
 
 
 def sort(rng: Random) -> Task:
@@ -97,7 +111,9 @@ def sort(rng: Random) -> Task:
 def sums(rng: Random) -> Task:
     """Two to four small calculations that have nothing to do with each other."""
     calculations = [_calculation(rng) for _ in range(rng.randint(2, 4))]
-    lines = [f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {term} = {result}." for term, result in calculations]
+    lines = [
+        f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {term} = {result}." for term, result in calculations
+    ]
     results = ", ".join(str(result) for _, result in calculations)
     return f"Work out {', '.join(term for term, _ in calculations)}.", _answer(rng, lines, results)
 
@@ -128,7 +144,9 @@ def count(rng: Random) -> Task:
     wanted = rng.choice(items)
     places = [str(place) for place, item in enumerate(items, 1) if item == wanted]
     lines = [f"{rng.choice(words.LEADS)} we find {wanted} at place {place}." for place in places]
-    return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(rng, lines, f"{len(places)} times")
+    return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(
+        rng, lines, f"{len(places)} times"
+    )
 
 
 def compare(rng: Random) -> Task:
@@ -163,7 +181,10 @@ def convert(rng: Random) -> Task:
 def _sequence(rng: Random, items: list[str]) -> str:
     """The items one by one, each after a phrase of its own."""
     first, *others = items
-    return "; ".join([f"The list begins with {first}", *(f"{rng.choice(words.ITEM_LEADS)} {item}" for item in others)]) + "."
+    return (
+        "; ".join([f"The list begins with {first}", *(f"{rng.choice(words.ITEM_LEADS)} {item}" for item in others)])
+        + "."
+    )
 
 
 def _answer(rng: Random, lines: list[str], result: str) -> str:

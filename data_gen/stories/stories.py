@@ -1,7 +1,9 @@
-"""Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its experiments.
+"""Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its
+experiments.
 
-A problem belongs to the split that the sha256 of its prompt decides, so no prompt is ever in two splits, whatever the seed. The problems of
-one (split, seed) form one endless sequence without repeated prompts; a longer run begins with a shorter one.
+A problem belongs to the split that the sha256 of its prompt decides, so no prompt is ever in two splits, whatever the
+seed. The problems of one (split, seed) form one endless sequence without repeated prompts; a longer run begins with a
+shorter one.
 """
 
 import hashlib

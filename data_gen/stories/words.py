@@ -1,7 +1,8 @@
 """Words and phrases of the story problems (`data_gen.stories.stories`).
 
-Each phrase of a bank is equally likely. The phrases of a bank begin with different words, so that the first token decides the rest: a free
-choice, of which both models ought to be equally unsure, and then a run of tokens that both know.
+Each phrase of a bank is equally likely. The phrases of a bank begin with different words, so that the first token
+decides the rest: a free choice, of which both models ought to be equally unsure, and then a run of tokens that both
+know.
 """
 
 NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Sam", "Ida", "Max", "Zoe", "Ben", "Lia", "Jon", "Amy", "Kim", "Ned", "Ray")
@@ -27,14 +28,38 @@ FRUITS = ("apple", "banana", "cherry", "date", "fig", "grape", "kiwi", "lemon", 
 COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey", "pink", "orange", "purple", "golden")
 SIZES = ("small", "large", "tidy", "old", "new", "quiet", "warm", "plain", "bright", "heavy", "round", "narrow")
 FURNITURE = ("shelf", "table", "drawer", "basket", "bench", "desk", "tray", "chest", "cart", "crate", "bag", "bowl")
-PLACES = ("window", "door", "garden", "kitchen", "river", "market", "school", "station", "bridge", "harbour", "barn", "tower")
+PLACES = (
+    "window",
+    "door",
+    "garden",
+    "kitchen",
+    "river",
+    "market",
+    "school",
+    "station",
+    "bridge",
+    "harbour",
+    "barn",
+    "tower",
+)
 ANIMALS = ("cat", "dog", "horse", "goat", "crow", "fox", "hen", "mouse", "owl", "sheep", "duck", "rabbit")
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
-GAINS = ("buys {k} more", "finds {k} more", "picks up {k} more", "is given {k} more", "wins {k} more", "collects {k} more")
+GAINS = (
+    "buys {k} more",
+    "finds {k} more",
+    "picks up {k} more",
+    "is given {k} more",
+    "wins {k} more",
+    "collects {k} more",
+)
 LOSSES = ("gives away {k}", "loses {k}", "sells {k}", "lends out {k}", "breaks {k}", "throws away {k}")
 GAIN_REASONS = ("getting more means that we add", "more of them means a sum", "this makes the pile grow, so we add")
-LOSS_REASONS = ("having fewer means that we subtract", "less of them means a difference", "this makes the pile shrink, so we subtract")
+LOSS_REASONS = (
+    "having fewer means that we subtract",
+    "less of them means a difference",
+    "this makes the pile shrink, so we subtract",
+)
 GROUP_REASONS = ("equal groups mean that we multiply", "the same again and again is a product")
 SUM_LEADS = ("we work out", "it says", "the paper has", "here is", "our task is")
 UNITS = {

@@ -1,4 +1,6 @@
-"""python -m decode generate: one prompt through the speculative loop, its tokens in colour as they come, or one JSON document."""
+"""python -m decode generate: one prompt through the speculative loop, its tokens in colour as they come, or one JSON
+document.
+"""
 
 import json
 from collections.abc import Iterable
@@ -42,9 +44,10 @@ def generate(
     Args:
         config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
         prompt: what the user says.
-        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
-            entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
-        tree: draft trees, those of EAGLE-1, EAGLE-2 or CaPE; lengths of policies are then numbers of levels. null: chains.
+        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters
+            follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
+        tree: draft trees, those of EAGLE-1, EAGLE-2 or CaPE; lengths of policies are then numbers of levels. null:
+            chains.
         max_new_tokens: null: decode.max_new_tokens.
         json: one JSON document with every round in place of the coloured text.
         rejected: show rejected drafts too.
@@ -65,7 +68,9 @@ def generate(
     transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
     closing = _show(rounds, transcript, stop)
     if picture_path is not None:
-        picture_path.write_text(picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8")
+        picture_path.write_text(
+            picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8"
+        )
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
@@ -93,7 +98,9 @@ def decoder_for(experiment: Experiment, policy: Policy, tree: str | None = None)
         models = models_of(pair, experiment.decode.compile, with_hidden=with_hidden)
         return SpeculativeDecoder(models.target, ModelDrafter(models.draft, policy), **how)
     if experiment.decode.compile is not False:
-        raise ValueError(f"decode.compile is {experiment.decode.compile}, and trees are drafted eagerly; set decode.compile: false")
+        raise ValueError(
+            f"decode.compile is {experiment.decode.compile}, and trees are drafted eagerly; set decode.compile: false"
+        )
     target, draft = tree_models_of(pair, with_hidden=with_hidden)
     return TreeDecoder(target, TreeDrafter(draft, policy, SHAPES[tree]), **how)
 
@@ -102,4 +109,6 @@ def _document(generation: Generation, pair: Pair, **settings: Any) -> str:
     """Everything about a generation as JSON."""
     sampling = settings.pop("sampling")
     text = pair.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)
-    return json.dumps({"text": text, **settings, "sampling": asdict(sampling), **generation.as_dict()}, ensure_ascii=False)
+    return json.dumps(
+        {"text": text, **settings, "sampling": asdict(sampling), **generation.as_dict()}, ensure_ascii=False
+    )

@@ -26,7 +26,9 @@ class Detokenizer:
         self._start = 0
 
     def add(self, token: int) -> str:
-        """What `token` adds; empty while a character is incomplete, and then all of it with the token that completes it."""
+        """What `token` adds; empty while a character is incomplete, and then all of it with the token that completes
+        it.
+        """
         self._ids.append(token)
         text = self._text(self._start)
         if text.endswith(_HALF):

@@ -1,26 +1,33 @@
-"""Speculative decoding inside transformers: `target.generate(**inputs, custom_generate=decode.speculative_generate, draft_model=draft)`.
+"""Speculative decoding inside transformers: `target.generate(**inputs, custom_generate=decode.speculative_generate,
+draft_model=draft)`.
 
-The GenerationConfig means what it means in plain `generate`: its processors (repetition penalty, min-p, bad words, …) and warpers
-(temperature, top-k, top-p, …) arrive as one list and are applied to target and draft alike, each position with the tokens before it,
-drafted ones included; so the output has the law of `generate` without a draft. Greedily it is the same tokens in float32 and float64. In
-bfloat16 one forward of several tokens rounds otherwise than several of one, and near ties may fall the other way: of 20 prompts with up to
-128 new tokens 1 (five tokens a draft) and 2 (transformers' heuristic) ended otherwise, at logits that were within 0.08 of each other.
+The GenerationConfig means what it means in plain `generate`: its processors (repetition penalty, min-p, bad words, …)
+and warpers (temperature, top-k, top-p, …) arrive as one list and are applied to target and draft alike, each position
+with the tokens before it, drafted ones included; so the output has the law of `generate` without a draft. Greedily it
+is the same tokens in float32 and float64. In bfloat16 one forward of several tokens rounds otherwise than several of
+one, and near ties may fall the other way: of 20 prompts with up to 128 new tokens 1 (five tokens a draft) and 2
+(transformers' heuristic) ended otherwise, at logits that were within 0.08 of each other.
 
 What is asked of it, one of three ways:
 
-    means the same    EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, processors and stopping criteria of one's own, asked token
-                      by token. Criteria are given scores=None, as `generate` gives them unless `output_scores` is set. Processors must
-                      depend on their arguments alone: each is asked about drafted prefixes that may be discarded.
-    changes nothing   `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts without guidance;
-                      `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses `stop_strings` itself: give
-                      `StopStringCriteria` among the stopping criteria.
-    is refused        with a ValueError that names it: every other keyword that is not None (`pixel_values`, `token_type_ids`, …);
-                      `streamer`, `assistant_model`, `synced_gpus`; batches, several sequences, beams and whatever else is neither greedy
-                      search nor sampling; encoder-decoders; padding, embedded prompts, positions of one's own; a cache handed in, or one
-                      that is not dynamic; classifier-free guidance and SynthID watermarks, which are not functions of the tokens;
-                      `output_scores` and its kin; a prompt and `max_new_tokens` that together exceed the target's
-                      `max_position_embeddings`, where plain `generate` goes on beyond what the model was made for; a head that was
-                      trained with another draft, target or sampling, unless `allow_foreign_heads`.
+    means the same    EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, processors and stopping criteria of one's
+                      own, asked token
+                      by token. Criteria are given scores=None, as `generate` gives them unless `output_scores` is set.
+                      Processors must depend on their arguments alone: each is asked about drafted prefixes that may be
+                      discarded.
+    changes nothing   `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
+                      without guidance;
+                      `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses `stop_strings`
+                      itself: give `StopStringCriteria` among the stopping criteria.
+    is refused        with a ValueError that names it: every other keyword that is not None (`pixel_values`,
+                      `token_type_ids`, …);
+                      `streamer`, `assistant_model`, `synced_gpus`; batches, several sequences, beams and whatever else
+                      is neither greedy search nor sampling; encoder-decoders; padding, embedded prompts, positions of
+                      one's own; a cache handed in, or one that is not dynamic; classifier-free guidance and SynthID
+                      watermarks, which are not functions of the tokens; `output_scores` and its kin; a prompt and
+                      `max_new_tokens` that together exceed the target's `max_position_embeddings`, where plain
+                      `generate` goes on beyond what the model was made for; a head that was trained with another draft,
+                      target or sampling, unless `allow_foreign_heads`.
 
 With `return_dict_in_generate` the result holds the sequences and the rounds; its `past_key_values` is None.
 """
@@ -59,13 +66,19 @@ class ProcessedSampling(Sampling):
         ids = torch.tensor([token_ids], device=logits.device)
         first = len(token_ids) - len(logits) + 1
         logits = logits.to(torch.float32, copy=True)  # as transformers does, and processors may write in place
-        rows = [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))] if self.processors else [logits]  # type: ignore[arg-type]
+        rows = (
+            [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))]
+            if self.processors
+            else [logits]
+        )  # type: ignore[arg-type]
         return torch.cat(rows)
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate` returns: transformers' own fields, and the rounds that the sequence was made in."""
+    """What `return_dict_in_generate` returns: transformers' own fields, and the rounds that the sequence was made
+    in.
+    """
 
     generation: Generation | None = None
 
@@ -86,7 +99,8 @@ def speculative_generate(
     generator: torch.Generator | Draws | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
-    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what the list above refuses.
+    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what the list
+    above refuses.
 
     Args:
         model … generation_config: what `generate` passes: the target, one prompt, …
@@ -101,14 +115,19 @@ def speculative_generate(
         model_kwargs: what else `generate` prepared or was given.
     """
     if generation_config is None or draft_model is None:
-        raise ValueError("it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)")
+        raise ValueError(
+            "it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, "
+            "draft_model=draft)"
+        )
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
     if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     ends = _ends_of(stopping_criteria or [], generation_config)
     target, drafter = _drafting(model, draft_model, policy or Heuristic(), vocab_size)
     sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
-    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids)
+    decoder = SpeculativeDecoder(
+        target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids
+    )
     generation = _generation(decoder, input_ids, ends, generator)
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
@@ -126,7 +145,9 @@ def _drafting(
         verifier = CachedModel(target, vocab_size=vocab_size)
         return verifier, ModelDrafter(draft, policy, vocab_size=verifier.num_logits)
     if not draft.is_bound_to(target):
-        raise ValueError("draft_model is a feature draft of another target; load it with this one, or draft.bind(target)")
+        raise ValueError(
+            "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
+        )
     tapped = TappedModel(target, draft, vocab_size=vocab_size)
     return tapped, ModelDrafter(feature_model(draft, tapped, vocab_size=tapped.num_logits), policy)
 
@@ -142,18 +163,26 @@ class _Ends(NamedTuple):
 
 
 def _ends_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> _Ends:
-    """EOS ids and length as the loop knows them itself: those of the criteria, since a user's own take the place of the config's."""
+    """EOS ids and length as the loop knows them itself: those of the criteria, since a user's own take the place of the
+    config's.
+    """
     eos = [one for one in criteria if isinstance(one, EosTokenCriteria)]
     lengths = [one for one in criteria if isinstance(one, MaxLengthCriteria)]
     return _Ends(
-        eos_ids=frozenset(chain.from_iterable(one.eos_token_id.flatten().tolist() for one in eos)) if eos else eos_ids_of(config),
+        eos_ids=frozenset(chain.from_iterable(one.eos_token_id.flatten().tolist() for one in eos))
+        if eos
+        else eos_ids_of(config),
         max_length=min(one.max_length for one in lengths) if lengths else config.max_length,  # type: ignore[arg-type]
         criteria=StoppingCriteriaList([one for one in criteria if one not in (*eos, *lengths)]),
     )
 
 
-def _generation(decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, generator: torch.Generator | Draws | None) -> Generation:
-    """The generation, cut after the token at which a criterion says stop; its last round keeps what it really drafted."""
+def _generation(
+    decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, generator: torch.Generator | Draws | None
+) -> Generation:
+    """The generation, cut after the token at which a criterion says stop; its last round keeps what it really
+    drafted.
+    """
     # a token is emitted before anybody is asked whether to stop, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, ends.max_length - input_ids.shape[1]), generator=generator)
     rounds_so_far: list[Round] = []

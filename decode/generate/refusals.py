@@ -1,4 +1,6 @@
-"""What `speculative_generate` refuses (its docstring lists it): what it would drop without a word, and heads that do not fit."""
+"""What `speculative_generate` refuses (its docstring lists it): what it would drop without a word, and heads that do
+not fit.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -20,9 +22,19 @@ from heads.model.fits import check_fits, description_of
 from lm import FeatureDraft
 from lm.models.probe import is_written
 
-_PREPARED = frozenset({"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"})
+_PREPARED = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+)
 """Keywords that `generate` prepares by itself; each is checked where a user's own would matter."""
-_MODES = ("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers", "force_words_ids")
+_MODES = (
+    "num_beams",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+    "force_words_ids",
+)
 _REMEDY = "it would be dropped without a word, since only token ids are read; leave it out"
 _REMEDIES = {
     "streamer": "generate hands it on to no custom_generate; take the rounds of SpeculativeDecoder.stream",
@@ -36,40 +48,59 @@ _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]]
 
 
 def dropped_by_generate() -> dict[str, Any]:
-    """What the `generate` that called us was given and hands on to nobody: a reader of its streamer, say, would wait for ever.
+    """What the `generate` that called us was given and hands on to nobody: a reader of its streamer, say, would wait
+    for ever.
 
     No signature can ask for these keywords, so they are read where they are.
     """
     generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
-    given = {} if frame is None else {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+    given = (
+        {}
+        if frame is None
+        else {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+    )
     return {name: value for name, value in given.items() if value is not False}
 
 
 def check_supported(
-    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, processors: Sequence[Any], kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    processors: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError for what speculative_generate does not support."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     caches = [cache for name in ("past_key_values", "cache_params") if (cache := kwargs.get(name)) is not None]
-    modes = ", ".join(f"{name}={value}" for name in _MODES if (value := getattr(config, name, None)) not in (None, False, 1))
-    impure = [type(one).__name__ for one in processors if isinstance(one, _IMPURE)]
+    modes = ", ".join(
+        f"{name}={value}" for name in _MODES if (value := getattr(config, name, None)) not in (None, False, 1)
+    )
+    impure = [type(processor).__name__ for processor in processors if isinstance(processor, _IMPURE)]
+    mode = config.get_generation_mode()
     refusals = {
-        f"{modes or config.get_generation_mode().value}; unset it, for greedy search or sampling": config.get_generation_mode()
+        f"{modes or mode.value}; unset it, for greedy search or sampling": mode
         not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-        f"a batch of {len(input_ids)} (or num_return_sequences > 1); generate one sequence at a time": len(input_ids) != 1,
+        f"a batch of {len(input_ids)} (or num_return_sequences > 1); generate one sequence at a time": len(input_ids)
+        != 1,
         "encoder-decoder models; take a decoder-only target": model.config.is_encoder_decoder,
         "prompts given as inputs_embeds; pass input_ids": kwargs.get("inputs_embeds") is not None,
         "padded prompts; drop the padding": mask is not None and not bool(mask.all()),
         "position_ids other than 0, 1, 2, …; leave them out": positions is not None and not _is_counting(positions),
         "a cache handed in, which it would not fill; leave it out": any(_is_own(cache) for cache in caches),
-        f"cache_implementation={config.cache_implementation!r}; leave it unset": config.cache_implementation not in (None, "dynamic"),
-        f"{', '.join(impure)} (guidance_scale, watermarking_config), which runs the model or remembers; leave it off": bool(impure),
+        f"cache_implementation={config.cache_implementation!r}; leave it unset": config.cache_implementation
+        not in (None, "dynamic"),
+        (
+            f"{', '.join(impure)} (guidance_scale, watermarking_config), which runs the model or remembers; leave it "
+            "off"
+        ): bool(impure),
         f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
     }
     others = {name: value for name, value in kwargs.items() if value is not None and name not in _PREPARED}
-    refusals["; ".join(f"{name} ({_described(value)}): {_REMEDIES.get(name, _REMEDY)}" for name, value in others.items())] = bool(others)
+    refusals[
+        "; ".join(f"{name} ({_described(value)}): {_REMEDIES.get(name, _REMEDY)}" for name, value in others.items())
+    ] = bool(others)
     for what, is_asked in refusals.items():
         if is_asked:
             raise ValueError(f"speculative_generate does not support {what}")
@@ -89,7 +120,9 @@ def _described(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_heads(policy: Policy, *, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig) -> None:
+def check_heads(
+    policy: Policy, *, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig
+) -> None:
     """Raise ValueError for a head that was trained with another draft, another target or another sampling (law 4.1).
 
     Sampling is compared as far as a head's `Sampling` goes: temperature, top-k and top-p.

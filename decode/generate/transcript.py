@@ -1,7 +1,8 @@
 """A generation in colour: each token as what it is to the round that emitted it.
 
 accepted   drafted, and accepted by the target          green
-rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest path that was refused
+rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest path that was
+           refused
 residual   the target's token in place of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
@@ -70,7 +71,9 @@ def summary(generation: Generation, policy: Policy) -> str:
     draft_s, target_s = (sum(getattr(one, name) for one in generation.rounds) for name in ("draft_s", "target_s"))
     seconds = max(draft_s + target_s, 1e-9)
     return (
-        f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), {counts.num_target} rounds: "
+        f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), "
+        f"{counts.num_target} rounds: "
         f"acceptance length {counts.acceptance_length:.2f}, discard rate {counts.discard_rate:.2f}, "
-        f"verification rate {counts.verification_rate:.2f}, drafting {100 * draft_s / seconds:.0f} % of the time ({type(policy).__name__})"
+        f"verification rate {counts.verification_rate:.2f}, drafting {100 * draft_s / seconds:.0f} % of the time "
+        f"({type(policy).__name__})"
     )

@@ -1,4 +1,6 @@
-"""What a caller asks of a generation, in any integer type: Python's, numpy's and torch's numbers, and arrays and tensors of them."""
+"""What a caller asks of a generation, in any integer type: Python's, numpy's and torch's numbers, and arrays and
+tensors of them.
+"""
 
 from collections.abc import Iterable
 from operator import index
@@ -40,7 +42,10 @@ def limits_of(max_new_tokens: Any, num_prompts: int) -> list[int]:
         return [integer_of(limits, "max_new_tokens")] * num_prompts
     limits = [integer_of(limit, "an entry of max_new_tokens") for limit in limits]
     if len(limits) != num_prompts:
-        raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts; give one number, or one for each prompt")
+        raise ValueError(
+            f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts; give one number, or one for each "
+            "prompt"
+        )
     return limits
 
 

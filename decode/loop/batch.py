@@ -1,9 +1,11 @@
-"""Law 4.13 in the real loop: sequences that draft in lockstep and are verified together, each with a draft length of its own.
+"""Law 4.13 in the real loop: sequences that draft in lockstep and are verified together, each with a draft length of
+its own.
 
-One round of the batch is one round of each of its sequences. A draft step is one forward of those that still draft; the others wait. Then
-one padded forward verifies them all, and a sequence that has ended leaves its seat to the next prompt. What a sequence draws and emits is
-what it would draw and emit alone, up to the rounding of a forward with other rows in it, so the batch is as lossless as the loop; with a
-rule for the whole batch (`decode.policies.batch`) the draft lengths alone depend on the others.
+One round of the batch is one round of each of its sequences. A draft step is one forward of those that still draft; the
+others wait. Then one padded forward verifies them all, and a sequence that has ended leaves its seat to the next
+prompt. What a sequence draws and emits is what it would draw and emit alone, up to the rounding of a forward with other
+rows in it, so the batch is as lossless as the loop; with a rule for the whole batch (`decode.policies.batch`) the draft
+lengths alone depend on the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,7 +79,13 @@ class Batch:
     """Requests, decoded as a continuous batch: `rounds` plays them, `generations` collects what comes of them."""
 
     def __init__(
-        self, target: Together, draft: Together, drafters: Sequence[ModelDrafter], *, sampling: Sampling, eos_ids: frozenset[int]
+        self,
+        target: Together,
+        draft: Together,
+        drafters: Sequence[ModelDrafter],
+        *,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
     ) -> None:
         """Args:
         target: seats for as many sequences as there are drafters.
@@ -134,7 +142,12 @@ class Batch:
         verified = [self._settled(place, law) for place, law in zip(busy, p, strict=True)]
         ended_s = perf_counter()
         one = BatchRound(
-            steps, num_tokens, sum(len(each.emitted) for each in verified), drafted_s - started_s, ended_s - drafted_s, num_joined
+            steps,
+            num_tokens,
+            sum(len(each.emitted) for each in verified),
+            drafted_s - started_s,
+            ended_s - drafted_s,
+            num_joined,
         )
         if self._rule is not None:
             self._rule.end(one.steps, one.num_tokens, one.num_emitted)
@@ -143,7 +156,9 @@ class Batch:
     def _drafted(self, busy: list[_Place], max_draft_length: int) -> tuple[int, ...]:
         """All drafts of a round; how many sequences took part in each step."""
         rooms = [min(max_draft_length, place.end - len(place.committed) - 1) for place in busy]
-        going = [place for place, room in zip(busy, rooms, strict=True) if place.drafter.begin(place.committed, room) > 0]
+        going = [
+            place for place, room in zip(busy, rooms, strict=True) if place.drafter.begin(place.committed, room) > 0
+        ]
         steps: list[int] = []
         while going := self._chosen(going, busy):
             steps.append(len(going))
@@ -176,9 +191,13 @@ class Batch:
         proposal = place.drafter.proposal
         verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
         proposal.reveal(verdict.num_accepted, p, place.session.draws)
-        emitted, counts = settle(place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids)
+        emitted, counts = settle(
+            place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
+        )
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
-        one = Round(tuple(proposal.tokens), verdict.num_accepted, tuple(emitted), proposal.stop_reason, counts, 0.0, 0.0)
+        one = Round(
+            tuple(proposal.tokens), verdict.num_accepted, tuple(emitted), proposal.stop_reason, counts, 0.0, 0.0
+        )
         assert place.request is not None
         self._rounds[place.request].append(one)
         if emitted[-1] in self._eos_ids or len(place.committed) >= place.end:

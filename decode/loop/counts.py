@@ -2,9 +2,10 @@
 
     N_draft + N_target = N + N_discarded            (SpecDec++, arXiv 2405.19715, section 2)
 
-N counts emitted tokens; everything that draft or target produced and that was not emitted is discarded, also at EOS and at the length
-limit. The loop asserts it in every round: N_discarded follows here from the other three, and has to be what the target's cache gives back.
-Fields are numbers, or arrays of one number per lane (replay of many settings at once).
+N counts emitted tokens; everything that draft or target produced and that was not emitted is discarded, also at EOS and
+at the length limit. The loop asserts it in every round: N_discarded follows here from the other three, and has to be
+what the target's cache gives back. Fields are numbers, or arrays of one number per lane (replay of many settings at
+once).
 """
 
 from dataclasses import dataclass, fields
@@ -25,8 +26,9 @@ class Counts:
     num_accepted: Number = 0
     """Drafted tokens that verification accepted and that were emitted."""
     num_draft_forwards: Number = 0
-    """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a forward and its
-    draw (AdaEDL), and one for each token beyond an EOS where a draft is read at its end only (`ModelDrafter.reads_at_end`)."""
+    """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a
+    forward and its draw (AdaEDL), and one for each token beyond an EOS where a draft is read at its end only
+    (`ModelDrafter.reads_at_end`)."""
     num_micro: Number = 0
     """N_micro: tokens that the level right below the draft proposed (hierarchies)."""
     num_micro_forwards: Number = 0

@@ -1,7 +1,7 @@
 """The lossless speculative loop (laws 4.2, 4.4, 4.5): draft, verify, emit, until EOS or the length limit.
 
-A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that the token that every verification adds still fits; the output
-has the law of the target alone under the same `Sampling`, whatever drafter and policy.
+A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that the token that every verification adds
+still fits; the output has the law of the target alone under the same `Sampling`, whatever drafter and policy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +41,8 @@ class SpeculativeDecoder:
         drafter: proposes; its policy decides the draft length.
         sampling: the one transform of draft and target (law 4.1).
         max_draft_length: upper bound of every round.
-        eos_ids: tokens that end a generation; None: those of the target (`CachedModel.eos_ids`); an empty set: none does.
+        eos_ids: tokens that end a generation; None: those of the target (`CachedModel.eos_ids`); an empty set: none
+            does.
         vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
         """
         if max_draft_length < 0:
@@ -53,7 +54,9 @@ class SpeculativeDecoder:
         self.eos_ids = self.target.eos_ids if eos_ids is None else eos_ids
         self._is_streaming = False
 
-    def generate(self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None) -> Generation:
+    def generate(
+        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None
+    ) -> Generation:
         """All rounds of one generation; the ids and the limit may be of any integer type."""
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
@@ -65,7 +68,8 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Draws] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate` would write it.
+        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate`
+        would write it.
 
         Args:
             prompts: token ids of each, in any integer type: lists, arrays, tensors.
@@ -74,7 +78,8 @@ class SpeculativeDecoder:
             generator: seeds the draws of each prompt in turn, whatever the batch size; or draws for each prompt.
 
         Raises:
-            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back sequence by sequence.
+            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back sequence by
+                sequence.
         """
         batch, rounds = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
         for _ in rounds:
@@ -92,7 +97,9 @@ class SpeculativeDecoder:
         """The same round by round: (what collects the generations, what plays the rounds)."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
-            raise ValueError(f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a model of its own")
+            raise ValueError(
+                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a model of its own"
+            )
         num_seats = integer_of(batch_size, "batch_size")
         if num_seats < 1:
             raise ValueError(f"batch_size is {num_seats}; at least 1 sequence is decoded at a time")
@@ -100,7 +107,11 @@ class SpeculativeDecoder:
         limits = limits_of(max_new_tokens, len(all_ids))
         for ids, limit in zip(all_ids, limits, strict=True):
             self._check(len(ids), limit)
-        draws = [RandomDraws(generator) for _ in all_ids] if generator is None or isinstance(generator, torch.Generator) else generator
+        draws = (
+            [RandomDraws(generator) for _ in all_ids]
+            if generator is None or isinstance(generator, torch.Generator)
+            else generator
+        )
         requests = [Request(*each) for each in zip(all_ids, limits, draws, strict=True)]
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             check_free(model, role)  # it may be tried out, which takes its cache
@@ -118,11 +129,13 @@ class SpeculativeDecoder:
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None
     ) -> Iterator[Round]:
-        """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is closed.
+        """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is
+        closed.
 
         Raises:
-            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context, another stream still open;
-                a model that another generation has, that is in train mode, or whose ids do not fit (`decode.loop.session`).
+            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context,
+                another stream still open; a model that another generation has, that is in train mode, or whose ids do
+                not fit (`decode.loop.session`).
         """
         ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
         self._check(len(ids), limit)
@@ -147,7 +160,9 @@ class SpeculativeDecoder:
                 return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise ValueError unless the caches are free, and the target has room for prompt and answer; the last token is never fed."""
+        """Raise ValueError unless the caches are free, and the target has room for prompt and answer; the last token is
+        never fed.
+        """
         if self._is_streaming:
             raise ValueError(
                 "this decoder is in the middle of another stream, and its caches hold one sequence; "
@@ -159,7 +174,8 @@ class SpeculativeDecoder:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
         if num_prompt_tokens + max_new_tokens - 1 > self.target.max_length:
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of {self.target.max_length}; "
+                f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of "
+                f"{self.target.max_length}; "
                 f"shorten the prompt, or set max_new_tokens to at most {self.target.max_length + 1 - num_prompt_tokens}"
             )
 
@@ -175,7 +191,9 @@ class SpeculativeDecoder:
         p = self.sampling.laws_after(logits, fed)
         verdict = self._verify(proposal, p, draws)
         proposal.reveal(verdict.num_accepted, p, draws)
-        emitted, counts = settle(committed, proposal, verdict, target=self.target, drafter=self.drafter, eos_ids=self.eos_ids)
+        emitted, counts = settle(
+            committed, proposal, verdict, target=self.target, drafter=self.drafter, eos_ids=self.eos_ids
+        )
         ended_s = perf_counter()
         return Round(
             tuple(proposal.tokens),
@@ -191,6 +209,7 @@ class SpeculativeDecoder:
         """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
         if len(proposal.laws) != len(proposal.tokens):
             raise ValueError(
-                f"a {type(self.drafter).__name__} chooses its tokens, they have no laws; a tree of drafts is for a TreeDecoder"
+                f"a {type(self.drafter).__name__} chooses its tokens, they have no laws; a tree of drafts is for a "
+                "TreeDecoder"
             )
         return verify(proposal.tokens, proposal.laws, p, draws)

@@ -1,4 +1,5 @@
-"""Drafters (law 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification needs.
+"""Drafters (law 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification
+needs.
 
 `ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
 """
@@ -75,7 +76,9 @@ class Drafter(Protocol):
         ...
 
     def roll_back(self, length: int) -> None:
-        """Forget cached tokens beyond the first `length`: an outer level rejected what `conclude` had kept. Policies do not learn of it."""
+        """Forget cached tokens beyond the first `length`: an outer level rejected what `conclude` had kept. Policies do
+        not learn of it.
+        """
         ...
 
 
@@ -84,13 +87,15 @@ class ModelDrafter:
 
     def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
-        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft's (`lm.FeatureModel`) reads the very target
-            that verifies, and drafts nothing until that has read the prompt.
+        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft's (`lm.FeatureModel`) reads
+            the very target that verifies, and drafts nothing until that has read the prompt.
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
         self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)) if isinstance(model, PreTrainedModel) else model
+            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
+            if isinstance(model, PreTrainedModel)
+            else model
         )
         self.policy = policy
         self._takes_lessons = bool(policy.nothing_learned)
@@ -126,14 +131,18 @@ class ModelDrafter:
 
     def _reads_again(self, num_committed: int, num_tokens: int) -> bool:
         """Does the model give up its cache within the draft, and need all tokens on the host?"""
-        return isinstance(self.model, CachedModel) and self.model.reads_again(num_committed, num_committed + num_tokens - 1)
+        return isinstance(self.model, CachedModel) and self.model.reads_again(
+            num_committed, num_committed + num_tokens - 1
+        )
 
     def begin(self, committed: list[int], max_tokens: int) -> int:
         """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
         self.state = self.policy.begin(self.state)
         self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
         self._seen: list[Seen] = []
-        self._num_tokens = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
+        self._num_tokens = int(
+            min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1)
+        )
         return self._num_tokens
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
@@ -167,7 +176,9 @@ class ModelDrafter:
         logits = self.model.forward(ids)
         return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
 
-    def drawn(self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+    def drawn(
+        self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
+    ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """What `take` is told of a step, after a forward of the draft that gave these logits."""
         session = self._session
         probs = q if session.sampling.is_plain else None
@@ -184,17 +195,24 @@ class ModelDrafter:
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
         for place in range(num_tokens):
-            # a row with NaN draws an id beyond the last; embedding it would kill the device before the host can refuse it
+            # a row with NaN draws an id beyond the last; embedding it would kill the device before the host can refuse
+            # it
             logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if place else logits
             q = session.sampling.laws_after(logits, ())[0]
             drawn.append(session.draws.draw(q))
             proposal.laws.append(q)
         tokens = torch.cat(drawn).tolist()
         if max(tokens) >= proposal.laws[0].shape[-1]:
-            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+            raise ValueError(
+                "a distribution to draw from is not finite; load the model in float32 or check its weights"
+            )
         num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
-        proposal.tokens, proposal.laws, proposal.entropies = tokens[:num_kept], proposal.laws[:num_kept], [0.0] * num_kept
+        proposal.tokens, proposal.laws, proposal.entropies = (
+            tokens[:num_kept],
+            proposal.laws[:num_kept],
+            [0.0] * num_kept,
+        )
         proposal.num_draft_forwards = num_tokens
         self._seen = [(self.state, nothing_of(place)) for place in range(num_kept)]
 

@@ -1,10 +1,12 @@
-"""A draft step as one compiled step: forward, sampling transform, draw, signals and heads in one graph, and one small tensor for the host.
+"""A draft step as one compiled step: forward, sampling transform, draw, signals and heads in one graph, and one small
+tensor for the host.
 
 Or all of that after an eager forward, where only the stop is compiled (`lm.CompiledTailModel`).
 
-The laws are those of `decode.loop.signals`, which serves drafts that are not compiled, and tests hold the two together. A token is drawn by
-inversion from a uniform that is handed in (`lm.draws.Chance`), from the very q that comes back for verification. The token that a fed-time
-head scores is the one that is fed, and its numbers wait on the device from the step before.
+The laws are those of `decode.loop.signals`, which serves drafts that are not compiled, and tests hold the two together.
+A token is drawn by inversion from a uniform that is handed in (`lm.draws.Chance`), from the very q that comes back for
+verification. The token that a fed-time head scores is the one that is fed, and its numbers wait on the device from the
+step before.
 """
 
 from math import exp
@@ -30,13 +32,18 @@ class FusedStep(Reader):
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
-            self._before = {name: torch.zeros(1, device=model.device) for name in ([] if self.fed is None else self.fed.inputs.scalars)}
+            self._before = {
+                name: torch.zeros(1, device=model.device)
+                for name in ([] if self.fed is None else self.fed.inputs.scalars)
+            }
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
         assert model.with_hidden or not self.has_heads, "a head scores hidden states: the draft must keep them"
         for tensor in (self._uniform, self._forced, *self._before.values()):
             torch._dynamo.mark_static_address(tensor)
 
-    def draw(self, position: int, token_ids: list[int], draws: Chance) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+    def draw(
+        self, position: int, token_ids: list[int], draws: Chance
+    ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Draw a token after these: it, the signals of the step, and the law that it was drawn from.
 
         Raises:
@@ -52,7 +59,11 @@ class FusedStep(Reader):
         token, entropy, max_prob, log_token_prob, fed_logit, prefix_logit, drawn_logit = numbers.tolist()
         token_id = refuse_no_token(int(token), law)
         fed_logit = fed_logit if position > 0 else _INFINITY
-        return token_id, AfterDraw(position, entropy, max_prob, fed_logit, prefix_logit, exp(log_token_prob), drawn_logit), law
+        return (
+            token_id,
+            AfterDraw(position, entropy, max_prob, fed_logit, prefix_logit, exp(log_token_prob), drawn_logit),
+            law,
+        )
 
     def _tail(
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
@@ -76,12 +87,18 @@ class FusedStep(Reader):
         wide = torch.float64 if law.is_cpu else torch.float32  # which holds every id below 2^24 exactly
         nothing = torch.zeros(1, dtype=wide, device=law.device)
         names = (*OfToken._fields, "fed_logit", "prefix_logit", "drawn_logit")
-        return law, torch.cat([token.to(wide), *(columns[name].to(wide) if name in columns else nothing for name in names)])
+        return law, torch.cat(
+            [token.to(wide), *(columns[name].to(wide) if name in columns else nothing for name in names)]
+        )
 
 
 def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) -> FusedStep | None:
-    """The step for this policy; None where nothing is compiled, the draft is in two places, or processors or draws are of other kinds."""
-    if not (isinstance(model, CompiledModel | CompiledTailModel) and isinstance(draws, Chance) and sampling.sees_no_tokens):
+    """The step for this policy; None where nothing is compiled, the draft is in two places, or processors or draws are
+    of other kinds.
+    """
+    if not (
+        isinstance(model, CompiledModel | CompiledTailModel) and isinstance(draws, Chance) and sampling.sees_no_tokens
+    ):
         return None
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None

@@ -1,4 +1,6 @@
-"""The two models of a loop, target and draft, whichever kind of draft the pair has: a model of its own, or one that reads the target."""
+"""The two models of a loop, target and draft, whichever kind of draft the pair has: a model of its own, or one that
+reads the target.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +8,9 @@ from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Tapp
 
 
 class Models(NamedTuple):
-    """What a `SpeculativeDecoder` and its `ModelDrafter` are given. They belong together: a feature draft reads this very target."""
+    """What a `SpeculativeDecoder` and its `ModelDrafter` are given. They belong together: a feature draft reads this
+    very target.
+    """
 
     target: CachedModel
     draft: DraftModel
@@ -26,7 +30,9 @@ def models_of(pair: Pair, compile: Compile = False, *, with_hidden: bool = False
     drafting, width = pair.drafting, pair.vocab_size
     if isinstance(drafting, FeatureDraft):
         if compile is not False:
-            raise ValueError(f"decode.compile is {compile}, and a feature draft runs eagerly; set decode.compile: false")
+            raise ValueError(
+                f"decode.compile is {compile}, and a feature draft runs eagerly; set decode.compile: false"
+            )
         target = TappedModel(pair.target, drafting, vocab_size=width)
         return Models(target, feature_model(drafting, target, vocab_size=width))
     kind = KINDS[compile]

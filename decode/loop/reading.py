@@ -1,4 +1,6 @@
-"""What both readers of signals share: what is read of a draft step (`OfToken`), by whom (`SignalReader`), and the laws of its numbers."""
+"""What both readers of signals share: what is read of a draft step (`OfToken`), by whom (`SignalReader`), and the laws
+of its numbers.
+"""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +15,9 @@ from lm import DraftModel, Draws
 
 
 class OfToken(NamedTuple):
-    """Numbers of the untruncated temperature-1 distribution and the token drawn from it: what policies may ask for, and every scalar."""
+    """Numbers of the untruncated temperature-1 distribution and the token drawn from it: what policies may ask for, and
+    every scalar.
+    """
 
     entropy: float
     """H(q) in nats."""
@@ -66,7 +70,9 @@ class Reader:
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         unknown = policy.signals - frozenset(AfterDraw._fields)
         if unknown:
-            raise ValueError(f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}")
+            raise ValueError(
+                f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}"
+            )
         self.asked = policy.signals
         every = policy.fed_head, policy.prefix_head, policy.drawn_head
         placed = [None if head is None else _placed(head, model) for head in every]
@@ -81,7 +87,9 @@ class Reader:
 
 
 def places_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
-    """Where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both stay."""
+    """Where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both
+    stay.
+    """
     return model.device, model.output_device if policy.heads else None
 
 
@@ -94,7 +102,9 @@ def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*positio
     return (logits if logits.itemsize >= 4 else logits.float()).softmax(-1)
 
 
-def numbers_of(logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], wanted: frozenset[str]) -> dict[str, Float[Tensor, " 1"]]:
+def numbers_of(
+    logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], wanted: frozenset[str]
+) -> dict[str, Float[Tensor, " 1"]]:
     """Those of `OfToken` and of `AfterDraw` that are wanted, of softmax(logits), without a transfer to the host."""
     log_probs = (logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1)
     columns = {"log_token_prob": log_probs.gather(0, token)}

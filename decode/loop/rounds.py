@@ -73,23 +73,38 @@ class Generation:
 
     def as_dict(self) -> dict[str, Any]:
         """Tokens, one record per round, and totals, as JSON has them."""
-        return {"token_ids": list(self.token_ids), "rounds": [one.as_dict() for one in self.rounds], "counts": asdict(self.counts)}
+        return {
+            "token_ids": list(self.token_ids),
+            "rounds": [one.as_dict() for one in self.rounds],
+            "counts": asdict(self.counts),
+        }
 
 
 def settle(
-    committed: list[int], proposal: Proposal, verdict: Verdict, *, target: CachedModel, drafter: Drafter, eos_ids: frozenset[int]
+    committed: list[int],
+    proposal: Proposal,
+    verdict: Verdict,
+    *,
+    target: CachedModel,
+    drafter: Drafter,
+    eos_ids: frozenset[int],
 ) -> tuple[list[int], Counts]:
-    """Emit what a verification lets pass, and roll the caches back: (tokens, by which `committed` is extended; what the round cost)."""
+    """Emit what a verification lets pass, and roll the caches back: (tokens, by which `committed` is extended; what the
+    round cost).
+    """
     emitted = proposal.tokens[: verdict.num_accepted]
     if not (emitted and emitted[-1] in eos_ids):
         emitted = [*emitted, verdict.next_token]
     committed += emitted
-    # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather than derived
+    # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather
+    # than derived
     num_beyond = len(target) - (len(committed) - 1)
     target.roll_back(len(committed) - 1)
     drafter.conclude(committed, verdict.num_accepted)
     counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
-    assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+    assert counts.num_discarded == num_beyond, (
+        f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+    )
     return emitted, counts
 
 

@@ -1,9 +1,11 @@
 """One generation, as its drafters know it: what they share, and the models that serve it alone.
 
-A model's cache holds one sequence, so a generation takes each of its models before it resets them, and keeps them until it ends. A model
-that another generation has, that is in train mode, or whose ids do not fit is refused then, before the first token. The ids fit where
+A model's cache holds one sequence, so a generation takes each of its models before it resets them, and keeps them until
+it ends. A model that another generation has, that is in train mode, or whose ids do not fit is refused then, before the
+first token. The ids fit where
 
-    no distribution has more ids than the narrowest of those that verify it     drafted tokens are looked up in their laws
+    no distribution has more ids than the narrowest of those that verify it     drafted tokens are looked up in their
+        laws
     every model can be fed every id that the target may emit                    what is emitted is fed to all
 
 so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
@@ -64,13 +66,17 @@ class Session:
             return
         if model.num_logits > self._num_drafted:
             raise ValueError(
-                f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s drafter "
-                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that the others have probability 0"
+                f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s "
+                "drafter "
+                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that the "
+                "others have probability 0"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(
-                f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some of which it could "
-                "not go on; choose models of one vocabulary, or, where the tokenizer has no more ids than either, give its vocab_size to "
+                f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some "
+                "of which it could "
+                "not go on; choose models of one vocabulary, or, where the tokenizer has no more ids than either, "
+                "give its vocab_size to "
                 "target and drafter alike"
             )
 
@@ -79,6 +85,7 @@ def check_free(model: DraftModel, role: str) -> None:
     """Raise ValueError if an open generation has the model."""
     if model.session is not None and model.session.is_open:
         raise ValueError(
-            f"the {role} is in use already, by another part of this generation or by another stream that is still open, and its cache "
+            f"the {role} is in use already, by another part of this generation or by another stream that is still "
+            "open, and its cache "
             "holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
         )

@@ -1,18 +1,21 @@
 """What a policy sees of one draft step (law 4.3).
 
-Entropy, largest probability and token probability are those of the untruncated temperature-1 distribution (law 4.1). Head scores (law 4.8):
+Entropy, largest probability and token probability are those of the untruncated temperature-1 distribution (law 4.1).
+Head scores (law 4.8):
 
-    fed_logit      head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at the first token
-    prefix_logit   head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, and about whichever it will be
+    fed_logit      head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at the
+                   first token
+    prefix_logit   head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, and about whichever it will
+                   be
     drawn_logit    head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
 
-    scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars`), embedding of y_i = its row of the draft's input embeddings;
-    each only if the head takes it
+    scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars`), embedding of y_i = its row of the draft's
+    input embeddings; each only if the head takes it
 
-Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals travel together; a
-policy that stops before the draw is asked about distributions alone and its token is thrown away unseen. `DeviceSignals` computes on the
-draft's device and reads everything with one host transfer; `HostSignals` does the same for a draft on the CPU with numpy, since torch's
-calls on single rows would be a fifth of a small model's step.
+Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals
+travel together; a policy that stops before the draw is asked about distributions alone and its token is thrown away
+unseen. `DeviceSignals` computes on the draft's device and reads everything with one host transfer; `HostSignals` does
+the same for a draft on the CPU with numpy, since torch's calls on single rows would be a fifth of a small model's step.
 """
 
 import math
@@ -29,7 +32,14 @@ from lm import DraftModel, Draws, array_of
 
 _INFINITY = float("inf")
 _NOTHING = OfToken(0.0, 0.0, 0.0)
-_ABSENT = {"entropy": 0.0, "max_prob": 0.0, "fed_logit": _INFINITY, "prefix_logit": 0.0, "token_prob": 0.0, "drawn_logit": 0.0}
+_ABSENT = {
+    "entropy": 0.0,
+    "max_prob": 0.0,
+    "fed_logit": _INFINITY,
+    "prefix_logit": 0.0,
+    "token_prob": 0.0,
+    "drawn_logit": 0.0,
+}
 
 
 def reader_of(policy: Policy, model: DraftModel, made: Reader | None = None) -> "HostSignals | DeviceSignals":
@@ -54,7 +64,10 @@ class HostSignals(Reader):
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy = "entropy" in self.wanted
-        scores = [None if head is None else HostHead(head, names=OfToken._fields).score for head in (self.fed, self.prefix, self.drawn)]
+        scores = [
+            None if head is None else HostHead(head, names=OfToken._fields).score
+            for head in (self.fed, self.prefix, self.drawn)
+        ]
         self._score_fed, self._score_prefix, self._score_drawn = scores
         self._newest: tuple[OfToken, int] = _NOTHING, 0
         """The newest token and its numbers, which a fed-time head scores in the next step."""
@@ -93,7 +106,9 @@ class HostSignals(Reader):
         return AfterDraw(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit)
 
     def _of_token(self, logits: Tensor, probs: Tensor | None, token_id: int) -> OfToken:
-        """log q(v) = logit(v) - log_total; log_total is had from the most probable token, whose probability is never 0."""
+        """log q(v) = logit(v) - log_total; log_total is had from the most probable token, whose probability is never
+        0.
+        """
         row, weights = array_of(logits), array_of(softmax(logits) if probs is None else probs)
         best = weights.argmax()
         max_prob = weights.item(best)
@@ -103,7 +118,9 @@ class HostSignals(Reader):
             with np.errstate(invalid="ignore"):
                 mean = float(weights.dot(row))
             # an impossible token has logit -inf, and adds nothing
-            entropy = log_total - (mean if mean == mean else float(weights.dot(np.maximum(row, np.finfo(row.dtype).min))))
+            entropy = log_total - (
+                mean if mean == mean else float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
+            )
         return OfToken(entropy, max_prob, row.item(token_id) - log_total)
 
 
@@ -126,7 +143,9 @@ class DeviceSignals(Reader):
     ) -> tuple[int, AfterDraw]:
         token_id, drawn = self._read(position, logits, draws.draw(q), row)
         if token_id == len(q):
-            raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
+            raise ValueError(
+                "a distribution to draw from is not finite; load the model in float32 or check its weights"
+            )
         return token_id, drawn
 
     @torch.inference_mode()
@@ -150,5 +169,7 @@ class DeviceSignals(Reader):
             self._newest = columns, known
         names = [name for name in columns if name in self.asked]
         # as floats, which hold every id below 2^24 exactly
-        values = torch.cat([column.to(torch.float32) for column in (token, *(columns[name] for name in names))]).tolist()
+        values = torch.cat(
+            [column.to(torch.float32) for column in (token, *(columns[name] for name in names))]
+        ).tolist()
         return int(values[0]), AfterDraw(position=position, **(_ABSENT | dict(zip(names, values[1:], strict=True))))

@@ -1,30 +1,37 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second spent is lambda tokens lost, so each
-further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft goes on while
+Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second spent is lambda
+tokens lost, so each further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft goes on
+while
 
     S * g(a) >= price
 
-    S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest, which it has not scored yet
+    S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest, which it has
+        not scored yet
     a   the newest score in S
-    g   the *index*: the most that one more token may cost per unit of S, if one may go on after it as long as that pays,
+    g   the *index*: the most that one more token may cost per unit of S, if one may go on after it as long as that
+        pays,
 
-            g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given a and S = 1
+            g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given
+                a and S = 1
 
-A prefix head says a before the token is drawn, when the forward that could draw it is paid already; so it stops there only if the token is
-not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule above.
+A prefix head says a before the token is drawn, when the forward that could draw it is paid already; so it stops there
+only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
+above.
 
-Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by their ratio alone, so
-one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is the one-step rule. `evaluation.tuning.index`
-solves for g on a trace; here g is a line, and first_index takes its place where a fed-time head has scored nothing yet.
+Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by
+their ratio alone, so one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is
+the one-step rule. `evaluation.tuning.index` solves for g on a trace; here g is a line, and first_index takes its place
+where a fed-time head has scored nothing yet.
 
-lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the generation so far, in
-which `prior_tokens` at that throughput are counted too. If `throughput` is None, that of the best fixed length takes its place, computed
-as if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), what the target alone reaches.
+lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the
+generation so far, in which `prior_tokens` at that throughput are counted too. If `throughput` is None, that of the best
+fixed length takes its place, computed as if every token were accepted with probability `next_mean`. lambda is at least
+1 / t_target(0), what the target alone reaches.
 
-Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted tokens - extra seconds /
-t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds it drafts all the same, to see whether that
-still holds.
+Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted
+tokens - extra seconds / t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds
+it drafts all the same, to see whether that still holds.
 """
 
 from __future__ import annotations
@@ -73,11 +80,13 @@ class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
     Attributes:
-        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way round.
+        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way
+            round.
         t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop).
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
-        t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of the three.
+        t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of
+            the three.
         throughput: lambda in tokens per second; None: estimated from `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.
@@ -85,8 +94,8 @@ class Auto(ScoringPolicy):
         index_slope: g(1) - g(0).
         first_index: of a fed-time head, g after the first token of a round.
         prior_tokens: weight of the prior of lambda.
-        prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds; None: from
-            `next_mean`.
+        prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds;
+            None: from `next_mean`.
         prior_rounds: how many rounds that estimate counts for.
         probe_every: rounds without a draft before one is tried again.
         memory: the most weight that the past may have in the mean over drafting rounds, so that it follows the text.
@@ -120,7 +129,8 @@ class Auto(ScoringPolicy):
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
-        """The rule with what `python -m evaluation tune` wrote into the head's config.json; it learns on the job where it can.
+        """The rule with what `python -m evaluation tune` wrote into the head's config.json; it learns on the job where
+        it can.
 
         Raises:
             ValueError: nothing was written there.
@@ -128,7 +138,8 @@ class Auto(ScoringPolicy):
         known = head.provenance.recommended
         if not {"t_draft_s", "t_target_s"} <= set(known):
             raise ValueError(
-                "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no `recommended`; run "
+                "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no "
+                "`recommended`; run "
                 "`python -m evaluation tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         names = {f.name for f in fields(cls)} - {"head", "also"}
@@ -137,7 +148,9 @@ class Auto(ScoringPolicy):
 
     def start(self) -> AutoState:
         rate, profit = self._prior()
-        return AutoState(1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, self.untaught)
+        return AutoState(
+            1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, self.untaught
+        )
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
         share = self.first_index / (self.index_offset + self.index_slope) if self.scores.is_lagging else 1.0
@@ -185,7 +198,8 @@ class Auto(ScoringPolicy):
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
-    """The best throughput (times t_target(0)) and the best profit of any fixed length k >= 1, if every token is accepted with prob. m.
+    """The best throughput (times t_target(0)) and the best profit of any fixed length k >= 1, if every token is
+    accepted with prob. m.
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 

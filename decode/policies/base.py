@@ -1,15 +1,19 @@
 """Law 4.3: what a stopping policy may look at, and when.
 
-A policy ends a draft in one of three ways, none of which lets the value of a drawn token decide whether that token is verified:
+A policy ends a draft in one of three ways, none of which lets the value of a drawn token decide whether that token is
+verified:
 
-    limit        before the round: a number of tokens, from the past alone                 (no forward is paid for what is not drafted)
-    stop_before  after the draft's forward, before the draw: distributions and earlier tokens   (B in law 4.3; the forward is paid)
-    after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in law 4.3)
+    limit        before the round: a number of tokens, from the past alone                 (no forward is paid for what
+                 is not drafted)
+    stop_before  after the draft's forward, before the draw: distributions and earlier tokens   (B in law 4.3; the
+        forward is paid)
+    after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in
+                 law 4.3)
 
-There is no way to say "drop the token just drawn", which would change the output distribution. Every method is *elementwise*: it works
-on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per setting and prompt), so branch with
-`numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers, or a NamedTuple of them or of such tuples, that each
-method returns anew; parameters may be arrays.
+There is no way to say "drop the token just drawn", which would change the output distribution. Every method is
+*elementwise*: it works on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per
+setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers,
+or a NamedTuple of them or of such tuples, that each method returns anew; parameters may be arrays.
 
 A policy of your own, in full:
 
@@ -42,7 +46,9 @@ JOINT = " & "
 
 
 class BeforeDraw(NamedTuple):
-    """What is known once the draft's forward has run and no token is drawn yet. Signals are those of the untruncated temperature-1 q."""
+    """What is known once the draft's forward has run and no token is drawn yet. Signals are those of the untruncated
+    temperature-1 q.
+    """
 
     position: Number
     """Tokens drafted so far in this round."""
@@ -51,7 +57,9 @@ class BeforeDraw(NamedTuple):
     max_prob: Number
     """max_v q(v)."""
     fed_logit: Number
-    """The fed-time head's logit for the token drafted before; +inf (probability 1) for the first, which has no drafted predecessor."""
+    """The fed-time head's logit for the token drafted before; +inf (probability 1) for the first, which has no drafted
+    predecessor.
+    """
     prefix_logit: Number
     """The prefix head's logit for the token that is to be drawn, whichever it will be."""
 
@@ -85,7 +93,9 @@ class Outcome(NamedTuple):
     rejected_entropy: Number
     """H(q) where the first rejected token was drawn; 0 where none was rejected."""
     lesson: State = ()
-    """`Policy.lesson`, summed over the tokens whose outcome verification revealed: the accepted ones and the first rejected one."""
+    """`Policy.lesson`, summed over the tokens whose outcome verification revealed: the accepted ones and the first
+    rejected one.
+    """
 
 
 class Policy:
@@ -114,7 +124,8 @@ class Policy:
 
     @property
     def stop_kind(self) -> str:
-        """What its stop costs goes by this name (law 4.9): policies of one kind do the same work in a draft step; "" is none.
+        """What its stop costs goes by this name (law 4.9): policies of one kind do the same work in a draft step; "" is
+        none.
 
         Signals and heads in their order, with JOINT between them.
         """
@@ -146,11 +157,13 @@ class Policy:
         return ()
 
     def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        """What a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) / q(y)); lessons are summed.
+        """What a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) / q(y)); lessons
+        are summed.
 
         Args:
             state: the very state that `after` was given with the token, so without it: what the policy knew when the
-                token was drawn. The loop, batches, trees, hierarchies, replay and an engine's lanes all hand over this one.
+                token was drawn. The loop, batches, trees, hierarchies, replay and an engine's lanes all hand over this
+                one.
             drawn: as `after` saw the token.
             acceptance_prob: 0 or 1 at temperature 0.
         """
@@ -172,7 +185,11 @@ def lessons_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[
 
 
 def mapped(function: Callable[..., Any], *states: State) -> State:
-    """The function of each number of the states, as a state of the same type: its numbers may have names, and be states."""
-    values = (mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True))
+    """The function of each number of the states, as a state of the same type: its numbers may have names, and be
+    states.
+    """
+    values = (
+        mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True)
+    )
     kind: Any = type(states[0])
     return kind._make(values) if hasattr(kind, "_make") else tuple(values)

@@ -1,15 +1,17 @@
 """Law 4.13: the rule of law 4.11 for a batch, whose sequences draft in lockstep and are verified together.
 
-    t_draft(n)    a draft step of n sequences            t_target(m)    a verification of m tokens, one of each sequence among them
+    t_draft(n)    a draft step of n sequences            t_target(m)    a verification of m tokens, one of each sequence
+                  among them
 
-With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so far, those go on
-that together gain most from one more step:
+With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so
+far, those go on that together gain most from one more step:
 
-    the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it is not negative
+    the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it
+    is not negative
 
-Where the curves are lines that is: r goes on iff worth_r >= lambda * slope of t_target, and the batch iff those that would pay its step.
-A stopped sequence stays stopped until the next round. What one sequence drew thus decides whether another drafts on, never whether a token
-that was drawn is verified: law 4.3 holds.
+Where the curves are lines that is: r goes on iff worth_r >= lambda * slope of t_target, and the batch iff those that
+would pay its step. A stopped sequence stays stopped until the next round. What one sequence drew thus decides whether
+another drafts on, never whether a token that was drawn is verified: law 4.3 holds.
 """
 
 from __future__ import annotations
@@ -33,16 +35,21 @@ _LONGEST = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by a number of sequences or tokens: straight between points, before the first as there, after the last as before it."""
+    """Seconds by a number of sequences or tokens: straight between points, before the first as there, after the last as
+    before it.
+    """
 
     numbers: tuple[float | int, ...]
     seconds: tuple[float | int, ...]
 
     def __post_init__(self) -> None:
-        rises = len(self.numbers) == len(self.seconds) > 0 and all(a < b for a, b in zip(self.numbers, self.numbers[1:], strict=False))
+        rises = len(self.numbers) == len(self.seconds) > 0 and all(
+            a < b for a, b in zip(self.numbers, self.numbers[1:], strict=False)
+        )
         if not rises or not all(0 < value < float("inf") for value in self.seconds):
             raise ValueError(
-                f"a cost curve needs rising numbers and as many positive seconds; it has {list(self.numbers)} and {list(self.seconds)}"
+                f"a cost curve needs rising numbers and as many positive seconds; it has {list(self.numbers)} and "
+                f"{list(self.seconds)}"
             )
 
     @classmethod
@@ -100,7 +107,8 @@ class BatchAuto(ScoringPolicy, BatchRule):
     """`auto` in a batch.
 
     Attributes:
-        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way round.
+        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way
+            round.
         costs: the two curves, this rule's own work included in t_draft.
         batch_size: sequences at once, of which the prior of lambda is made.
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.
@@ -126,7 +134,9 @@ class BatchAuto(ScoringPolicy, BatchRule):
 
     def begin(self, state: Any) -> State:
         # before its first token a lagging head's index is about the second, which the first must precede
-        return BatchState(1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean), state.learned)
+        return BatchState(
+            1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean), state.learned
+        )
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
         product, carried, newest = self.scored(state.survival, state.learned, drawn)
@@ -199,7 +209,9 @@ def gaining(worth: Any, price: Any) -> Any:
 
 
 def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:
-    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with these curves or the times of one sequence as lines."""
+    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with these curves or the times of one
+    sequence as lines.
+    """
     if not isinstance(policy, Auto):
         return policy
     costs = costs or BatchCosts(Curve.line(policy.t_draft_s), Curve.line(policy.t_target_s, policy.t_verify_s))

@@ -14,12 +14,14 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Oracle(Policy):
-    """Knows the outcomes, and drafts none but tokens that will be accepted; the last token of a response it leaves to the target.
+    """Knows the outcomes, and drafts none but tokens that will be accepted; the last token of a response it leaves to
+    the target.
 
-    With no times it drafts all of them: N_discarded = 0 and N_target = |rejected| + 1 (SpecDec++, arXiv 2405.19715, Lemma 2.1; more where
-    max_draft_length ends a round). That is the least time as long as a drafted token costs less than the target's own: with d = t_draft and
-    t_target(k) = t + v k, T = (d + v) N + (t - d - v) N_target. Else it may be best to draft none, and where t_target(k) is no line, some
-    of them, or long runs only; so with times it takes the shortest way through each response,
+    With no times it drafts all of them: N_discarded = 0 and N_target = |rejected| + 1 (SpecDec++, arXiv 2405.19715,
+    Lemma 2.1; more where max_draft_length ends a round). That is the least time as long as a drafted token costs less
+    than the target's own: with d = t_draft and t_target(k) = t + v k, T = (d + v) N + (t - d - v) N_target. Else it may
+    be best to draft none, and where t_target(k) is no line, some of them, or long runs only; so with times it takes the
+    shortest way through each response,
 
         left(i) = min over k <= accepted ahead of (k d + t_target(k) + left(i + k + 1))
     """
@@ -29,7 +31,9 @@ class Oracle(Policy):
 
     signals: ClassVar[frozenset[str]] = frozenset({"outcomes"})
 
-    def lengths(self, rejected: Int[Array, " positions"], offsets: Int[Array, " row_offsets"]) -> Int[Array, " positions"]:
+    def lengths(
+        self, rejected: Int[Array, " positions"], offsets: Int[Array, " row_offsets"]
+    ) -> Int[Array, " positions"]:
         """Tokens drafted by a round that starts at each position.
 
         Args:

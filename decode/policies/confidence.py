@@ -1,4 +1,6 @@
-"""Stop on the draft's own probabilities: the drawn token's, their product along the draft, or the largest of the distribution."""
+"""Stop on the draft's own probabilities: the drawn token's, their product along the draft, or the largest of the
+distribution.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +21,8 @@ def check_unit(name: str, value: Number) -> None:
 class TokenProb(Policy):
     """Stop after a token with q(y) < min_token_prob.
 
-    transformers' `assistant_confidence_threshold` (0.4, the token is kept); SWIFT uses 0.8. Departure: q is untruncated at temperature 1,
-    so that the signal means the same under every `Sampling` (greedy included).
+    transformers' `assistant_confidence_threshold` (0.4, the token is kept); SWIFT uses 0.8. Departure: q is untruncated
+    at temperature 1, so that the signal means the same under every `Sampling` (greedy included).
     """
 
     min_token_prob: Number = 0.4
@@ -109,10 +111,12 @@ class LearnedProb(Policy):
 
 @dataclass(frozen=True)
 class LearnedMaxProb(LearnedProb):
-    """Stop before drawing when 1 - (product of learned acceptance probabilities, the next token's among them) > max_rejection_prob.
+    """Stop before drawing when 1 - (product of learned acceptance probabilities, the next token's among them) >
+    max_rejection_prob.
 
-    As `LearnedProb`, with a logistic of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3): what vLLM's second
-    model runner fits to decide how many of the tokens that it has drafted are verified. At least one token is drafted.
+    As `LearnedProb`, with a logistic of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3):
+    what vLLM's second model runner fits to decide how many of the tokens that it has drafted are verified. At least one
+    token is drafted.
     """
 
     signals = frozenset({"max_prob"})

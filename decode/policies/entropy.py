@@ -17,8 +17,9 @@ def check_at_least_zero(name: str, value: Number) -> None:
 class Entropy(Policy):
     """SVIP (arXiv 2411.18462): keep the token, stop after it when sqrt(scale * H(q)) > max_sqrt_entropy.
 
-    sqrt(scale * H) estimates an upper bound on 1 - acceptance_rate (Pinsker with H(q, p) = rho * H(q), scale = (rho - 1) / 2 = 0.15 for
-    rho = 1.3). The official code has 0.15 and 0.3 as here; the paper folds the scale into its threshold h.
+    sqrt(scale * H) estimates an upper bound on 1 - acceptance_rate (Pinsker with H(q, p) = rho * H(q), scale = (rho -
+    1) / 2 = 0.15 for rho = 1.3). The official code has 0.15 and 0.3 as here; the paper folds the scale into its
+    threshold h.
     """
 
     max_sqrt_entropy: Number = 0.3
@@ -37,8 +38,8 @@ class Entropy(Policy):
 class SelfVerify(Policy):
     """HSDDW's self-verification: keep the token, stop after it when H(q) > tau.
 
-    tau is the running mean, within this generation, of H(q) where the first token of each round was rejected; it starts at `initial`
-    (0 in the paper: drafts of one token until a first rejection).
+    tau is the running mean, within this generation, of H(q) where the first token of each round was rejected; it starts
+    at `initial` (0 in the paper: drafts of one token until a first rejection).
     """
 
     initial: Number = 0.0
@@ -60,10 +61,12 @@ class SelfVerify(Policy):
 
 @dataclass(frozen=True)
 class AdaEDL(Policy):
-    """AdaEDL (arXiv 2410.18351): stop before drawing when 1 - sqrt(scale * H(q)) < lambda, with a lambda that follows acceptance.
+    """AdaEDL (arXiv 2410.18351): stop before drawing when 1 - sqrt(scale * H(q)) < lambda, with a lambda that follows
+    acceptance.
 
-    After each round: rate <- .5 rate + .5 accepted / drafted; aim = lambda + step if rate < target_rate, lambda if all were accepted at the
-    cap, else lambda - step; lambda <- .9 lambda + .1 aim. The first token of a round is always drafted, so that lambda can recover.
+    After each round: rate <- .5 rate + .5 accepted / drafted; aim = lambda + step if rate < target_rate, lambda if all
+    were accepted at the cap, else lambda - step; lambda <- .9 lambda + .1 aim. The first token of a round is always
+    drafted, so that lambda can recover.
     """
 
     initial_lambda: Number = 0.2
@@ -88,5 +91,7 @@ class AdaEDL(Policy):
         accepted = outcome.num_accepted / np.maximum(outcome.num_drafted, 1)
         rate = np.where(has_drafted, 0.5 * rate + 0.5 * accepted, rate)
         is_full = (outcome.num_accepted == outcome.num_drafted) & (outcome.num_drafted == outcome.num_allowed)
-        aim = np.where(rate < self.target_rate, threshold + self.step, np.where(is_full, threshold, threshold - self.step))
+        aim = np.where(
+            rate < self.target_rate, threshold + self.step, np.where(is_full, threshold, threshold - self.step)
+        )
         return np.where(has_drafted, 0.9 * threshold + 0.1 * aim, threshold), rate

@@ -18,20 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadPolicy(ScoringPolicy):
-    """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) > max_rejection_prob.
+    """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) >
+    max_rejection_prob.
 
     A prefix head stops before the token whose prediction makes it so, which is then not drawn (B in law 4.3).
 
     Attributes:
-        head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and the other way round.
-        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight 6. "auto" makes
-            an `Auto` in place of this policy: the rule of law 4.11, with what `python -m evaluation tune` wrote into the head's config.
+        head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and
+            the other way round.
+        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
+            6. "auto" makes an `Auto` in place of this policy: the rule of law 4.11, with what `python -m evaluation
+            tune` wrote into the head's config.
         is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
-        min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's bounds are 2 and 20:
-            a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
-        is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where it can, a fixed
-            threshold, which is for raw probabilities, does not.
-        keeps_newest: of a prefix head: draw that token all the same, keep it and stop after it (A in law 4.3). Its forward is paid.
+        min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's
+            bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's
+            max_draft_length.
+        is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where
+            it can, a fixed threshold, which is for raw probabilities, does not.
+        keeps_newest: of a prefix head: draw that token all the same, keep it and stop after it (A in law 4.3). Its
+            forward is paid.
     """
 
     head: AcceptanceHead
@@ -43,10 +48,12 @@ class HeadPolicy(ScoringPolicy):
     keeps_newest: bool = False
 
     def __new__(cls, head: Any = None, max_rejection_prob: Any = None, *others: Any, **named: Any) -> Any:
-        """`Auto` itself where the threshold is "auto": law 4.11 is another rule with another state, and no value of this threshold.
+        """`Auto` itself where the threshold is "auto": law 4.11 is another rule with another state, and no value of
+        this threshold.
 
         Raises:
-            ValueError: `evaluation tune` has not written into the head's config; a word other than "auto"; a min_draft_length.
+            ValueError: `evaluation tune` has not written into the head's config; a word other than "auto"; a
+                min_draft_length.
         """
         if not isinstance(max_rejection_prob, str):
             return super().__new__(cls)
@@ -54,12 +61,16 @@ class HeadPolicy(ScoringPolicy):
             raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it is a probability, or auto")
         given = dict(zip([field.name for field in fields(cls)][2:], others, strict=False)) | named
         if given.get("min_draft_length", 1) != 1:
-            raise ValueError(f"min_draft_length is {given['min_draft_length']}; leave it out, auto chooses its length freely")
+            raise ValueError(
+                f"min_draft_length is {given['min_draft_length']}; leave it out, auto chooses its length freely"
+            )
         return Auto.recommended(head, also=given.get("also"), is_learning=given.get("is_learning"))
 
     def __post_init__(self) -> None:
         if self.keeps_newest and self.head.timing != "prefix":
-            raise ValueError(f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out")
+            raise ValueError(
+                f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out"
+            )
         if self.scores:
             check_unit("max_rejection_prob", self.max_rejection_prob)
 
@@ -82,13 +93,17 @@ class HeadPolicy(ScoringPolicy):
             return False
         product = self.scored_before(state[0], state[1], seen)
         # at least one token: a draft of none is for rules that know costs
-        return (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
+        return (
+            (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
+        )
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
         product, carried, _ = self.scored(state[0], state[1], drawn)
         if self.stops_before:
             return (carried, state[1]), False
-        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (drawn.position + 1 >= self.min_draft_length)
+        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (
+            drawn.position + 1 >= self.min_draft_length
+        )
 
     def end(self, state: Any, outcome: Outcome) -> State:
         return 1.0, LEARNER.learn(state[1], outcome.lesson)

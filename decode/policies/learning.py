@@ -1,17 +1,22 @@
-"""Heads that learn on the job (law 4.14): a calibration that is refitted, round after round, to what verification reveals.
+"""Heads that learn on the job (law 4.14): a calibration that is refitted, round after round, to what verification
+reveals.
 
-A head that was trained on one kind of text is off on another. After verification the acceptance probabilities of the drafted tokens are
-known up to the first rejected one, at no cost, and a logistic regression on three inputs follows them:
+A head that was trained on one kind of text is off on another. After verification the acceptance probabilities of the
+drafted tokens are known up to the first rejected one, at no cost, and a logistic regression on three inputs follows
+them:
 
-    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y); with a prefix head of max q
+    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y); with a
+                              prefix head of max q
 
-It starts at w = (0, 1, 0), which is the head's own calibration, with a Gaussian prior there. Each round is one Newton step (Laplace's
-approximation) over the tokens that it revealed, in which what was learned before counts `memory` times as much as a round ago:
+It starts at w = (0, 1, 0), which is the head's own calibration, with a Gaussian prior there. Each round is one Newton
+step (Laplace's approximation) over the tokens that it revealed, in which what was learned before counts `memory` times
+as much as a round ago:
 
     P <- P0 + memory (P - P0) + sum a (1 - a) x x'          w <- w + P^-1 (sum (p - a) x - (1 - memory) P0 (w - w0))
 
-where p = min(1, p(y) / q(y)) is what the target says of the token: a label far less noisy than the coin that it decides. Tokens after the
-first rejected one teach nothing. The law of the output stays the target's: the weights of a round come of the rounds before it alone.
+where p = min(1, p(y) / q(y)) is what the target says of the token: a label far less noisy than the coin that it
+decides. Tokens after the first rejected one teach nothing. The law of the output stays the target's: the weights of a
+round come of the rounds before it alone.
 """
 
 from math import exp, log
@@ -97,9 +102,13 @@ class Learner(NamedTuple):
         if not lesson:
             return before
         kept, prior = self.memory, self._prior
-        grown = Precision(*(p0 + kept * (p - p0) + h for p0, p, h in zip(prior, before.precision, lesson.curvature, strict=True)))
+        grown = Precision(
+            *(p0 + kept * (p - p0) + h for p0, p, h in zip(prior, before.precision, lesson.curvature, strict=True))
+        )
         pull = (1.0 - kept) * prior.shift
-        steps = _solved(grown, *(g - pull * (w - w0) for g, w, w0 in zip(lesson.gradient, before.weights, _FIRST, strict=True)))
+        steps = _solved(
+            grown, *(g - pull * (w - w0) for g, w, w0 in zip(lesson.gradient, before.weights, _FIRST, strict=True))
+        )
         return Learned(Weights(*(w + step for w, step in zip(before.weights, steps, strict=True))), grown)
 
     @property

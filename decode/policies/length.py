@@ -23,7 +23,8 @@ class FixedLength(Policy):
 
 @dataclass(frozen=True)
 class Heuristic(Policy):
-    """transformers' `num_assistant_tokens_schedule="heuristic"`: all accepted: +2; else -1, at least 1. Starts at `k`, per generation.
+    """transformers' `num_assistant_tokens_schedule="heuristic"`: all accepted: +2; else -1, at least 1. Starts at `k`,
+    per generation.
 
     transformers also adds 2 when nothing was drafted at the length limit; here such a round changes nothing.
     """

@@ -6,7 +6,8 @@ head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported
 
 Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string.
 
-A new policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its line in POLICIES.
+A new policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its line in
+POLICIES.
 """
 
 import re
@@ -45,7 +46,9 @@ class Registered(NamedTuple):
     label: str
     """In tables."""
     values: Callable[[int], Mapping[str, Sequence[Any]]]
-    """From the longest draft, the settings that evaluations compare: parameter -> values, published defaults among or next to them."""
+    """From the longest draft, the settings that evaluations compare: parameter -> values, published defaults among or
+    next to them.
+    """
 
 
 def _spaced(first: float, last: float, num: int) -> tuple[float, ...]:
@@ -60,13 +63,19 @@ POLICIES: dict[str, Registered] = {
     "fixed_length": Registered(FixedLength, "best fixed length", lambda longest: {"k": range(longest + 1)}),
     "heuristic": Registered(Heuristic, "heuristic", lambda longest: {"k": range(1, min(10, longest) + 1)}),
     "token_prob": Registered(TokenProb, "token probability", lambda _: {"min_token_prob": UNIT}),
-    "cumulative_token_prob": Registered(CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}),
+    "cumulative_token_prob": Registered(
+        CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}
+    ),
     "learned_prob": Registered(LearnedProb, "token prob., learned", lambda _: {"max_rejection_prob": LOGISTIC}),
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
-    "learned_max_prob": Registered(LearnedMaxProb, "largest prob., learned (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}),
+    "learned_max_prob": Registered(
+        LearnedMaxProb, "largest prob., learned (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}
+    ),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),
-    "ada_edl": Registered(AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0.0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}),
+    "ada_edl": Registered(
+        AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0.0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}
+    ),
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
 """In the order of tables."""
@@ -74,11 +83,14 @@ _HEADS = ("head", "also")
 """Parameters that name an exported head."""
 
 
-def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any) -> Policy:
+def make_policy(
+    name: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any
+) -> Policy:
     """The policy of that name with those parameters; a head may be given as itself or by its path.
 
     Raises:
-        ValueError: an unknown name, a parameter that the policy lacks or that is out of range, the head policy without a head.
+        ValueError: an unknown name, a parameter that the policy lacks or that is out of range, the head policy without
+            a head.
         FileNotFoundError: no exported head at that path.
     """
     if name not in POLICIES:
@@ -91,7 +103,10 @@ def make_policy(name: str, *, load_head: Callable[[str], AcceptanceHead] = Accep
             raise ValueError(f"policy {name} has no parameter {parameter!r}; it has {', '.join(known) or 'none'}")
     if name == "head" and "head" not in parameters:
         raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
-    loaded = {key: load_head(value) if key in _HEADS and isinstance(value, str) else value for key, value in parameters.items()}
+    loaded = {
+        key: load_head(value) if key in _HEADS and isinstance(value, str) else value
+        for key, value in parameters.items()
+    }
     try:
         return kind(**loaded)
     except TypeError as error:

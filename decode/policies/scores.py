@@ -1,10 +1,14 @@
-"""What trained heads say of a draft: the probability that its tokens survive verification (design laws 4.8, 4.8b and 4.8c).
+"""What trained heads say of a draft: the probability that its tokens survive verification (design laws 4.8, 4.8b and
+4.8c).
 
-fed-time head       the forward that yields q_i scores y_{i-1}: at y_i the product covers j < i, and the first token has no score yet
+fed-time head       the forward that yields q_i scores y_{i-1}: at y_i the product covers j < i, and the first token has
+                    no score yet
 drawn-time head     scores y_i when it is drawn: the product covers j <= i
-prefix head         scores y_i before it is drawn, whichever it will be: the product covers j <= i, and is known before the draw
+prefix head         scores y_i before it is drawn, whichever it will be: the product covers j <= i, and is known before
+                    the draw
 candidate head      as a drawn-time head, of the candidates of a tree
-both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest: its score
+both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest:
+                    its score
                     takes part in this token's decision and is then dropped in favour of the fed-time head's
 """
 
@@ -54,7 +58,9 @@ class Scores:
         if self.also is None:
             return
         if alone := {"prefix", "candidate"} & {self.head.timing, self.also.timing}:
-            raise ValueError(f"a {alone.pop()} head goes alone; `also` is for a fed-time and a drawn-time head together")
+            raise ValueError(
+                f"a {alone.pop()} head goes alone; `also` is for a fed-time and a drawn-time head together"
+            )
         if self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
 
@@ -70,7 +76,9 @@ class Scores:
     @property
     def stop_kind(self) -> str:
         """As `Policy.stop_kind`: the shapes of the heads. A perfect head has none, and costs nothing."""
-        return JOINT.join(sorted(head.shape_name for head in (self.head, self.also) if head is not None and head.shape_name))
+        return JOINT.join(
+            sorted(head.shape_name for head in (self.head, self.also) if head is not None and head.shape_name)
+        )
 
     @property
     def is_lagging(self) -> bool:
@@ -80,7 +88,8 @@ class Scores:
     def after(self, carried: Number, drawn: AfterDraw) -> tuple[Number, Number, Number]:
         """Survival with the drawn token in it: (product of all scores, what the next token starts from, newest score).
 
-        A plain tuple, and no call that can be spared: the loop comes here once per drafted token, and a named one would double its time.
+        A plain tuple, and no call that can be spared: the loop comes here once per drafted token, and a named one would
+        double its time.
 
         Args:
             carried: 1 at the start of a round, then the second number that came of the token before.
@@ -100,7 +109,9 @@ class Scores:
     def before(self, carried: Number, seen: BeforeDraw) -> Number:
         """Survival with the next token in it, by a prefix head, before that token is drawn; `carried` as of `after`."""
         late = self._late
-        return carried * sigmoid((seen.prefix_logit + late.shift) / late.temperature if self.is_calibrated else seen.prefix_logit)
+        return carried * sigmoid(
+            (seen.prefix_logit + late.shift) / late.temperature if self.is_calibrated else seen.prefix_logit
+        )
 
     def logit(self, seen: AfterDraw | BeforeDraw) -> Number:
         """The drawn-time or prefix head's calibrated logit for the token."""
@@ -109,7 +120,9 @@ class Scores:
 
     @cached_property
     def _calibrations(self) -> tuple[_Calibration | None, _Calibration | None]:
-        """Of the head that scores late and of the one that does not, read once: a head works them out anew each time it is asked."""
+        """Of the head that scores late and of the one that does not, read once: a head works them out anew each time it
+        is asked.
+        """
         heads = self.of_timing("fed"), self.of_timing("drawn") or self.of_timing("prefix")
         fed, late = (None if head is None else _Calibration(head.calibration_shift, head.temperature) for head in heads)
         return fed, late
@@ -142,7 +155,9 @@ class ScoringPolicy(Policy):
         """
         if self.is_learning and not self.can_learn:
             kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
-            raise ValueError(f"is_learning is for one drawn-time, prefix or candidate head, and this is a {kind}; leave it out")
+            raise ValueError(
+                f"is_learning is for one drawn-time, prefix or candidate head, and this is a {kind}; leave it out"
+            )
         return Scores(self.head, self.also, self.is_calibrated)
 
     @property
@@ -193,7 +208,11 @@ class ScoringPolicy(Policy):
 
     def scored_before(self, carried: Number, learned: Any, seen: BeforeDraw) -> Number:
         """`Scores.before`, or the same by what was learned."""
-        return carried * score_of(learned.weights, self._inputs(seen)) if self.is_learning else self.scores.before(carried, seen)
+        return (
+            carried * score_of(learned.weights, self._inputs(seen))
+            if self.is_learning
+            else self.scores.before(carried, seen)
+        )
 
     def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()

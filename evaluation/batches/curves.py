@@ -1,4 +1,6 @@
-"""The curves of law 4.13 as `evaluation bench --batch` measured them, kept in DIR/batch_costs.jsonl for `evaluation evaluate --batch`."""
+"""The curves of law 4.13 as `evaluation bench --batch` measured them, kept in DIR/batch_costs.jsonl for `evaluation
+evaluate --batch`.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +27,9 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
     curves = _stored(experiment).get(key_of(experiment))
     if curves is None:
         return None
-    return BatchCosts(**{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()})
+    return BatchCosts(
+        **{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()}
+    )
 
 
 def _stored(experiment: Experiment) -> KeyedStore:

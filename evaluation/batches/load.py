@@ -1,7 +1,7 @@
 """What a continuous batch did, round by round: all that its costs depend on (law 4.13).
 
-A batch has a number of seats. Sequences wait in a queue; one that ends leaves its seat to the next, which begins with the next round. Each
-round of the batch is one round of every sequence that is seated.
+A batch has a number of seats. Sequences wait in a queue; one that ends leaves its seat to the next, which begins with
+the next round. Each round of the batch is one round of every sequence that is seated.
 """
 
 from heapq import heapreplace
@@ -51,7 +51,9 @@ class Load(NamedTuple):
         step_s[0] = 0.0
         seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)
         clock = np.append(0.0, seconds.cumsum())
-        return LoadSpent(int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean()))
+        return LoadSpent(
+            int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean())
+        )
 
 
 def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:

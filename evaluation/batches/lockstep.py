@@ -1,4 +1,6 @@
-"""A continuous batch stepped through on a trace, for policies whose sequences depend on each other (law 4.13); `load_of` for the others."""
+"""A continuous batch stepped through on a trace, for policies whose sequences depend on each other (law 4.13);
+`load_of` for the others.
+"""
 
 import numpy as np
 from jaxtyping import Int
@@ -64,7 +66,9 @@ class _Seats(Lockstep):
         return len(seated) == len(empty)
 
 
-def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int, *, is_drained: bool = False) -> Load:
+def step_through(
+    trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int, *, is_drained: bool = False
+) -> Load:
     """What a batch does under one setting of a policy.
 
     Args:

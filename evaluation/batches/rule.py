@@ -1,4 +1,6 @@
-"""The rule of law 4.13 for given curves: what else it needs is read off a trace; lambda is a fixed point, as in `evaluation.tuning.rule`."""
+"""The rule of law 4.13 for given curves: what else it needs is read off a trace; lambda is a fixed point, as in
+`evaluation.tuning.rule`.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,7 @@
 """Arms: ways of writing the same number of tokens, which take turns on every prompt.
 
-EOS is switched off in all, and a time is wall clock around a whole generation, prompt included. Every arm of the loop starts a prompt from
-the same seed.
+EOS is switched off in all, and a time is wall clock around a whole generation, prompt included. Every arm of the loop
+starts a prompt from the same seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,9 @@ def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
     return seconds_of
 
 
-def turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, has_warm_up: bool = True) -> Iterator[dict[str, float]]:
+def turns(
+    arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, has_warm_up: bool = True
+) -> Iterator[dict[str, float]]:
     """Seconds of every arm on each prompt in turn, as soon as a prompt is done; one unmeasured turn first."""
     for timed in arms.values() if has_warm_up else ():
         timed(prompts[0], len(prompts))
@@ -56,5 +58,7 @@ def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> d
 
 
 def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
-    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt alike."""
+    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt
+    alike.
+    """
     return median(slow / fast for slow, fast in zip(slower, faster, strict=True))

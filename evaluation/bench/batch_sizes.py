@@ -1,7 +1,8 @@
-"""Continuous batches on a clock (law 4.13): fixed lengths and policies at several sizes, in turns, and the curves that their rounds give.
+"""Continuous batches on a clock (law 4.13): fixed lengths and policies at several sizes, in turns, and the curves that
+their rounds give.
 
-Every run decodes the same prompts under the same seed, as many of them as keep the batch full a while; EOS is switched off. The curves
-t_draft(sequences) and t_target(tokens) are of rounds in which no prompt was read.
+Every run decodes the same prompts under the same seed, as many of them as keep the batch full a while; EOS is switched
+off. The curves t_draft(sequences) and t_target(tokens) are of rounds in which no prompt was read.
 """
 
 from collections import defaultdict
@@ -43,7 +44,8 @@ class Measured(NamedTuple):
 
 
 def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
-    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of fixed lengths gave.
+    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of
+    fixed lengths gave.
 
     Args:
         loop: models and prompts.
@@ -52,14 +54,20 @@ def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[in
     """
     prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
     fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
-    seen = [one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds]
+    seen = [
+        one
+        for size in sizes
+        for name in fixed
+        for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds
+    ]
     first, rows = curves_of(seen), []
     for size in sizes:
         runs: dict[str, list[BatchRun]] = defaultdict(list)
         for turn in range(_TURNS + 1):
             for name, policy in policies.items():
                 runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
-        speeds = {name: [run.tokens_per_s for run in turns[1:]] for name, turns in runs.items()}  # the first is a warm-up
+        # the first is a warm-up
+        speeds = {name: [run.tokens_per_s for run in turns[1:]] for name, turns in runs.items()}
         best = max(fixed, key=lambda name: median(speeds[name]))
         for name, values in speeds.items():
             against = median(own / other for own, other in zip(values, speeds[best], strict=True))
@@ -107,7 +115,8 @@ def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """Policies down, sizes across."""
     ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
     cells = (
-        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})") for row in ordered
+        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})")
+        for row in ordered
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     return Sheet(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")

@@ -1,8 +1,9 @@
-"""At which setting each family runs: policies that were named, or for each family what is fastest on dev at the costs of a cell.
+"""At which setting each family runs: policies that were named, or for each family what is fastest on dev at the costs
+of a cell.
 
-A trace is of one sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the config's sampling is
-the one of every command), recorded with the models as they are: extra layers change no token. Heads were trained under one sampling, too;
-elsewhere they run as foreign heads, which is said beside them.
+A trace is of one sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the
+config's sampling is the one of every command), recorded with the models as they are: extra layers change no token.
+Heads were trained under one sampling, too; elsewhere they run as foreign heads, which is said beside them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,9 @@ class Choices:
         dev = folder.load(next(iter(experiment.datasets))).dev
         grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
         traces = Traces(dev, dev.select([0]))  # nothing is reported on test here
-        return replay_dataset(traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}")
+        return replay_dataset(
+            traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"
+        )
 
     def at(self, cost: CostModel, families: Sequence[str] = ()) -> dict[str, Chosen]:
         """Family -> what is fastest on dev at these costs.
@@ -87,9 +90,15 @@ class Choices:
 
 
 def _under(config: Config, name: str, sampling: Sampling) -> Config:
-    """The same experiment under another sampling, in a folder of its own; of test prompts one is traced, which a trace needs."""
+    """The same experiment under another sampling, in a folder of its own; of test prompts one is traced, which a trace
+    needs.
+    """
     decode = replace(
-        config.decode, dir=str(Path(config.decode.dir) / "bench" / name), allow_foreign_heads=True, num_test=1, perfect_head=False
+        config.decode,
+        dir=str(Path(config.decode.dir) / "bench" / name),
+        allow_foreign_heads=True,
+        num_test=1,
+        perfect_head=False,
     )
     law = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     return replace(config, decode=decode, pair=replace(config.pair, sampling=law))

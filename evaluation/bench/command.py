@@ -1,13 +1,20 @@
-"""python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, arms taking turns on every prompt.
+"""python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, arms taking
+turns on every prompt.
 
-    --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13 (`evaluation.bench.batch_sizes`)
-    policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and transformers' schedules
-                (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on models that are made slow
-                by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay in DIR/bench.jsonl
-    lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled (`evaluation.bench.lengths`)
-    overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what stops add
+    --batch     fixed lengths and policies in continuous batches, and the curves of law 4.13
+                (`evaluation.bench.batch_sizes`)
+    policies    each family at the setting that is fastest on dev, the best fixed length, the target alone, and
+                transformers' schedules
+                (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9; with `--ratios` on
+                models that are made slow by layers that change nothing (`evaluation.bench.speeds`). Finished cells stay
+                in DIR/bench.jsonl
+    lengths     the loop beside assisted generation at equal fixed lengths; with `decode.compile` also compiled
+                (`evaluation.bench.lengths`)
+    overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what
+                stops add
 
-With `decode.hierarchies` also three models beside two (`evaluation.bench.hierarchies`). The last line is one JSON document.
+With `decode.hierarchies` also three models beside two (`evaluation.bench.hierarchies`). The last line is one JSON
+document.
 """
 
 import json
@@ -67,8 +74,10 @@ def bench(
         batch: instead, `lengths` and `policies` in continuous batches of so many sequences.
         ratios: of policies: make both models slow, to these t_target / t_draft; empty: the pair as it is.
         t_draft_ms: of policies: a draft step with ratios, unless the draft is slower as it is.
-        samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's (own).
-        policies: these instead of each family's best, one a fixed length: fixed_length:k=5, head:PATH,max_rejection_prob=0.4.
+        samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's
+            (own).
+        policies: these instead of each family's best, one a fixed length: fixed_length:k=5,
+            head:PATH,max_rejection_prob=0.4.
         families: of policies: only these and the best fixed length; empty: all.
         constants: of policies: lengths of transformers' constant schedule; empty: our best fixed length and half of it.
         lengths: of lengths: fixed draft lengths.
@@ -77,7 +86,8 @@ def bench(
         num_tokens: per generation; EOS is switched off.
     """
     how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
-    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)  # first: they refuse
+    # first: they refuse
+    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)
     document: dict[str, Any] = {"where": where(config), **how}
     if "policies" in parts and sizes is None:
         terms = RaceTerms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
@@ -155,9 +165,18 @@ class Bare:
         return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 
     def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
-        pair, prompts, num_tokens, decode = self._experiment.pair, self._prompts, self._num_tokens, self._experiment.decode
+        pair, prompts, num_tokens, decode = (
+            self._experiment.pair,
+            self._prompts,
+            self._num_tokens,
+            self._experiment.decode,
+        )
         if "lengths" in parts:
-            how: dict[str, Any] = {"lengths": self._lengths, "num_tokens": num_tokens, "has_compiled": decode.compile is True}
+            how: dict[str, Any] = {
+                "lengths": self._lengths,
+                "num_tokens": num_tokens,
+                "has_compiled": decode.compile is True,
+            }
             for row in length_rows(pair, prompts, _PLAIN, **how):
                 yield "lengths", row
         if "overheads" in parts:

@@ -1,10 +1,12 @@
-"""`evaluation bench` with `decode.hierarchies`: wall clock of three models beside the two-model loop, arms taking turns on every prompt.
+"""`evaluation bench` with `decode.hierarchies`: wall clock of three models beside the two-model loop, arms taking turns
+on every prompt.
 
     against_alone     tokens per second / of the same loop with nothing drafted
     against_sd        tokens per second / of plain speculation with the draft, at the best of the fixed lengths tried
 
-Hierarchies run at the first of the settings that `evaluation hierarchy` chooses from on dev. The best fixed length is chosen on the timed
-prompts themselves: a favour to plain speculation, so that a hierarchy that still wins does not owe it to a badly chosen length.
+Hierarchies run at the first of the settings that `evaluation hierarchy` chooses from on dev. The best fixed length is
+chosen on the timed prompts themselves: a favour to plain speculation, so that a hierarchy that still wins does not owe
+it to a badly chosen length.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,12 @@ from lm import Pair, Sampling
 
 
 def hierarchy_rows(
-    pair: Pair, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, lengths: Sequence[int], num_tokens: int
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    samplings: Mapping[str, Sampling],
+    *,
+    lengths: Sequence[int],
+    num_tokens: int,
 ) -> Iterator[dict[str, Any]]:
     """One row per sampling and drafter.
 
@@ -52,11 +59,20 @@ def hierarchy_rows(
 def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """The rows, drafters down, threads and samplings across."""
     ordered = sorted(rows, key=lambda row: (row["threads"], row["sampling"]))
-    cells = ((row["drafter"], heading_of(row), f"{row['tokens_per_s']:.1f} ({row['against_sd']:.2f})") for row in ordered)
-    return Sheet("hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length", crossed("drafter", cells))
+    cells = (
+        (row["drafter"], heading_of(row), f"{row['tokens_per_s']:.1f} ({row['against_sd']:.2f})") for row in ordered
+    )
+    return Sheet(
+        "hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length",
+        crossed("drafter", cells),
+    )
 
 
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
-    three = {f"{one.name} {one.settings[0].label}": one.settings[0].build() for one in competitors_of(trio) if one.num_levels == 3}
+    three = {
+        f"{one.name} {one.settings[0].label}": one.settings[0].build()
+        for one in competitors_of(trio)
+        if one.num_levels == 3
+    }
     return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

@@ -1,4 +1,5 @@
-"""The loop at fixed draft lengths beside assisted generation at the same lengths: what the loop itself costs, whatever policy runs in it.
+"""The loop at fixed draft lengths beside assisted generation at the same lengths: what the loop itself costs, whatever
+policy runs in it.
 
 against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
 against_plain     tokens per second of the loop / of the target's plain generation
@@ -27,12 +28,20 @@ def length_rows(
 ) -> Iterator[dict[str, Any]]:
     """One row per sampling and draft length, each as soon as it is measured."""
     for name, sampling in samplings.items():
-        what: dict[str, Any] = {"pair": pair, "prompts": prompts, "sampling": sampling, "max_draft_length": max(lengths)}
+        what: dict[str, Any] = {
+            "pair": pair,
+            "prompts": prompts,
+            "sampling": sampling,
+            "max_draft_length": max(lengths),
+        }
         loops = {"ours": Loop(**what, max_new_tokens=num_tokens)}
         if has_compiled:
             loops["compiled"] = Loop(**what, max_new_tokens=num_tokens, compile=True)
         for k in lengths:
-            timed = {which: assisted(pair, num_tokens, sampling, how) for which, how in (("plain", None), ("assisted", constant(k)))}
+            timed = {
+                which: assisted(pair, num_tokens, sampling, how)
+                for which, how in (("plain", None), ("assisted", constant(k)))
+            }
             timed |= {which: generations_of(loop.decoder(FixedLength(k)), num_tokens) for which, loop in loops.items()}
             seconds = timed_in_turns(timed, prompts)
             row: dict[str, Any] = {"sampling": name, "k": k}
@@ -49,7 +58,9 @@ def length_rows(
 def num_differing(loop: Loop, other: Loop, k: int) -> int:
     """Greedy generations that two loops end with other tokens: near ties that rounding decides."""
     decoders = [each.decoder(FixedLength(k)) for each in (loop, other)]
-    texts = ([decoder.generate(prompt, loop.max_new_tokens).token_ids for decoder in decoders] for prompt in loop.prompts)
+    texts = (
+        [decoder.generate(prompt, loop.max_new_tokens).token_ids for decoder in decoders] for prompt in loop.prompts
+    )
     return sum(one != another for one, another in texts)
 
 

@@ -1,6 +1,7 @@
 """What the loop spends outside model forwards.
 
-outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall time;
+outside_share     share of the wall time outside model forwards: 1 - (counts of forwards x bare forward medians) / wall
+                  time;
                   outside_own_share: the same with the loop's own forwards, which are faster than bare ones
 """
 
@@ -21,7 +22,9 @@ from lm import CachedModel, Pair, Sampling
 _DRAFT_LENGTH = 5
 
 
-def overheads_of(pair: Pair, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, num_tokens: int) -> dict[str, Any]:
+def overheads_of(
+    pair: Pair, prompts: Sequence[list[int]], samplings: Mapping[str, Sampling], *, num_tokens: int
+) -> dict[str, Any]:
     """Time outside forwards with drafts of 5 tokens."""
     row: dict[str, Any] = {}
     for name, sampling in samplings.items():
@@ -34,7 +37,8 @@ class TalliedModel(CachedModel):
     """Also writes a `Call` for every forward into a log that both models share."""
 
     def __init__(self, name: str, pair: Pair, log: list["Call"]) -> None:
-        self._name, self._log = name, list[Call]()  # a model that is tried out while it is made is no part of a generation
+        # a model that is tried out while it is made is no part of a generation
+        self._name, self._log = name, list[Call]()
         super().__init__(getattr(pair, name), vocab_size=pair.vocab_size)
         self._log = log
 
@@ -65,8 +69,9 @@ class Outside(NamedTuple):
     """Time outside model forwards, medians over prompts."""
 
     share: float
-    """1 - counts of forwards x bare forward medians / wall time. A bare forward is the transformers model called with its own cache on ids
-    that are already a tensor; the loop calls the model's halves, which is faster, so this may be below zero."""
+    """1 - counts of forwards x bare forward medians / wall time. A bare forward is the transformers model called with
+    its own cache on ids that are already a tensor; the loop calls the model's halves, which is faster, so this may be
+    below zero."""
     own_share: float
     """The same with the loop's own forwards (`CachedModel`) in place of the bare ones."""
     wall_s: float
@@ -75,12 +80,14 @@ class Outside(NamedTuple):
 def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> Outside:
     """What the loop spends outside forwards.
 
-    Each generation is followed by its own forwards once more, bare and in their order, so that both see the same caches of the machine;
-    medians are per model, tokens fed, and cache length to within 16.
+    Each generation is followed by its own forwards once more, bare and in their order, so that both see the same caches
+    of the machine; medians are per model, tokens fed, and cache length to within 16.
     """
     log: list[Call] = []
     drafter = ModelDrafter(TalliedModel("draft", pair, log), FixedLength(k))
-    decoder = SpeculativeDecoder(TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset())
+    decoder = SpeculativeDecoder(
+        TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset()
+    )
     bare: dict[Call, list[float]] = defaultdict(list)
     own: dict[Call, list[float]] = defaultdict(list)
     runs = []
@@ -93,7 +100,8 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         _repeat_bare(pair, log, bare)
         _repeat_own(pair, log, own)
     share, own_share = (
-        median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:]) for seconds in (bare, own)
+        median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:])
+        for seconds in (bare, own)
     )
     return Outside(share, own_share, median(wall_s for wall_s, _ in runs[1:]))
 

@@ -1,7 +1,8 @@
-"""Every policy family and every schedule of transformers in turns, one cell per ratio of times and sampling; finished cells are kept.
+"""Every policy family and every schedule of transformers in turns, one cell per ratio of times and sampling; finished
+cells are kept.
 
-DIR/bench.jsonl holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell that is there is not
-measured again.
+DIR/bench.jsonl holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell
+that is there is not measured again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,11 @@ from evaluation.costs.model import CostModel
 from lm import Pair, Sampling
 from store.keyed import KeyedStore
 
-SAMPLINGS = {"greedy": Sampling(temperature=0.0), "sampled": Sampling(), "nucleus": Sampling(temperature=0.7, top_p=0.9)}
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "sampled": Sampling(),
+    "nucleus": Sampling(temperature=0.7, top_p=0.9),
+}
 _KEPT = ("family", "setting", "is_foreign", "on_dev")
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
@@ -73,7 +78,10 @@ class Race:
     def cells(self, ratios: Sequence[float], samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
         """One record per ratio (none: the pair as it is) and sampling, each as soon as it is there."""
         if ratios and self.experiment.has_feature_draft:
-            raise ValueError("--ratios slows both models by extra layers, and a feature draft takes none; set pair.target.extra_layers")
+            raise ValueError(
+                "--ratios slows both models by extra layers, and a feature draft takes none; set "
+                "pair.target.extra_layers"
+            )
         for ratio in ratios or (None,):
             for name in samplings:
                 asked = {"ratio": ratio, "sampling": name, **asdict(self._terms)}
@@ -101,7 +109,9 @@ class Race:
         pair = self.experiment.pair if ratio is None else Experiment(speed.of(self._config)).pair
         arms = self._arms(pair, sampling, chosen)
         label = "as it is" if ratio is None else f"ratio {ratio:g}"
-        with tqdm(desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="text") as bar:
+        with tqdm(
+            desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="text"
+        ) as bar:
             timed = {place: _ticking(arm.timed, bar) for place, arm in arms.items()}
             rows = list(turns(timed, self._prompts, has_warm_up=ratio is None))
         return {
@@ -111,7 +121,8 @@ class Race:
             "num_tokens": self._terms.num_tokens,
             "default_schedule": about_default(),
             "arms": [
-                {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]} for place, arm in arms.items()
+                {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]}
+                for place, arm in arms.items()
             ],
         }
 
@@ -156,7 +167,9 @@ class Race:
         if self.experiment.has_feature_draft:  # transformers drafts with models of their own
             return arms
         schedules = {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
-        schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)}
+        schedules |= {
+            f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)
+        }
         for name, (setting, changes) in schedules.items():
             family = CONSTANT if name.startswith(CONSTANT) else name
             arms[name] = Racer(family, setting, assisted(pair, num_tokens, sampling, changes))

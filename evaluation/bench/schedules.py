@@ -1,13 +1,17 @@
 """transformers' assisted generation, as its users get it: under the schedules that its documentation names.
 
-    default       `generate(assistant_model=…)` where nothing is set: drafts of up to 20 tokens that end where the draft gives a token less
-                  than the confidence threshold, which starts at 0.4 and, where scikit-learn is installed, moves with what is accepted
-    heuristic     num_assistant_tokens_schedule: two more tokens after a draft that was accepted whole, else one less; the threshold
+    default       `generate(assistant_model=…)` where nothing is set: drafts of up to 20 tokens that end where the draft
+                  gives a token less
+                  than the confidence threshold, which starts at 0.4 and, where scikit-learn is installed, moves with
+                  what is accepted
+    heuristic     num_assistant_tokens_schedule: two more tokens after a draft that was accepted whole, else one less;
+                  the threshold
                   stays
     constant K    drafts of K tokens, no threshold
 
-A schedule keeps what it has learnt from prompt to prompt, as it would for its users. Temperature and top-p go to `generate` as they are;
-that it then applies them to the draft twice, once when drawing and once more when verifying, is transformers' own affair.
+A schedule keeps what it has learnt from prompt to prompt, as it would for its users. Temperature and top-p go to
+`generate` as they are; that it then applies them to the draft twice, once when drawing and once more when verifying, is
+transformers' own affair.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +31,11 @@ _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 def constant(k: int) -> dict[str, Any]:
     """What a user sets for drafts of a fixed length."""
-    return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return {
+        "num_assistant_tokens": k,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
 
 
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
@@ -35,7 +43,9 @@ HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 
 def about_default() -> str:
     """What the default schedule is here."""
-    return f"confidence threshold {'moves (scikit-learn)' if is_sklearn_available() else 'fixed at 0.4 (no scikit-learn)'}"
+    return (
+        f"confidence threshold {'moves (scikit-learn)' if is_sklearn_available() else 'fixed at 0.4 (no scikit-learn)'}"
+    )
 
 
 def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[str, Any] | None) -> Timed:
@@ -45,7 +55,8 @@ def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[s
         pair: draft and target.
         num_tokens: of each generation.
         sampling: passed to `generate`.
-        changes: of the draft's generation config, the only place where transformers looks; None: plain generation without a draft.
+        changes: of the draft's generation config, the only place where transformers looks; None: plain generation
+            without a draft.
     """
     assistant = {} if changes is None else {"assistant_model": pair.draft}
     warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
@@ -57,7 +68,9 @@ def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[s
         ids = torch.tensor([prompt], device=pair.target.device)
         with _set(pair, settings):
             started_s = perf_counter()
-            output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **how)  # type: ignore[operator]
+            output = pair.target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **how
+            )  # type: ignore[operator]
             seconds = perf_counter() - started_s
             settings.update({name: getattr(pair.draft.generation_config, name) for name in _LEARNT})
         assert output.shape[1] == len(prompt) + num_tokens, "every arm writes the same number of tokens"

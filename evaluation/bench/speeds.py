@@ -1,8 +1,8 @@
 """Times as wished: how many layers that change nothing (`lm.expanded`) make draft and target so slow.
 
-A forward is timed at two depths, and the line through both gives the depth for any time; once more from there. What the loop adds to a
-bare forward, and a stop to a draft step, costs the same seconds at every depth: a slow pair costs what the pair itself costs, and the
-difference of its bare forwards.
+A forward is timed at two depths, and the line through both gives the depth for any time; once more from there. What the
+loop adds to a bare forward, and a stop to a draft step, costs the same seconds at every depth: a slow pair costs what
+the pair itself costs, and the difference of its bare forwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,12 +68,14 @@ class Stopwatch:
             for length in lengths:
                 model.roll_back(len(ids) - 1)
                 started_s = perf_counter()
-                float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])  # reading a number waits for the device
+                # reading a number waits for the device
+                float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])
                 seconds[length].append(perf_counter() - started_s)
         return [median(seconds[length][1:]) for length in lengths]
 
     def slowed(self, natural: CostModel, *, ratio: float, t_draft_s: float) -> Speed:
-        """The pair at t_target(0) / t_draft = `ratio`, its draft at least as slow as wished, neither model faster than it is.
+        """The pair at t_target(0) / t_draft = `ratio`, its draft at least as slow as wished, neither model faster than
+        it is.
 
         Args:
             natural: costs of the pair as it is, in the loop.
@@ -85,7 +87,9 @@ class Stopwatch:
         wished_s = max(t_draft_s, natural.t_draft_s, natural.t_target_s[0] / ratio)
         draft_layers = layers_for(wished_s - natural.t_draft_s + bare_draft_s, partial(self._one_s, draft))
         slow_draft_s = natural.t_draft_s + self._one_s(draft, draft_layers) - bare_draft_s
-        target_layers = layers_for(ratio * slow_draft_s - natural.t_target_s[0] + bare_target_s[0], partial(self._one_s, target))
+        target_layers = layers_for(
+            ratio * slow_draft_s - natural.t_target_s[0] + bare_target_s[0], partial(self._one_s, target)
+        )
         added_s = np.subtract(self.forwards_s(target, target_layers, _LENGTHS), bare_target_s)
         lengths = np.arange(_LENGTHS[-1] + 1)
         slow_target_s = natural.target_s(lengths) + np.interp(lengths, _LENGTHS, added_s)
@@ -119,6 +123,9 @@ def layers_for(wished_s: float, timed: Callable[[int], float]) -> int:
     for _ in range(2):
         layer_s = (timed(num_layers) - first_s) / num_layers
         if layer_s <= 0:
-            raise ValueError(f"a forward with {num_layers} extra layers takes no longer than without; the machine is too busy to be timed")
+            raise ValueError(
+                f"a forward with {num_layers} extra layers takes no longer than without; the machine is too busy to "
+                "be timed"
+            )
         num_layers = max(1, round((wished_s - first_s) / layer_s))
     return num_layers

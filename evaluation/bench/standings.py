@@ -1,10 +1,11 @@
 """Who is ahead in a cell: gains over our best fixed length and over each of transformers' schedules.
 
-    gain      tokens per second over all prompts / of the other arm - 1, with the 95 % interval of the paired bootstrap over prompts
+    gain      tokens per second over all prompts / of the other arm - 1, with the 95 % interval of the paired bootstrap
+              over prompts
     median    of the ratios prompt by prompt, which a prompt on which the machine was disturbed cannot move
 
-The best fixed length and the best training-free policy are those that dev chose, or of those that were named the fastest on the timed
-prompts; the best constant schedule is the fastest on the timed prompts: a favour to transformers.
+The best fixed length and the best training-free policy are those that dev chose, or of those that were named the
+fastest on the timed prompts; the best constant schedule is the fastest on the timed prompts: a favour to transformers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,9 @@ class Standing:
     is_foreign: bool
     tokens_per_s: float
     over: Mapping[str, Gain]
-    """Rival -> the gain over it: the best fixed length, the best training-free policy, the target alone, each schedule."""
+    """Rival -> the gain over it: the best fixed length, the best training-free policy, the target alone, each
+    schedule.
+    """
     median_over: Mapping[str, float]
     """The same as the median of ratios prompt by prompt, minus 1."""
 
@@ -52,16 +55,22 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
         ValueError: no fixed length among the arms.
     """
     spent = [_spent(arm, cell["num_tokens"]) for arm in cell["arms"]]
-    groups = {rival: (rival,) for rival in (BASELINE, ALONE, *SCHEDULES)} | {TRAINING_FREE: tuple(POLICIES.keys() - {"head"})}
+    groups = {rival: (rival,) for rival in (BASELINE, ALONE, *SCHEDULES)} | {
+        TRAINING_FREE: tuple(POLICIES.keys() - {"head"})
+    }
     rivals = {}
     for rival, families in groups.items():
         members = [
-            (arm.get("on_dev") or own.tokens_per_s, own) for arm, own in zip(cell["arms"], spent, strict=True) if arm["family"] in families
+            (arm.get("on_dev") or own.tokens_per_s, own)
+            for arm, own in zip(cell["arms"], spent, strict=True)
+            if arm["family"] in families
         ]
         if members:
             rivals[rival] = max(members, key=lambda member: member[0])[1]
     if BASELINE not in rivals:
-        raise ValueError("no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5")
+        raise ValueError(
+            "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
+        )
     return [
         Standing(
             family=arm["family"],
@@ -69,7 +78,9 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
             is_foreign=arm["is_foreign"],
             tokens_per_s=own.tokens_per_s,
             over={name: gain_over(rival, own) for name, rival in rivals.items()},
-            median_over={name: median_ratio(rival.seconds.tolist(), own.seconds.tolist()) - 1 for name, rival in rivals.items()},
+            median_over={
+                name: median_ratio(rival.seconds.tolist(), own.seconds.tolist()) - 1 for name, rival in rivals.items()
+            },
         )
         for arm, own in zip(cell["arms"], spent, strict=True)
     ]
@@ -93,7 +104,12 @@ def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sh
         }
         for one in standings
     ]
-    return Sheet(title_of(cell), rows, "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts", names=2)
+    return Sheet(
+        title_of(cell),
+        rows,
+        "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts",
+        names=2,
+    )
 
 
 def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Sheet:
@@ -136,13 +152,17 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     best = max(ours, key=lambda one: one.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {_name(name)}" for name in SCHEDULES if name in best.over)
     behind = [
-        f"{_name(one.family)} behind {_name(name)}" for one in ours for name in SCHEDULES if name in one.over and one.over[name].value < 0
+        f"{_name(one.family)} behind {_name(name)}"
+        for one in ours
+        for name in SCHEDULES
+        if name in one.over and one.over[name].value < 0
     ]
     where = f"{_LABELS[cell['sampling']]} at ratio {ratio_of(cell):.2f}"
     if not against:
         return f"{where}: fastest of ours {_name(best.family)}; transformers has no schedule for a feature draft."
     return (
-        f"{where}: fastest of ours {_name(best.family)}: {against}. {'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind.'}"
+        f"{where}: fastest of ours {_name(best.family)}: {against}. "
+        f"{'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind.'}"
     )
 
 
@@ -151,7 +171,9 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
     samplings = list(dict.fromkeys(cell["sampling"] for cell, _ in cells))
     figure, panels = panels_of(len(samplings), width=4.4 * len(samplings), height=4.2)
     for axes, sampling in zip(panels, samplings, strict=True):
-        of_sampling = sorted((each for each in cells if each[0]["sampling"] == sampling), key=lambda each: ratio_of(each[0]))
+        of_sampling = sorted(
+            (each for each in cells if each[0]["sampling"] == sampling), key=lambda each: ratio_of(each[0])
+        )
         ratios = [ratio_of(cell) for cell, _ in of_sampling]
         for place, family in enumerate(dict.fromkeys(one.family for _, standings in of_sampling for one in standings)):
             if family in (BASELINE, ALONE):
@@ -161,7 +183,9 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
             errors = np.maximum(0, np.stack([points[:, 0] - points[:, 1], points[:, 2] - points[:, 0]]))
             style = "--" if family in SCHEDULES else "-"
             shifted = np.array(ratios) * 1.01**place  # so that whiskers stand side by side
-            axes.errorbar(shifted, 100 * points[:, 0], 100 * errors, fmt=f"{style}.", linewidth=1, capsize=2, label=_name(family))
+            axes.errorbar(
+                shifted, 100 * points[:, 0], 100 * errors, fmt=f"{style}.", linewidth=1, capsize=2, label=_name(family)
+            )
         axes.axhline(0, color=GREY, linewidth=1)
         axes.set(xscale="log", xlabel="t_target / t_draft", title=_LABELS[sampling])
         axes.set_xticks(ratios, [f"{ratio:.3g}" for ratio in ratios], minor=False)

@@ -1,4 +1,5 @@
-"""`evaluation evaluate` on a clock: of each family the setting that dev chose, in real generations that the trace is played to.
+"""`evaluation evaluate` on a clock: of each family the setting that dev chose, in real generations that the trace is
+played to.
 
 The oracle and the perfect head know what no loop knows, so they are not there; the target alone is.
 """
@@ -38,4 +39,6 @@ def clock_dataset(
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
     families = [family for family in NAMES if family in picks and family not in BOUNDS]
     runners = [Pick(next(replay_arms([alone], Traces(trace, trace))), 0), *(picks[family] for family in families)]
-    return report_of(clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE)
+    return report_of(
+        clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE
+    )

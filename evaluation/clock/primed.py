@@ -1,8 +1,9 @@
 """Models that start a generation with its prompt in their caches, so that a clock around it reads no prompt.
 
-Law 4.5 holds as ever: after `prime(prompt)` the cache holds prompt[:-1], which is a prefix of committed[:-1] in every generation from this
-prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need another `prime`. Beside a feature draft
-nothing is primed: its first round is the target's reading of the prompt, which the clock then has in it, for every policy alike.
+Law 4.5 holds as ever: after `prime(prompt)` the cache holds prompt[:-1], which is a prefix of committed[:-1] in every
+generation from this prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need
+another `prime`. Beside a feature draft nothing is primed: its first round is the target's reading of the prompt, which
+the clock then has in it, for every policy alike.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,11 @@ class PrimedCompiledTailModel(PrimedModel, CompiledTailModel):
     """The same of a `CompiledTailModel`."""
 
 
-_KINDS: dict[Compile, type[PrimedModel]] = {False: PrimedModel, "stop": PrimedCompiledTailModel, True: PrimedCompiledModel}
+_KINDS: dict[Compile, type[PrimedModel]] = {
+    False: PrimedModel,
+    "stop": PrimedCompiledTailModel,
+    True: PrimedCompiledModel,
+}
 
 
 class PrimedLoop:
@@ -68,7 +73,9 @@ class PrimedLoop:
         """For one policy; models are shared."""
         with_hidden = bool(policy.heads)
         if with_hidden not in self._drafts:
-            self._drafts[with_hidden] = self._kind(self._pair.draft, vocab_size=self._pair.vocab_size, with_hidden=with_hidden)
+            self._drafts[with_hidden] = self._kind(
+                self._pair.draft, vocab_size=self._pair.vocab_size, with_hidden=with_hidden
+            )
         return SpeculativeDecoder(
             self._target,
             ModelDrafter(self._drafts[with_hidden], policy),

@@ -1,7 +1,8 @@
 """What the clock said beside what replay and the cost model predict of the same prompts (law 4.9).
 
 difference            clocked tokens/s over predicted ones - 1
-draft, verify, rest   where it lies: clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing is
+draft, verify, rest   where it lies: clocked less predicted seconds of drafts, of verifications, and between rounds
+                      (where nothing is
                       predicted), over all predicted seconds; less time in them means more tokens/s
 common                the median of all differences: the machine's pace today against that when its costs were measured
 """
@@ -81,14 +82,25 @@ class ClockReport:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
         listed = ", ".join(f"{row.family} {row.difference:+.1%} (most of it: {row.largest_part})" for row in beyond)
         own = {row.family: (1 + row.difference) / (1 + self.common) - 1 for row in self.rows}
-        apart = ", ".join(f"{family} {difference:+.1%}" for family, difference in own.items() if abs(difference) > TOLERANCE)
+        apart = ", ".join(
+            f"{family} {difference:+.1%}" for family, difference in own.items() if abs(difference) > TOLERANCE
+        )
         pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
-        return f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {pace}; beyond {TOLERANCE:.0%} of that pace: {apart or 'none'}"
+        return (
+            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {pace}; beyond {TOLERANCE:.0%} of that pace: "
+            f"{apart or 'none'}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         rows = [flat(row) for row in self.rows]
-        return {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common, "rows": rows}
+        return {
+            "dataset": self.dataset,
+            "about": self.about,
+            "verdict": self.verdict,
+            "common": self.common,
+            "rows": rows,
+        }
 
     def sheet(self, names: Mapping[str, str]) -> Sheet:
         """Every family."""
@@ -98,27 +110,46 @@ class ClockReport:
     def plot(self, names: Mapping[str, str]) -> Plot:
         """Clocked over predicted tokens/s."""
         figure, axes = figure_of(3.6)
-        predicted, clocked = (np.array([getattr(row, f"{kind}_tokens_per_s") for row in self.rows]) for kind in ("predicted", "clocked"))
+        predicted, clocked = (
+            np.array([getattr(row, f"{kind}_tokens_per_s") for row in self.rows]) for kind in ("predicted", "clocked")
+        )
         ends = np.array([min(predicted.min(), clocked.min()), max(predicted.max(), clocked.max())])
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
         axes.plot(predicted, clocked, "o", color=BLUE, markersize=4)
         for row in self.rows:
             at = (row.predicted_tokens_per_s, row.clocked_tokens_per_s)
-            axes.annotate(names.get(row.family, row.family), at, fontsize=5, color=DARK, xytext=(3, -3), textcoords="offset points")
+            axes.annotate(
+                names.get(row.family, row.family),
+                at,
+                fontsize=5,
+                color=DARK,
+                xytext=(3, -3),
+                textcoords="offset points",
+            )
         axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
-        return plot_of(f"clock-{self.dataset}", f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.", figure)
+        return plot_of(
+            f"clock-{self.dataset}",
+            f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.",
+            figure,
+        )
 
 
-def report_of(clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, baseline: str) -> ClockReport:
-    """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed length.
+def report_of(
+    clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, baseline: str
+) -> ClockReport:
+    """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed
+    length.
 
     Raises:
         ValueError: there is no such prompt.
     """
     kept = clocked.agrees
     if not kept.any():
-        raise ValueError(f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are now")
+        raise ValueError(
+            f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are "
+            "now"
+        )
     replays = [runner.replayed(len(kept)) for runner in runners]
     tokens = [replayed.counts.num_emitted[0, kept] for replayed in replays]
     predicted = [Spent(each, cost.time_s(replayed)[0, kept]) for each, replayed in zip(tokens, replays, strict=True)]

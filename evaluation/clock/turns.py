@@ -1,9 +1,10 @@
-"""Generations of several policies on a clock, in turns: the loop that is configured, played to by a trace (`evaluation.traces.played`).
+"""Generations of several policies on a clock, in turns: the loop that is configured, played to by a trace
+(`evaluation.traces.played`).
 
-Each turn visits every prompt, and on it every runner, in an order that rotates; both models hold the prompt before the clock starts. The
-first turn is not timed: it compiles whatever the others will need, since those feed the very same tokens, and holds every generation
-against its replay. Signals were recorded many positions at once and are read one by one, so their last bits may differ, and a threshold may
-fall between: such a prompt is left out for everyone.
+Each turn visits every prompt, and on it every runner, in an order that rotates; both models hold the prompt before the
+clock starts. The first turn is not timed: it compiles whatever the others will need, since those feed the very same
+tokens, and holds every generation against its replay. Signals were recorded many positions at once and are read one by
+one, so their last bits may differ, and a threshold may fall between: such a prompt is left out for everyone.
 """
 
 from collections.abc import Sequence
@@ -66,7 +67,10 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
     seconds, agrees = np.zeros((len(runners), repeats, num, len(Took._fields))), np.ones(num, dtype=bool)
     with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
         bar.refresh()
-        decoders, replays = [loop.decoder(runner.policy) for runner in runners], [runner.replayed(num) for runner in runners]
+        decoders, replays = (
+            [loop.decoder(runner.policy) for runner in runners],
+            [runner.replayed(num) for runner in runners],
+        )
         for turn in range(repeats + 1):
             for row in range(num):
                 loop.prime(trace.rows[row].prompt_ids)
@@ -86,11 +90,15 @@ def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generat
     started_s = perf_counter()
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s
-    return generation, Took(wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds))
+    return generation, Took(
+        wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds)
+    )
 
 
 def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:
-    """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more forwards."""
+    """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
+    forwards.
+    """
     lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=replayed.lengths.shape[-1])
     counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])

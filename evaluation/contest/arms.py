@@ -1,7 +1,8 @@
 """Arms: what competes in an evaluation, replayed on both splits of one dataset (law 4.10).
 
-Arms of one family compete on dev, and the winner stands for the family on test. Which of them wins depends on the costs, what they did
-does not: replay once, choose at every cost. Only the rule of law 4.11 is another policy at every cost.
+Arms of one family compete on dev, and the winner stands for the family on test. Which of them wins depends on the
+costs, what they did does not: replay once, choose at every cost. Only the rule of law 4.11 is another policy at every
+cost.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,11 @@ from heads.model.head import AcceptanceHead, Timing
 
 ALONE, BASELINE = "target_alone", "fixed_length"
 """Families: the target without a draft, and what gains are measured from."""
-_HEADS: dict[Timing, tuple[str, ...]] = {"fed": ("head_specdec", "head_fed"), "drawn": ("head_drawn",), "prefix": ("head_prefix",)}
+_HEADS: dict[Timing, tuple[str, ...]] = {
+    "fed": ("head_specdec", "head_fed"),
+    "drawn": ("head_drawn",),
+    "prefix": ("head_prefix",),
+}
 """timing -> the families of its heads."""
 
 
@@ -81,7 +86,9 @@ class Pick(NamedTuple):
         """This setting alone on the first test prompts."""
         test, here = self.arm.test, ([self.setting], slice(num_prompts))
         counts = {name: values[here] for name, values in vars(test.counts).items() if isinstance(values, np.ndarray)}
-        return replace(test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[:num_prompts])
+        return replace(
+            test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[:num_prompts]
+        )
 
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""
@@ -118,7 +125,9 @@ class Replays:
         return {timing: self.heads[name] for timing, name in found.items()}
 
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
-        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online, or the head too."""
+        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online,
+        or the head too.
+        """
         rules = {
             f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
             for timing, head in self.best(cost).items()
@@ -126,17 +135,27 @@ class Replays:
         }
         for timing, head in self.best(cost).items() if True in is_online else ():
             if timing != "fed":
-                rules[f"auto_{timing}_learning"] = auto_for(head, self.traces.dev, cost, is_online=True, is_learning=True)
+                rules[f"auto_{timing}_learning"] = auto_for(
+                    head, self.traces.dev, cost, is_online=True, is_learning=True
+                )
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
 
     def oracle_arm(self, cost: CostModel) -> Arm:
-        """What knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an accepted token pays."""
+        """What knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
+        accepted token pays.
+        """
         oracle = Oracle(cost.round_s(self.traces.dev.max_draft_length))
         return next(replay_arms([Grid("oracle", "oracle", oracle, ({},))], self.traces))
 
 
 def replay_dataset(
-    traces: Traces, grids: Sequence[Grid], *, heads: Mapping[str, AcceptanceHead], cost: CostModel, perfect_head: bool, name: str
+    traces: Traces,
+    grids: Sequence[Grid],
+    *,
+    heads: Mapping[str, AcceptanceHead],
+    cost: CostModel,
+    perfect_head: bool,
+    name: str,
 ) -> Replays:
     """Every arm of one dataset, the bounds last.
 
@@ -161,7 +180,9 @@ def replay_dataset(
     return Replays(traces=traces, arms=arms, heads=heads)
 
 
-def replay_arms(grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None) -> Iterator[Arm]:
+def replay_arms(
+    grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None
+) -> Iterator[Arm]:
     """Every grid on both splits; `progress` is told the number of settings after each."""
     for grid in grids:
         yield Arm(grid, replay_settings(traces.dev, grid.policy), replay_settings(traces.test, grid.policy))
@@ -172,7 +193,9 @@ def best_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
     """Timing -> name of the head that is fastest on dev, whatever it reads."""
     rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in _HEADS.items()}
     return {
-        timing: fastest_on_dev(of_timing, cost).arm.grid.name.removeprefix("head:") for timing, of_timing in rivals.items() if of_timing
+        timing: fastest_on_dev(of_timing, cost).arm.grid.name.removeprefix("head:")
+        for timing, of_timing in rivals.items()
+        if of_timing
     }
 
 
@@ -201,4 +224,6 @@ def _at_best(arms: Iterable[Arm], cost: CostModel) -> list[Pick]:
 
 def total(counts: Counts, setting: int) -> Counts:
     """One setting's totals over prompts."""
-    return Counts(**{name: int(values[setting].sum()) for name, values in vars(counts).items() if isinstance(values, np.ndarray)})
+    return Counts(
+        **{name: int(values[setting].sum()) for name, values in vars(counts).items() if isinstance(values, np.ndarray)}
+    )

@@ -2,9 +2,9 @@
 
     T = t_micro F_micro + t_draft F_draft + sum over rounds of t_target(k)             (law 4.9 with a third time)
 
-t_draft and t_target(k) are the evaluation's; t_micro keeps its measured, or given, ratio to t_draft, also on other hardware. A decoded
-arm writes other tokens than the trace holds (the same law, other draws), so its gain compares throughputs, and its interval is wider than
-those of replayed arms.
+t_draft and t_target(k) are the evaluation's; t_micro keeps its measured, or given, ratio to t_draft, also on other
+hardware. A decoded arm writes other tokens than the trace holds (the same law, other draws), so its gain compares
+throughputs, and its interval is wider than those of replayed arms.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,9 @@ class DecodedHierarchies:
     def picks(self, cost: CostModel) -> dict[str, Run]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""
         best = self.best(cost)
-        return {FAMILIES[run.competitor.name]: run for run in self.test if run.setting.key == best[run.competitor.name].key}
+        return {
+            FAMILIES[run.competitor.name]: run for run in self.test if run.setting.key == best[run.competitor.name].key
+        }
 
     def best(self, cost: CostModel) -> dict[str, Setting]:
         """Competitor -> its setting that is fastest on dev at this cost."""
@@ -96,9 +98,12 @@ class DecodedHierarchies:
             counts = run.counts
             numbers = {heading: str(getattr(counts, name)) for heading, name in COUNTED.items()}
             rates = {"sigma %": f"{100 * redundancy(counts):.2f}", "eta %": f"{100 * target_utilisation(counts):.2f}"}
-            rows.append({"hierarchy": HIERARCHY_NAMES[family].removesuffix(" *"), "setting": run.label, **numbers, **rates})
+            rows.append(
+                {"hierarchy": HIERARCHY_NAMES[family].removesuffix(" *"), "setting": run.label, **numbers, **rates}
+            )
         title = (
-            f"* decoded on {len(self.test[0].decoded)} test prompts, not replayed; t_micro / t_draft = {self.micro_ratio:.2f}; "
+            f"* decoded on {len(self.test[0].decoded)} test prompts, not replayed; t_micro / t_draft = "
+            f"{self.micro_ratio:.2f}; "
             "N: tokens, F: forwards; sigma, eta: HSDDW's redundancy and target utilisation"
         )
         return Sheet(title, rows, names=2)
@@ -111,10 +116,14 @@ class DecodedHierarchies:
             columns[family] = {"source": "decoded", "num_prompts": len(run.decoded), "micro_ratio": self.micro_ratio}
             columns[family] |= {name: int(getattr(counts, name)) for name in COUNTED.values()}
             columns[family] |= {"redundancy": redundancy(counts), "target_utilisation": target_utilisation(counts)}
-        return frame.join(pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index))
+        return frame.join(
+            pd.DataFrame([columns.get(family, {"source": "replayed"}) for family in frame["family"]], index=frame.index)
+        )
 
 
-def decode_hierarchies(loop: ResumableLoop, traces: Traces, *, costs: Sequence[CostModel], t_micro_s: float | None) -> DecodedHierarchies:
+def decode_hierarchies(
+    loop: ResumableLoop, traces: Traces, *, costs: Sequence[CostModel], t_micro_s: float | None
+) -> DecodedHierarchies:
     """Decode what is not there yet: every setting on dev, on test those that win at one of the costs.
 
     Args:

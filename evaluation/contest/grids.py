@@ -1,7 +1,8 @@
 """Which policies are evaluated, and on which settings: the built-in grid, or `decode.grid` of the YAML.
 
-A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids of one family
-compete: the family's row in the table is its best setting on dev (`family_of` says which heads are one family).
+A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids
+of one family compete: the family's row in the table is its best setting on dev (`family_of` says which heads are one
+family).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,9 @@ class Grid:
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:
     """A grid's setting in a few characters."""
-    values = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items())
+    values = ", ".join(
+        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items()
+    )
     return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
 
 
@@ -42,7 +45,9 @@ def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]
     return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}
 
 
-def grids_of(own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int) -> list[Grid]:
+def grids_of(
+    own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int
+) -> list[Grid]:
     """All grids of an evaluation but the bounds.
 
     Args:
@@ -60,7 +65,8 @@ def grids_of(own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str,
             raise ValueError(f"decode.grid names the policy {name!r}; one of {', '.join(POLICIES)}")
         if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
             raise ValueError(
-                f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is {max_draft_length}, raise it"
+                f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is "
+                f"{max_draft_length}, raise it"
             )
         if name == "head":
             grids += [head_grid(head_name, head, parameters) for head_name, head in heads.items()]
@@ -76,7 +82,10 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
         fixed: further arguments of the policy, such as a head.
     """
     if empty := [key for key, values in parameters.items() if not len(values)]:
-        raise ValueError(f"decode.grid gives {name} no value of {empty[0]}; give at least one, or leave {name} out for the built-in grid")
+        raise ValueError(
+            f"decode.grid gives {name} no value of {empty[0]}; give at least one, or leave {name} out for the "
+            "built-in grid"
+        )
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
@@ -94,18 +103,24 @@ def kept_grid(name: str, head: AcceptanceHead) -> Grid:
 
 
 def family_of(head: AcceptanceHead) -> str:
-    """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), or the others of its timing."""
+    """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), or the others of its
+    timing.
+    """
     return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
 
 
 def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:
     """All thresholds of two heads, calibrated, the drawn-time one for the newest token only."""
-    return make_grid("head_both", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=fed, also=drawn, is_calibrated=True)
+    return make_grid(
+        "head_both", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=fed, also=drawn, is_calibrated=True
+    )
 
 
 def bounds() -> Iterator[Grid]:
     """Perfect head with and without the lag, and the oracle (law 4.10)."""
     settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
     for timing in ("fed", "drawn"):
-        yield Grid(f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings)  # type: ignore[arg-type]
+        yield Grid(
+            f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings
+        )  # type: ignore[arg-type]
     yield Grid("oracle", "oracle", Oracle(), ({},))

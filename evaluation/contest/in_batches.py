@@ -1,4 +1,6 @@
-"""Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test (laws 4.10, 4.13)."""
+"""Every policy in continuous batches of several sizes: settings chosen on dev at each size and cost, reported on test
+(laws 4.10, 4.13).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,10 +50,14 @@ class Setup(NamedTuple):
     verify_share: float | None
     """Seconds that each further verified token takes, over those of a draft step; None: it was measured."""
     measured: BatchCosts | None = None
-    """Curves of the batched loop without stops; where there are none, t_target(k) of one sequence stands for t_target(tokens)."""
+    """Curves of the batched loop without stops; where there are none, t_target(k) of one sequence stands for
+    t_target(tokens).
+    """
 
     def curves(self, stop_kind: str) -> BatchCosts:
-        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any number."""
+        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any
+        number.
+        """
         stop_s = self.cost.stop_s(stop_kind)
         if self.measured is not None:
             return BatchCosts(self.measured.draft.plus(stop_s), self.measured.target)
@@ -65,7 +71,9 @@ class Setup(NamedTuple):
     def title(self) -> str:
         """In titles of tables."""
         of = "batches" if self.measured is not None else "one sequence"
-        each = f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
+        each = (
+            f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
+        )
         return f"{self.cost.title}; {each}"
 
 
@@ -98,7 +106,8 @@ class BatchContest:
 
     def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
         """Args:
-        replays: of the dataset, one sequence at a time: of each family of heads, the head that is fastest there competes here.
+        replays: of the dataset, one sequence at a time: of each family of heads, the head that is fastest there
+            competes here.
         setups: costs to compare at; the first decides about heads.
         sizes: of batches.
         """
@@ -110,7 +119,11 @@ class BatchContest:
         families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
         grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
         entries = [(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
-        loads = {(grid.family, size): dev.loads(size) for grid, (dev, _) in zip(grids, entries, strict=True) for size in self._sizes}
+        loads = {
+            (grid.family, size): dev.loads(size)
+            for grid, (dev, _) in zip(grids, entries, strict=True)
+            for size in self._sizes
+        }
         for setup in self._setups:
             found = []
             for size in self._sizes:
@@ -131,18 +144,25 @@ class BatchContest:
                 ]
             yield setup, found
 
-    def _best(self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int) -> tuple[Grid, Mapping[str, Any], LoadSpent]:
+    def _best(
+        self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int
+    ) -> tuple[Grid, Mapping[str, Any], LoadSpent]:
         costs = setup.curves(dev.grid.policy.stop_kind)
         on_dev = [load.spent(costs).tokens_per_s for load in loads]
         best = on_dev.index(max(on_dev))
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
     def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], LoadSpent]]:
-        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a perfect one."""
+        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a
+        perfect one.
+        """
         traces, variants = self._replays.traces, {}
         for timing, heads in self._rivals(setup.cost).items():
             kinds = [BatchAuto(head, setup.curves("")).stop_kind for head in heads]
-            rules = [batch_auto_for(head, traces.dev, setup.curves(kind), size) for head, kind in zip(heads, kinds, strict=True)]
+            rules = [
+                batch_auto_for(head, traces.dev, setup.curves(kind), size)
+                for head, kind in zip(heads, kinds, strict=True)
+            ]
             fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
             variants[f"auto_{timing}"] = fastest
             if fastest.can_learn:
@@ -154,7 +174,9 @@ class BatchContest:
             yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
 
     def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
-        """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a head gains less."""
+        """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a
+        head gains less.
+        """
         best = self._replays.best(cost)
         rivals = {timing: [head] for timing, head in best.items()}
         for timing, head in self._replays.cheapest(cost).items():
@@ -167,7 +189,8 @@ def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] |
     """The sizes of batches that a command line asks for; None where it asks for no batches.
 
     Raises:
-        ValueError: what is no list of numbers, no size at all, a batch of no sequence, three models, which draft for one prompt at a time.
+        ValueError: what is no list of numbers, no size at all, a batch of no sequence, three models, which draft for
+            one prompt at a time.
     """
     if asked is None:
         return None
@@ -182,16 +205,26 @@ def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] |
         if size < 1:
             raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
     if has_hierarchies:
-        raise ValueError("decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch")
+        raise ValueError(
+            "decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch"
+        )
     return sizes
 
 
-def setups_of(costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None) -> list[Setup]:
-    """Every cost with every share of a verified token; of measured times one setup, with the curves of batches if there are any."""
+def setups_of(
+    costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None
+) -> list[Setup]:
+    """Every cost with every share of a verified token; of measured times one setup, with the curves of batches if there
+    are any.
+    """
     return [
         setup
         for cost in costs
-        for setup in ([Setup(cost, None, measured)] if cost.origin == "measured" else [Setup(cost, share) for share in verify_shares])
+        for setup in (
+            [Setup(cost, None, measured)]
+            if cost.origin == "measured"
+            else [Setup(cost, share) for share in verify_shares]
+        )
     ]
 
 
@@ -204,7 +237,8 @@ def compare_in_batches(
         num_rows = len(replays.traces.test.rows)
         if max(sizes) > num_rows:
             wide_console().print(
-                f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise decode.num_test"
+                f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise "
+                "decode.num_test"
             )
         for setup, results in BatchContest(replays, setups, sizes).results():
             batch_sheet(setup, results, names, dataset=dataset).print()
@@ -214,9 +248,16 @@ def compare_in_batches(
 
 def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> pd.DataFrame:
     """Results as rows of batches.csv."""
-    where = {"dataset": dataset, "ratio": setup.cost.ratio, "costs": setup.cost.origin, "verify_share": setup.verify_share}
+    where = {
+        "dataset": dataset,
+        "ratio": setup.cost.ratio,
+        "costs": setup.cost.origin,
+        "verify_share": setup.verify_share,
+    }
     settings = (", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results)
-    return pd.DataFrame([{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)])
+    return pd.DataFrame(
+        [{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)]
+    )
 
 
 def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Sheet:
@@ -225,7 +266,10 @@ def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str
     return Sheet(
         f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
         crossed("policy", ((names[each.family], f"batch {each.batch_size}", _cell(each)) for each in ordered)),
-        "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law 4.13)",
+        (
+            "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law "
+            "4.13)"
+        ),
     )
 
 

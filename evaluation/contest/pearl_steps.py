@@ -1,12 +1,13 @@
 """PEARL replayed from a trace, and what its steps cost where draft and target work at the same time.
 
-By law 4.10 a trace says of every position whether the token that the draft would draw there, after the response so far, passes. PEARL's
-steps depend on nothing else, but for drafts that end early at an EOS off the response's path: those are taken to go on to gamma tokens.
+By law 4.10 a trace says of every position whether the token that the draft would draw there, after the response so far,
+passes. PEARL's steps depend on nothing else, but for drafts that end early at an EOS off the response's path: those are
+taken to go on to gamma tokens.
 
     T = sum over steps of max(t_draft * drafted, t_target(waiting)) + exchange
 
-`waiting` are the tokens that the target is fed beside the text's last: its step is that of a round that verifies as many (law 4.9).
-`exchange` is what it takes to bring up to gamma + 1 distributions from one device to the other.
+`waiting` are the tokens that the target is fed beside the text's last: its step is that of a round that verifies as
+many (law 4.9). `exchange` is what it takes to bring up to gamma + 1 distributions from one device to the other.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ class Steps:
 
     def seconds(self, cost: CostModel, *, exchange_s: float = 0.0) -> float:
         """T."""
-        return float(np.maximum(cost.t_draft_s * self.drafted, cost.target_s(self.waiting)).sum() + exchange_s * len(self.drafted))
+        return float(
+            np.maximum(cost.t_draft_s * self.drafted, cost.target_s(self.waiting)).sum()
+            + exchange_s * len(self.drafted)
+        )
 
 
 def steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: int | None = None) -> Steps:
@@ -56,7 +60,8 @@ def steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: int | 
     Args:
         is_rejected: of each position of the response: whether the draft's token there is rejected.
         gamma: tokens that the draft adds in a step.
-        limit: the most tokens of the generation; None: as many as the response has. A response that is shorter ends with an EOS.
+        limit: the most tokens of the generation; None: as many as the response has. A response that is shorter ends
+            with an EOS.
     """
     length = len(is_rejected)
     limit = length if limit is None else limit

@@ -1,4 +1,6 @@
-"""One row of an evaluation's table: a family at the setting that dev chose, on test, beside what is possible (law 4.10)."""
+"""One row of an evaluation's table: a family at the setting that dev chose, on test, beside what is possible (law
+4.10).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +59,9 @@ class Yardstick(NamedTuple):
     t_target_s: float
     """Seconds of one token by the target alone."""
     reached: Mapping[str, Array]
-    """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev prompts choose."""
+    """Throughput of every replayed family in the same resamples, each time at the setting that the resampled dev
+    prompts choose.
+    """
     resamples: Resamples
     """Those, for competitors that are yet to come."""
     champions: Mapping[str, str]
@@ -65,7 +69,9 @@ class Yardstick(NamedTuple):
 
 
 def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:
-    """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are made."""
+    """The yardstick of one dataset at one cost; `num_home`: dev prompts of the home set, where others' choices are
+    made.
+    """
     families, picks = by_family(arms), picks_of(arms, cost)
     competitors = {family: [arm.work(cost) for arm in members] for family, members in families.items()}
     one = competitors[BASELINE][0]
@@ -77,7 +83,9 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> 
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
             reached[group] = resamples.throughput([each for family in members for each in competitors[family]])
-    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions)
+    return Yardstick(
+        {family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions
+    )
 
 
 def lead_of(yardstick: Yardstick) -> Gain | None:
@@ -104,7 +112,8 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
 
 
 def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> list[Result]:
-    """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by `evaluation.contest.pearl_steps`.
+    """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by
+    `evaluation.contest.pearl_steps`.
 
     None of a feature draft, which waits for the target's states.
     """
@@ -112,10 +121,21 @@ def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, e
         return []
     gamma = fastest_gamma(traces.dev, cost, exchange_s=exchange_s)
     _, counts, spent = pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s)
-    return [result_of(family="parallel_pearl", name="pearl", setting={"gamma": gamma}, counts=counts, spent=spent, yardstick=yardstick)]
+    return [
+        result_of(
+            family="parallel_pearl",
+            name="pearl",
+            setting={"gamma": gamma},
+            counts=counts,
+            spent=spent,
+            yardstick=yardstick,
+        )
+    ]
 
 
-def result_of(*, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick) -> Result:
+def result_of(
+    *, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick
+) -> Result:
     """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
     rivals = yardstick.spent
     return Result(

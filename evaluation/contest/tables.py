@@ -36,7 +36,9 @@ NAMES = {
     "perfect_drawn": "perfect head",
     "oracle": "oracle",
 }
-"""Family -> what tables and plots call it, in the order of the rows: baselines, training-free policies, heads, the rule, bounds."""
+"""Family -> what tables and plots call it, in the order of the rows: baselines, training-free policies, heads, the
+rule, bounds.
+"""
 
 
 def ordered(results: Sequence[Result]) -> list[Result]:
@@ -67,7 +69,8 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
     return Sheet(
         f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
         [dict(zip(rows[0], first, strict=True)), *rows],
-        "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % interval: prompts "
+        "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % "
+        "interval: prompts "
         "resampled in pairs, settings chosen anew on dev, times within their errors",
         names=2,
     )
@@ -84,7 +87,10 @@ def lead_line(yardstick: Yardstick) -> str:
 
 def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
     """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
-    rows = [{"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **flat(result)} for result in results]
+    rows = [
+        {"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **flat(result)}
+        for result in results
+    ]
     for row in rows:
         row["setting"] = json.dumps(row["setting"])
     return pd.DataFrame(rows)
@@ -102,7 +108,11 @@ def write_counts(path: Path, arms: Sequence[Arm]) -> None:
                         "name": arm.grid.name,
                         "setting": json.dumps(dict(described), default=float),
                         "split": split,
-                        **{name: int(values[setting].sum()) for name, values in vars(replayed.counts).items() if hasattr(values, "sum")},
+                        **{
+                            name: int(values[setting].sum())
+                            for name, values in vars(replayed.counts).items()
+                            if hasattr(values, "sum")
+                        },
                         "rounds_by_length": replayed.lengths[setting].sum(0).tolist(),
                     }
                 )

@@ -1,10 +1,12 @@
 """What travels: heads and settings chosen on the home set's dev prompts, judged on the test prompts of every other set.
 
     at home      chosen on home's dev, reported on home's test
-    travelled    chosen on home's dev (head, threshold, index of the rule), reported on the test of a set that nobody tuned to
+    travelled    chosen on home's dev (head, threshold, index of the rule), reported on the test of a set that nobody
+                 tuned to
     tuned there  chosen on that set's own dev, reported on the same test prompts
 
-Gains are over the best fixed length that was tuned there, leads over the best training-free policy that was tuned there.
+Gains are over the best fixed length that was tuned there, leads over the best training-free policy that was tuned
+there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +84,9 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
         )
         kept = None
         if family in yardstick.spent:
-            kept = gain_of(spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1, yardstick.reached[family], reached)
+            kept = gain_of(
+                spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1, yardstick.reached[family], reached
+            )
         travelled.append(Travelled(replace(result, family=family), kept))
     places = {result.family: place for place, result in enumerate(ordered([each.result for each in travelled]))}
     return sorted(travelled, key=lambda each: places[each.result.family])
@@ -94,7 +98,9 @@ def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
 
 
 def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
-    """Those that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new names."""
+    """Those that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new
+    names.
+    """
     here, first = np.arange(dev.num_positions), dev.offsets[:-1]
     calibrated = {}
     for name, head in heads.items():
@@ -104,8 +110,13 @@ def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, 
             tokens = np.delete(here, first)
             labels = dev.signals["acceptance_prob"][dev.before[tokens]]
         else:
-            tokens, labels = here, dev.acceptance_rate if head.timing == "prefix" else dev.signals["acceptance_prob"][here]
-        calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, (dev.logit(head)[tokens], labels)))
+            tokens, labels = (
+                here,
+                dev.acceptance_rate if head.timing == "prefix" else dev.signals["acceptance_prob"][here],
+            )
+        calibrated[f"{name} calibrated here"] = recalibrated(
+            head, *map(torch.from_numpy, (dev.logit(head)[tokens], labels))
+        )
     return calibrated
 
 
@@ -114,7 +125,9 @@ _TRAVELLED = "travelled"
 
 
 def _moved(home: Sequence[Arm], there: Sequence[Arm], test: Trace) -> Iterator[Arm]:
-    """Home's arms with the foreign test in place of their own; what was replayed there already, which is most, is not replayed again."""
+    """Home's arms with the foreign test in place of their own; what was replayed there already, which is most, is not
+    replayed again.
+    """
     replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in there if not arm.grid.family.startswith("auto_")}
     for arm in home:
         if arm.grid.family not in {grid.family for grid in bounds()}:
@@ -142,7 +155,8 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, co
         f"from {home.dataset} to {there.dataset}; {cost.title}",
         [*rows, {"policy": "perfect head", "setting from home": "tuned there", **gains}],
         "gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
-        f"{home.dataset}, tuned there: of {there.dataset}; lead: of the travelled over the best training-free policy tuned there "
+        f"{home.dataset}, tuned there: of {there.dataset}; lead: of the travelled over the best training-free policy "
+        "tuned there "
         f"({champion})",
         names=2,
     )

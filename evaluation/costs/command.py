@@ -1,8 +1,9 @@
 """python -m evaluation costs: the times of this machine, three ways side by side, and what stops add.
 
-*In the loop* are first quartiles over rounds of real generations, with everything that a draft step and a verification do: what
-evaluations use. *By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2). *Standalone* are bare
-forwards, measured at each call. Below, what each kind of stop adds to a draft step (law 4.9), which evaluations charge.
+*In the loop* are first quartiles over rounds of real generations, with everything that a draft step and a verification
+do: what evaluations use. *By regression* over the same generations, with its R² (SpecDec++, arXiv 2405.19715, Table 2).
+*Standalone* are bare forwards, measured at each call. Below, what each kind of stop adds to a draft step (law 4.9),
+which evaluations charge.
 """
 
 import json
@@ -50,7 +51,14 @@ def time_sheet(times: Mapping[str, Any], bare: CostModel | None) -> Sheet:
         for name, (draft_s, target_s) in ways.items()
     ]
     fit = times["fit"]
-    rows.append({"": "by regression", "t_draft": _ms(fit["t_draft_s"]), "t_target(0)": _ms(fit["t_target_s"]), "R²": f"{fit['r2']:.4f}"})
+    rows.append(
+        {
+            "": "by regression",
+            "t_draft": _ms(fit["t_draft_s"]),
+            "t_target(0)": _ms(fit["t_target_s"]),
+            "R²": f"{fit['r2']:.4f}",
+        }
+    )
     return Sheet("milliseconds per forward; evaluations use those of the loop", rows)
 
 
@@ -58,7 +66,12 @@ def stop_sheet(times: Mapping[str, Any]) -> Sheet:
     """What each kind of stop adds to a draft step, the dearest last."""
     step_s = times["t_draft_s"]
     rows = [
-        {"stop": kind, "us": f"{1e6 * seconds:.1f}", "± us": f"{1e6 * error_s:.1f}", "% of a draft step": f"{100 * seconds / step_s:.1f}"}
+        {
+            "stop": kind,
+            "us": f"{1e6 * seconds:.1f}",
+            "± us": f"{1e6 * error_s:.1f}",
+            "% of a draft step": f"{100 * seconds / step_s:.1f}",
+        }
         for kind, (seconds, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
     ]
     return Sheet(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows)

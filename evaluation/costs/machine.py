@@ -1,7 +1,8 @@
-"""The times of this machine, measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the first.
+"""The times of this machine, measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the
+first.
 
-The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, device, threads. What an entry lacks (stops of heads that were
-trained since) is measured and added.
+The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, device, threads. What an entry lacks
+(stops of heads that were trained since) is measured and added.
 """
 
 import platform
@@ -35,14 +36,18 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Ite
         others: policies that are neither registered nor heads of the experiment.
 
     Raises:
-        ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no share.
+        ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no
+            share.
     """
     if ratio is not None:
         check_ratio(ratio)
         return costs_for(experiment, others=others).with_ratio(ratio)
     draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
     if not isinstance(share, str) and not 0 <= share < float("inf"):
-        raise ValueError(f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, measured")
+        raise ValueError(
+            f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, "
+            "measured"
+        )
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
     policies = policies_by_kind(experiment.heads.values(), others)
@@ -56,7 +61,9 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Ite
         {kind: error_s / seconds for kind, (seconds, error_s) in times["stops"].items() if seconds},
     )
     shares = shares_of(experiment, policies, {kind: seconds / times["t_draft_s"] for kind, seconds in t_stop_s.items()})
-    return CostModel(times["t_draft_s"], tuple(times["t_target_s"]), times["origin"], t_stop_s, "stops measured", shares, errors)
+    return CostModel(
+        times["t_draft_s"], tuple(times["t_target_s"]), times["origin"], t_stop_s, "stops measured", shares, errors
+    )
 
 
 def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: Mapping[str, float]) -> StopShares:
@@ -69,7 +76,10 @@ def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: 
         return StopShares("stops' shares by size", by_size)
     weights = measured or by_size
     dearest = max(weights.values(), default=0.0) or 1.0
-    return StopShares(f"dearest stop {share:.1%} of a draft step", {kind: share * weight / dearest for kind, weight in weights.items()})
+    return StopShares(
+        f"dearest stop {share:.1%} of a draft step",
+        {kind: share * weight / dearest for kind, weight in weights.items()},
+    )
 
 
 def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
@@ -109,11 +119,16 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
     """What the times of a loop depend on."""
     levels: tuple[Level, ...] = ("target", "draft")
     return {
-        **{level: {**asdict(getattr(experiment.models, level)), **_shape(experiment.described(level))} for level in levels},
+        **{
+            level: {**asdict(getattr(experiment.models, level)), **_shape(experiment.described(level))}
+            for level in levels
+        },
         "sampling": experiment.sampling.as_dict(),
         "max_draft_length": experiment.decode.max_draft_length,
         "compile": experiment.decode.compile,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine(),
         "threads": experiment.models.num_threads or torch.get_num_threads(),
     }
 
@@ -139,4 +154,6 @@ def measure_loop(loop: Loop) -> dict[str, Any]:
 
 def kept_costs(directory: Path) -> KeyedStore:
     """The times of every loop that was timed for this directory."""
-    return KeyedStore(directory / "costs.jsonl", remedy="delete the line, and the times are measured anew", fields=_MEASURED)
+    return KeyedStore(
+        directory / "costs.jsonl", remedy="delete the line, and the times are measured anew", fields=_MEASURED
+    )

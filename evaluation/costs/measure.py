@@ -1,9 +1,10 @@
 """t_draft and t_target(k) of this machine, measured inside the real loop.
 
-Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its verification. t_draft
-is the slope of the first over the draft's forwards; what a draft takes whatever its length is paid once a round, in t_target(k): a line
-through those at each k, so that one noisy k cannot bend it, or steps where widths are compiled. `fit_costs` gets both times from
-totals of whole generations by regression, with its R² (the paper's Table 2); `time_forwards` times bare forwards.
+Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its
+verification. t_draft is the slope of the first over the draft's forwards; what a draft takes whatever its length is
+paid once a round, in t_target(k): a line through those at each k, so that one noisy k cannot bend it, or steps where
+widths are compiled. `fit_costs` gets both times from totals of whole generations by regression, with its R² (the
+paper's Table 2); `time_forwards` times bare forwards.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,9 @@ class Loop:
         longest = self.max_draft_length if max_draft_length is None else max_draft_length
         has_head = bool(policy.heads)
         drafter = ModelDrafter(self._draft_for_heads if has_head else self._draft, policy)
-        return SpeculativeDecoder(self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset())
+        return SpeculativeDecoder(
+            self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset()
+        )
 
     @cached_property
     def _beside(self) -> Models | None:
@@ -86,22 +89,29 @@ class Loop:
 
 def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
     """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
-    decoders = [loop.decoder(FixedLength(length)) for length in sorted({min(length, loop.max_draft_length) for length in lengths})]
+    decoders = [
+        loop.decoder(FixedLength(length))
+        for length in sorted({min(length, loop.max_draft_length) for length in lengths})
+    ]
     generator = torch.Generator().manual_seed(0)
     decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
     turns = [prompt for _ in range(_TURNS) for prompt in loop.prompts]
-    return [decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in turns for decoder in decoders]
+    return [
+        decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in turns for decoder in decoders
+    ]
 
 
 def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> CostModel:
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
-    A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is part of t_target(k).
+    A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is
+    part of t_target(k).
 
     Args:
         generations: with drafts of several lengths, 0 among them.
         max_draft_length: the last k of t_target(k).
-        in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise bends less.
+        in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise
+            bends less.
 
     Raises:
         ValueError: generations of one round only.
@@ -114,7 +124,9 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
         drafts.setdefault(one.counts.num_draft_forwards, []).append(one.draft_s)
         by_length.setdefault(len(one.drafted), []).append(one.target_s)
     if not drafting or 0 not in by_length:
-        raise ValueError("costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s")
+        raise ValueError(
+            "costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s"
+        )
     t_draft_s = typical([one.draft_s / one.counts.num_draft_forwards for one in drafting])
     begin_s, step_s = _line(drafts)
     if begin_s > 0 and step_s > 0:
@@ -126,18 +138,27 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
     return CostModel(
-        t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()), "measured", errors=_errors(drafting, by_length)
+        t_draft_s,
+        (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()),
+        "measured",
+        errors=_errors(drafting, by_length),
     )
 
 
 def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
     """(lengths, typical seconds at each, how often each was seen)."""
     lengths = sorted(by_length)
-    return np.array(lengths), np.array([typical(by_length[k]) for k in lengths]), np.array([len(by_length[k]) for k in lengths])
+    return (
+        np.array(lengths),
+        np.array([typical(by_length[k]) for k in lengths]),
+        np.array([len(by_length[k]) for k in lengths]),
+    )
 
 
 def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
-    """(a, b) of a + b k through the typical seconds at each k > 0, weighted by how often it was seen; (0, 0) for fewer than two lengths."""
+    """(a, b) of a + b k through the typical seconds at each k > 0, weighted by how often it was seen; (0, 0) for fewer
+    than two lengths.
+    """
     lengths, typicals, seen = _typical({length: seconds for length, seconds in by_length.items() if length})
     if len(lengths) < 2:
         return 0.0, 0.0
@@ -154,7 +175,9 @@ def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
 
 
 def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
-    """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a straight line."""
+    """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a
+    straight line.
+    """
     lengths, typicals, seen = _typical(by_length)
     rising = isotonic_regression(typicals, weights=seen).x
     return np.interp(np.arange(1, longest + 1), lengths, rising)
@@ -181,14 +204,17 @@ def error_of(values: Sequence[float]) -> float:
 
 
 def fit_costs(generations: Sequence[Generation]) -> Fit:
-    """Least squares over generations of seconds on (num_draft_forwards, N_target), no intercept; the rounds that read prompts left out.
+    """Least squares over generations of seconds on (num_draft_forwards, N_target), no intercept; the rounds that read
+    prompts left out.
 
     Raises:
         ValueError: fewer than three generations with a second round.
     """
     totals = np.array([_totals(generation.rounds[1:]) for generation in generations if len(generation.rounds) > 1])
     if len(totals) < 3:
-        raise ValueError(f"a regression of two times needs at least 3 generations of several rounds, there are {len(totals)}")
+        raise ValueError(
+            f"a regression of two times needs at least 3 generations of several rounds, there are {len(totals)}"
+        )
     counts, seconds = totals[:, :2], totals[:, 2]
     times, *_ = np.linalg.lstsq(counts, seconds, rcond=None)
     residual = seconds - counts @ times
@@ -206,7 +232,10 @@ def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
 
 def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> CostModel:
     """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
-    models = {name: CachedModel(model, vocab_size=pair.vocab_size) for name, model in (("draft", pair.draft), ("target", pair.target))}
+    models = {
+        name: CachedModel(model, vocab_size=pair.vocab_size)
+        for name, model in (("draft", pair.draft), ("target", pair.target))
+    }
     ids = list(prompt_ids)
     timed = [("draft", 0), *(("target", length) for length in range(max_draft_length + 1))]
     seconds: dict[tuple[str, int], list[float]] = {call: [] for call in timed}

@@ -3,9 +3,10 @@
     T = (t_draft + t_stop) * num_draft_forwards + sum over rounds of t_target(k)       k: tokens drafted in the round
     throughput = N / T                        speed-up over the target alone = throughput * t_target(0)
 
-t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With t_stop = 0 and
-t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per token is t_draft + t_draft *
-(discard rate) + (t_target - t_draft) * (verification rate). Verification is not free everywhere, so t_target may grow with k.
+t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With
+t_stop = 0 and t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per
+token is t_draft + t_draft * (discard rate) + (t_target - t_draft) * (verification rate). Verification is not free
+everywhere, so t_target may grow with k.
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,9 @@ class CostModel:
                 raise ValueError(f"{name} is {values}; a time is a positive number of seconds")
 
     @classmethod
-    def constant(cls, t_draft_s: float, t_target_s: float, origin: str = "given", elsewhere: StopShares = NO_STOPS) -> "CostModel":
+    def constant(
+        cls, t_draft_s: float, t_target_s: float, origin: str = "given", elsewhere: StopShares = NO_STOPS
+    ) -> "CostModel":
         """Verification that costs the same however many tokens it verifies; stops have their shares of t_draft."""
         t_stop_s = {kind: share * t_draft_s for kind, share in elsewhere.of.items()}
         return cls(t_draft_s, (t_target_s,), origin, t_stop_s, elsewhere.origin, elsewhere)
@@ -78,7 +81,9 @@ class CostModel:
         return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin})"
 
     def with_ratio(self, ratio: float) -> "CostModel":
-        """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as `elsewhere` has them."""
+        """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as
+        `elsewhere` has them.
+        """
         check_ratio(ratio)
         return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
 
@@ -109,7 +114,10 @@ class CostModel:
 
     def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
         """T of every setting on every row."""
-        per_round, step_s = self.target_s(np.arange(replayed.lengths.shape[-1])), self.t_draft_s + self.stop_s(replayed.stop_kind)
+        per_round, step_s = (
+            self.target_s(np.arange(replayed.lengths.shape[-1])),
+            self.t_draft_s + self.stop_s(replayed.stop_kind),
+        )
         return step_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
 
     def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
@@ -117,7 +125,9 @@ class CostModel:
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
 
     def line(self, stop_kind: str = "") -> "LinearCosts":
-        """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a draft step."""
+        """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a
+        draft step.
+        """
         alone, *longer = self.t_target_s
         slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
         start = max(0.0, longer[0] - slope - alone) if longer else 0.0
@@ -125,7 +135,9 @@ class CostModel:
 
 
 class LinearCosts(NamedTuple):
-    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
+    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k >
+    0).
+    """
 
     t_draft_s: float
     """t_draft + t_stop."""

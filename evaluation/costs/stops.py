@@ -1,11 +1,11 @@
 """What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
 
-Policies take turns on every prompt with the same draws, and none of them ever stops before the end of its draft: so all write the same
-text in the same rounds, which differ from those of the fixed length by the work of the stop alone. t_stop is the difference of the first
-quartiles of their seconds per draft step.
+Policies take turns on every prompt with the same draws, and none of them ever stops before the end of its draft: so all
+write the same text in the same rounds, which differ from those of the fixed length by the work of the stop alone.
+t_stop is the difference of the first quartiles of their seconds per draft step.
 
-On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a large model is
-reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
+On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a
+large model is reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
 """
 
 from collections.abc import Iterable, Mapping
@@ -93,7 +93,9 @@ class Unstopping(Policy):
 
 
 def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] = ()) -> dict[str, Policy]:
-    """One policy of each kind of stop: the registered ones at their defaults, one head of each shape, and the `others`."""
+    """One policy of each kind of stop: the registered ones at their defaults, one head of each shape, and the
+    `others`.
+    """
     registered = (make_policy(name) for name in POLICIES if name != "head")
     every = [*registered, *(HeadPolicy(head) for head in heads), *others]
     return {policy.stop_kind: policy for policy in reversed(every) if policy.stop_kind}
@@ -104,7 +106,9 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     if not policies:
         return {}
     arms = {"": FixedLength(loop.max_draft_length), **{kind: Unstopping(policy) for kind, policy in policies.items()}}
-    decoders = {kind: loop.decoder(policy, max_draft_length=min(_STEPS, loop.max_draft_length)) for kind, policy in arms.items()}
+    decoders = {
+        kind: loop.decoder(policy, max_draft_length=min(_STEPS, loop.max_draft_length)) for kind, policy in arms.items()
+    }
     _turn(decoders, loop, loop.prompts[0])  # a warm-up
     steps_s: dict[str, list[float]] = {kind: [] for kind in arms}
     for _ in tqdm(range(_MOST_TURNS), desc="costs: stops", unit="turn"):
@@ -114,16 +118,23 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
         if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
             break
     plain_s, plain_error_s = typical(steps_s[""]), error_of(steps_s[""])
-    return {kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s)) for kind in policies}
+    return {
+        kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s))
+        for kind in policies
+    }
 
 
 def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
-    """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same rounds."""
+    """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same
+    rounds.
+    """
     num_tokens, drafting = min(_TOKENS, loop.max_new_tokens), {}
     for kind, decoder in decoders.items():
         played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
         drafting[kind] = [one for one in played if one.drafted]
-        assert [one.drafted for one in drafting[kind]] == [one.drafted for one in drafting[""]], "equal draws write equal texts"
+        assert [one.drafted for one in drafting[kind]] == [one.drafted for one in drafting[""]], (
+            "equal draws write equal texts"
+        )
     return {kind: [one.draft_s / one.counts.num_draft_forwards for one in played] for kind, played in drafting.items()}
 
 

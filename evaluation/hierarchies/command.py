@@ -1,13 +1,13 @@
 """python -m evaluation hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
 
-Every competitor runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on dev, by the modelled
-throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give at other times, and, from dev, at which
-ratios of times the best hierarchy beats the best plain speculation. Generations are stored (`evaluation.hierarchies.generations`), so a killed
-run resumes; times are those of the run that decoded. With `decode.hierarchies: true` in the YAML, `evaluation evaluate` shows hierarchies
-beside the replayed policies.
+Every competitor runs in the real loop, prompt by prompt in turns. Where its length is open, the length is chosen on
+dev, by the modelled throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give
+at other times, and, from dev, at which ratios of times the best hierarchy beats the best plain speculation. Generations
+are stored (`evaluation.hierarchies.generations`), so a killed run resumes; times are those of the run that decoded.
+With `decode.hierarchies: true` in the YAML, `evaluation evaluate` shows hierarchies beside the replayed policies.
 
-Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s on that of
-benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
+Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s
+on that of benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
 
     python -m evaluation hierarchy --config configs/tiny.yaml --decode.num_dev 16
     python -m evaluation hierarchy --config benchmarks/alpaca.yaml --decode.num_dev 8 --decode.num_test 36
@@ -56,7 +56,10 @@ def hierarchy(
     trio = Trio(lambda: experiment.pair, with_hidden=level_heads is not None)
     policies = None
     if level_heads is not None:
-        heads = [experiment.load_head(path, drafting=low, verifying=high) for path, (low, high) in zip(level_heads, BETWEEN, strict=True)]
+        heads = [
+            experiment.load_head(path, drafting=low, verifying=high)
+            for path, (low, high) in zip(level_heads, BETWEEN, strict=True)
+        ]
         policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
     loops = {dataset: resumable_loop(experiment, dataset, trio) for dataset in experiment.datasets}
     documents = {}
@@ -68,7 +71,9 @@ def hierarchy(
     print(json.dumps({"datasets": documents, "written": written}))
 
 
-def play(loop: ResumableLoop, competitors: Sequence[Competitor], prompts: Mapping[str, Sequence[list[int]]]) -> tuple[list[Run], list[Run]]:
+def play(
+    loop: ResumableLoop, competitors: Sequence[Competitor], prompts: Mapping[str, Sequence[list[int]]]
+) -> tuple[list[Run], list[Run]]:
     """(every setting of every competitor on dev, each competitor at its setting on test)."""
     if not prompts["test"]:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
@@ -85,14 +90,19 @@ def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: 
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", third_level_plot(gain, directory.name).svg.encode())
-    title = f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on {len(dev[0].decoded) if dev else 0} dev prompts"
+    title = (
+        f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on "
+        f"{len(dev[0].decoded) if dev else 0} dev prompts"
+    )
     for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
         sheet.print()
     print(conclusion := third_level_verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
 
 
-def level_policies(heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float) -> LevelPolicies:
+def level_policies(
+    heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float
+) -> LevelPolicies:
     """One head policy for each level."""
     first, second = (f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
     micro, draft = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)

@@ -1,4 +1,5 @@
-"""What `evaluation hierarchy` compares: HSDDW's configurations, Chen's variant, and plain speculation with the draft or with the micro.
+"""What `evaluation hierarchy` compares: HSDDW's configurations, Chen's variant, and plain speculation with the draft or
+with the micro.
 
 A competitor whose paper leaves a length open has several settings; `evaluation hierarchy` chooses among them on dev.
 """
@@ -34,7 +35,9 @@ _SCHEDULES = ((1, 3), *product((1, 2, 3), (1, 2)))
 
 @dataclass(frozen=True)
 class LevelPolicies:
-    """Trained heads in place of entropies: of full HSDDW, and, so that two and three levels are compared alike, of plain speculation."""
+    """Trained heads in place of entropies: of full HSDDW, and, so that two and three levels are compared alike, of
+    plain speculation.
+    """
 
     micro: Policy
     draft: Policy
@@ -70,13 +73,21 @@ def competitors_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Co
         _competitor("sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify"))),
         _competitor("HSDDW", 3, (_UP_TO, full())),
         _competitor("HSDDW without bonus", 3, (_UP_TO, full(bonus=False))),
-        _competitor("pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)),
+        _competitor(
+            "pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)
+        ),
         _competitor("interleaved (Chen)", 3, *((f"m={m} n={n}", interleaved(m, n)) for m, n in _SCHEDULES)),
     ]
     if policies is not None:
         build = full(policies=(policies.micro, policies.draft))
-        competitors.append(Competitor("sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)))
-        competitors.append(Competitor("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),)))
+        competitors.append(
+            Competitor(
+                "sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)
+            )
+        )
+        competitors.append(
+            Competitor("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),))
+        )
     return competitors
 
 
@@ -87,10 +98,13 @@ def _competitor(name: str, num_levels: int, *settings: tuple[str, Callable[[], D
 def _self_verified(draft: CachedModel) -> Drafter:
     """Plain self-verification up to the window: a hierarchy without an inner level."""
     rounds = InnerRounds(max_rounds=0, num_alone=WINDOW)
-    idle = CachedModel(draft.model, vocab_size=draft.vocab_size)  # a generation has each cached model in one place, this one reads nothing
+    # a generation has each cached model in one place, this one reads nothing
+    idle = CachedModel(draft.model, vocab_size=draft.vocab_size)
     return PreVerifiedDrafter(ModelDrafter(idle, FixedLength(0)), draft, SelfVerify(), rounds=rounds)
 
 
 def _pre_verified(trio: Trio, n: int, k: int) -> Callable[[], Drafter]:
     """Inner rounds of n micro tokens until k tokens are drafted."""
-    return lambda: PreVerifiedDrafter(ModelDrafter(trio.micro, FixedLength(n)), trio.draft, FixedLength(k), rounds=InnerRounds(window=n))
+    return lambda: PreVerifiedDrafter(
+        ModelDrafter(trio.micro, FixedLength(n)), trio.draft, FixedLength(k), rounds=InnerRounds(window=n)
+    )

@@ -1,6 +1,8 @@
-"""When does a third level pay? Best hierarchy over best plain speculation (draft or micro alone), modelled from counts at many times.
+"""When does a third level pay? Best hierarchy over best plain speculation (draft or micro alone), modelled from counts
+at many times.
 
-Counts do not depend on times, so one run on dev answers for every machine: each side is at its best setting for the times in question.
+Counts do not depend on times, so one run on dev answers for every machine: each side is at its best setting for the
+times in question.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,11 @@ _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RA
 
 
 def third_level_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
-    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the fitted one.
+    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the
+    fitted one.
 
-    `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several on the same prompts.
+    `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several
+    on the same prompts.
     """
     here = times.t_draft_s / times.t_target_s
     sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
@@ -39,7 +43,9 @@ def third_level_frame(runs: Sequence[Run], times: Times) -> pd.DataFrame:
                     "micro_ratio": micro_ratio,
                     "is_here": draft_ratio == here,
                     "gain": at.speedup(hierarchical.counts) / at.speedup(plain.counts) - 1,
-                    "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error if is_column else None,
+                    "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error
+                    if is_column
+                    else None,
                     "plain": plain.name,
                     "hierarchy": hierarchical.name,
                 }
@@ -51,7 +57,8 @@ def paying(group: pd.DataFrame) -> str:
     """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
     pays = (group["gain"] > 1e-9).to_numpy()
     ratios = group["micro_ratio"].to_numpy()
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))  # where a range begins, where it ends, in turns
+    # where a range begins, where it ends, in turns
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
     ranges = [(ratios[start], ratios[stop - 1]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
     return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
 
@@ -66,5 +73,8 @@ def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
-    caption = "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for the times."
+    caption = (
+        "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for "
+        "the times."
+    )
     return plot_of(f"third-level-{name}", caption, figure)

@@ -1,9 +1,12 @@
-"""Generations that a run of the hierarchies keeps on disk, so that it resumes and that `evaluation evaluate` and `evaluation hierarchy` share them.
+"""Generations that a run of the hierarchies keeps on disk, so that it resumes and that `evaluation evaluate` and
+`evaluation hierarchy` share them.
 
     DIR/manifest.json        what decides the tokens
-    DIR/decoded.jsonl        prompt (a hash of its token ids), arm and setting -> counts, draft lengths, seconds, repeats (`store.keyed`)
+    DIR/decoded.jsonl        prompt (a hash of its token ids), arm and setting -> counts, draft lengths, seconds,
+                             repeats (`store.keyed`)
 
-Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are decoded, once.
+Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are
+decoded, once.
 """
 
 from collections.abc import Mapping, Sequence

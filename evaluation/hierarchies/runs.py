@@ -1,4 +1,6 @@
-"""Competitors (of `evaluation hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if it slows down, all do."""
+"""Competitors (of `evaluation hierarchy`, of the papers' tables) over the same prompts, in the real loop, in turns: if
+it slows down, all do.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,10 +89,14 @@ class ResumableLoop:
     max_new_tokens: int
     seed: int
 
-    def play(self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[Run]:
-        """Every setting of every competitor over the prompts, decoded where the folder lacks some, and stored prompt by prompt.
+    def play(
+        self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], *, repeats: int = 1
+    ) -> list[Run]:
+        """Every setting of every competitor over the prompts, decoded where the folder lacks some, and stored prompt by
+        prompt.
 
-        A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one moment.
+        A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one
+        moment.
 
         Args:
             competitors: that take turns, another one first each time.
@@ -102,7 +108,9 @@ class ResumableLoop:
 
     def _play(self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
         pairs = [(competitor, setting) for competitor in competitors for setting in competitor.settings]
-        keys = [[Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts]
+        keys = [
+            [Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts
+        ]
         stored = read_decoded(self.directory)
         is_there = {key for key, one in stored.items() if one.repeats >= repeats}
         missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not is_there.issuperset(row)]
@@ -110,15 +118,25 @@ class ResumableLoop:
             decoders = {(competitor.name, setting.key): self._decoder(setting) for competitor, setting in pairs}
             for decoder in decoders.values():
                 decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
-            for turn, (ids, row) in enumerate(tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")):
+            for turn, (ids, row) in enumerate(
+                tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")
+            ):
                 decoded = self._decode(decoders, ids, row, turns=range(turn, turn + repeats))
                 append_decoded(self.directory, decoded)
                 stored |= decoded
         columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
-        return [Run(competitor, setting, tuple(column)) for (competitor, setting), column in zip(pairs, columns, strict=True)]
+        return [
+            Run(competitor, setting, tuple(column))
+            for (competitor, setting), column in zip(pairs, columns, strict=True)
+        ]
 
     def _decode(
-        self, decoders: Mapping[tuple[str, str], SpeculativeDecoder], prompt_ids: Sequence[int], row: Sequence[Key], *, turns: range
+        self,
+        decoders: Mapping[tuple[str, str], SpeculativeDecoder],
+        prompt_ids: Sequence[int],
+        row: Sequence[Key],
+        *,
+        turns: range,
     ) -> dict[Key, Decoded]:
         """One prompt by every decoder, all from the same seed; each turn begins with another of them."""
         seed = seed_of(self.seed, "hierarchy", row[0].prompt)
@@ -152,7 +170,9 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
     settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
     directory = experiment.directory / folder / dataset
     directory.mkdir(parents=True, exist_ok=True)
-    models: dict[str, Any] = {level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None}
+    models: dict[str, Any] = {
+        level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None
+    }
     manifest = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}
     settle(directory, manifest, setting="decode.dir")
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
@@ -160,12 +180,17 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
 
 def trio_times(runs: Sequence[Run]) -> Times:
     """t_micro, t_draft and t_target, fitted over all generations."""
-    return fit_times([one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded])
+    return fit_times(
+        [one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded]
+    )
 
 
 def best_on_dev(dev: Sequence[Run], speed: Callable[[Run], float]) -> dict[str, Setting]:
     """Competitor -> its setting that is fastest on dev; of equals the one that is built last."""
-    return {name: run.setting for name, run in chosen(reversed(dev), of=lambda run: run.competitor.name, speed=speed).items()}
+    return {
+        name: run.setting
+        for name, run in chosen(reversed(dev), of=lambda run: run.competitor.name, speed=speed).items()
+    }
 
 
 def at_settings(competitors: Sequence[Competitor], best: Mapping[str, Setting]) -> list[Competitor]:

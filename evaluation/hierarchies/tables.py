@@ -1,4 +1,6 @@
-"""The tables of `evaluation hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a third level pays."""
+"""The tables of `evaluation hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a
+third level pays.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +27,9 @@ _QUIET = 0.9
 
 
 def arms_frame(runs: Sequence[Run], times: Times, *, given: Times) -> pd.DataFrame:
-    """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the target alone."""
+    """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the
+    target alone.
+    """
     plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: times.speedup(run.counts))
     return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
@@ -34,7 +38,12 @@ def ablation_sheet(frame: pd.DataFrame) -> Sheet:
     """HSDDW's Table 2."""
     rows = frame.set_index("arm")
     cells = [
-        {"": name, "pre-verify": "x" if pre else "", "self-verify": "x" if own else "", **_speed_ups(rows.loc[name].to_dict())}
+        {
+            "": name,
+            "pre-verify": "x" if pre else "",
+            "self-verify": "x" if own else "",
+            **_speed_ups(rows.loc[name].to_dict()),
+        }
         for name, (pre, own) in _ABLATION.items()
     ]
     return Sheet("ablation (HSDDW, Table 2)", cells, names=3)
@@ -48,8 +57,10 @@ def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -
         f"R² {times.r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
     note = (
-        "N: tokens, F: forwards. Speed-up over the target alone, measured (s.e.: bootstrap over prompts), and from the counts at fitted "
-        f"and at given times. Pays below: of t_micro / t_draft, here {times.t_micro_s / times.t_draft_s:.2f}, against sd, from the counts"
+        "N: tokens, F: forwards. Speed-up over the target alone, measured (s.e.: bootstrap over prompts), and from "
+        "the counts at fitted "
+        f"and at given times. Pays below: of t_micro / t_draft, here {times.t_micro_s / times.t_draft_s:.2f}, against "
+        "sd, from the counts"
     )
     rows = [
         {
@@ -73,9 +84,15 @@ def gain_sheet(gain: pd.DataFrame) -> Sheet:
     for draft_ratio, group in gain.groupby("draft_ratio"):
         shown = group.set_index("micro_ratio")
         here = " (here)" if group["is_here"].any() else ""
-        gains = {f"{ratio:g}": f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})" for ratio in MICRO_RATIOS}
+        gains = {
+            f"{ratio:g}": f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})"
+            for ratio in MICRO_RATIOS
+        }
         rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{here}", **gains, "pays at": paying(group)})
-    title = "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: t_micro / t_draft"
+    title = (
+        "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: "
+        "t_micro / t_draft"
+    )
     return Sheet(title, rows)
 
 
@@ -88,24 +105,28 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
 def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
     """What the figures say, in words."""
     plain, hierarchical = (
-        max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s) for levels in (2, 3)
+        max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s)
+        for levels in (2, 3)
     )
     here = gain_over(plain.measured, hierarchical.measured)
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
     lines = [
-        f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best hierarchy, "
+        f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
+        "hierarchy, "
         f"{hierarchical.name}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
         f"against the best plain speculation, {plain.name}."
     ]
     for ratio, group in gain.groupby("draft_ratio"):
         name = "as here" if group["is_here"].any() else f"{ratio:g}"
         lines.append(
-            f"From the counts, with t_draft / t_target {name}, a third level pays at t_micro / t_draft: {paying(group)}; "
+            f"From the counts, with t_draft / t_target {name}, a third level pays at t_micro / t_draft: "
+            f"{paying(group)}; "
             f"best gain {100 * group['gain'].max():+.1f} %."
         )
     if times.r2 is not None and times.r2 < _QUIET:
         lines.append(
-            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was not quiet. Trust what comes from the "
+            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was not quiet. Trust "
+            "what comes from the "
             "counts at given ratios; for measured speed-ups delete the folder and run again."
         )
     return "\n".join(lines)

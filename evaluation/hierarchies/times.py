@@ -1,18 +1,20 @@
 """What a hierarchy costs: HSDDW's two ratios and the cost model with three times.
 
-    sigma  redundancy           1 - accepted / N_draft      share of the tokens handed to the target that it did not accept
+    sigma  redundancy           1 - accepted / N_draft      share of the tokens handed to the target that it did not
+                                accept
     eta    target utilisation   N_target / N                target forwards per emitted token, the verification rate
 
-Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at c8fed41): 1 - sum
-(accepted) / sum(gamma), and the number of verifications over the output length. The published 44.36 % and 14.46 % fit: 1 / 0.1446 = 6.9
-tokens per round, 5.9 of them accepted out of 5.9 / 0.5564 = 10.6 drafted, the window being 10. Departure: gamma is here what the target was
-handed; for the configurations that do not loop the program counts what micro and draft drew, rejected micro tokens included.
+Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at
+c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. The published 44.36 %
+and 14.46 % fit: 1 / 0.1446 = 6.9 tokens per round, 5.9 of them accepted out of 5.9 / 0.5564 = 10.6 drafted, the window
+being 10. Departure: gamma is here what the target was handed; for the configurations that do not loop the program
+counts what micro and draft drew, rejected micro tokens included.
 
     T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
 
-fitted by non-negative least absolute deviations over generations of all arms (a stall of the machine moves no time), drafting and verifying
-each by its own clock, the rounds that read the prompt left out. What stops cost is in the forwards that were timed, not charged apart.
-A verifying forward counts like a drafting one. R² is of the whole, stalls
+fitted by non-negative least absolute deviations over generations of all arms (a stall of the machine moves no time),
+drafting and verifying each by its own clock, the rounds that read the prompt left out. What stops cost is in the
+forwards that were timed, not charged apart. A verifying forward counts like a drafting one. R² is of the whole, stalls
 included: a low one says that the machine was not quiet, or that verification grows with what it verifies.
 """
 
@@ -50,7 +52,11 @@ class Times:
 
     def seconds(self, counts: Counts) -> float:
         """T of these counts."""
-        return self.t_micro_s * counts.num_micro_forwards + self.t_draft_s * counts.num_draft_forwards + self.t_target_s * counts.num_target
+        return (
+            self.t_micro_s * counts.num_micro_forwards
+            + self.t_draft_s * counts.num_draft_forwards
+            + self.t_target_s * counts.num_target
+        )
 
     def speedup(self, counts: Counts) -> float:
         """Over the target alone, which takes t_target per token."""
@@ -108,7 +114,8 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     pairs = [(one, micro) for one, micro in zip(decoded, is_micro, strict=True) if one.later.num_target]
     if len(pairs) < 4:
         raise ValueError(
-            f"fitting three times needs at least 4 generations of several rounds, there are {len(pairs)}; raise decode.num_test"
+            f"fitting three times needs at least 4 generations of several rounds, there are {len(pairs)}; raise "
+            "decode.num_test"
         )
     forwards = np.array([_forwards(one.later, micro) for one, micro in pairs], dtype=np.float64)
     seconds = np.array([(one.later_draft_s, one.later_target_s) for one, _ in pairs])

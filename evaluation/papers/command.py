@@ -1,11 +1,16 @@
 """python -m evaluation tables --paper NAME: a paper's tables as printed, in rows and columns, for the pair of a config.
 
-    specdec++   (arXiv 2405.19715) Tables 1 and 3, replayed; Table 2, clocked. Figure 4 is the Pareto plot that `evaluate` writes.
-    svip        (arXiv 2411.18462) Table 1, or Table 5 where the temperature is above 0; Table 2, or Table 6 where it is 0: replayed.
-    svip-trees  its Tables 3 and 4, clocked: chains with CaPE's siblings, and EAGLE-2's trees, of the pair's draft, with and without stops.
-    hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares more of them.
+    specdec++   (arXiv 2405.19715) Tables 1 and 3, replayed; Table 2, clocked. Figure 4 is the Pareto plot that
+                `evaluate` writes.
+    svip        (arXiv 2411.18462) Table 1, or Table 5 where the temperature is above 0; Table 2, or Table 6 where it is
+                0: replayed.
+    svip-trees  its Tables 3 and 4, clocked: chains with CaPE's siblings, and EAGLE-2's trees, of the pair's draft, with
+        and without stops.
+    hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares
+                more of them.
 
-Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same; the others clock.
+Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
+the others clock.
 """
 
 import json
@@ -39,11 +44,13 @@ def tables(
     Args:
         config: the experiment.
         paper: specdec++, svip, svip-trees, or hsddw (which decodes with three models).
-        stops: of svip-trees, and of hsddw's EAGLE: policies, as entropy or head:PATH. What a spec leaves open is chosen on dev; one with
-            its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
+        stops: of svip-trees, and of hsddw's EAGLE: policies, as entropy or head:PATH. What a spec leaves open is chosen
+            on dev; one with its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is
+            taken as it is.
         eagle: of hsddw: directory of an EAGLE draft for the pair's target, which then stands in Table 1.
         repeats: of svip-trees and hsddw: times that each test prompt is decoded by each; medians count.
-        tree: of EAGLE-2: candidates after a node, and nodes that are verified. The published tree is for GPUs; a CPU pays for every node.
+        tree: of EAGLE-2: candidates after a node, and nodes that are verified. The published tree is for GPUs; a CPU
+            pays for every node.
     """
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:

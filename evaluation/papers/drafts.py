@@ -1,8 +1,9 @@
-"""What competes in a table about drafts: one kind of draft at fixed lengths, and the same draft under stops, each at several settings.
+"""What competes in a table about drafts: one kind of draft at fixed lengths, and the same draft under stops, each at
+several settings.
 
-A stop is a policy's spec (`decode.policies.registry`). What its spec leaves open of the policy's grid is chosen on dev among a few of the
-grid's values, all of them where `decode.grid` gives them. A tree heeds stops after every second level, as SVIP's paper has it on EAGLE-2
-(`read_every`), or after every one: that is chosen as well.
+A stop is a policy's spec (`decode.policies.registry`). What its spec leaves open of the policy's grid is chosen on dev
+among a few of the grid's values, all of them where `decode.grid` gives them. A tree heeds stops after every second
+level, as SVIP's paper has it on EAGLE-2 (`read_every`), or after every one: that is chosen as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,9 @@ EAGLE_1 = Kind("EAGLE-1", Static(), published=5)
 def eagle_2(width: int, num_nodes: int) -> Kind:
     """EAGLE-2's tree; of another size than the published one it says so."""
     shape = Dynamic(width, num_nodes)
-    return Kind("EAGLE-2" if shape == Dynamic() else f"EAGLE-2 {width}/{num_nodes}", shape, published=6, read_every=(2, 1))
+    return Kind(
+        "EAGLE-2" if shape == Dynamic() else f"EAGLE-2 {width}/{num_nodes}", shape, published=6, read_every=(2, 1)
+    )
 
 
 class Contest(NamedTuple):
@@ -96,13 +99,22 @@ class Models:
             self._made[with_hidden] = tree_models_of(self._experiment.pair, with_hidden=with_hidden)
         return self._made[with_hidden]
 
-    def setting(self, label: str, policy: Policy, kind: Kind | None = None, read_every: int = 1, version: str = "") -> Setting:
+    def setting(
+        self, label: str, policy: Policy, kind: Kind | None = None, read_every: int = 1, version: str = ""
+    ) -> Setting:
         """A draft of one kind, a chain without one."""
-        return Setting(label, partial(self._drafter, policy, kind and kind.shape, read_every), version, lambda: self.of(policy).target)
+        return Setting(
+            label,
+            partial(self._drafter, policy, kind and kind.shape, read_every),
+            version,
+            lambda: self.of(policy).target,
+        )
 
     def _drafter(self, policy: Policy, shape: Shape | None, read_every: int) -> Drafter:
         draft = self.of(policy).draft
-        return ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
+        return (
+            ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
+        )
 
     @property
     def alone(self) -> Competitor:
@@ -110,7 +122,9 @@ class Models:
         return Competitor(NO_DRAFT, 1, (self.setting("", FixedLength(0)),))
 
 
-def contest_of(kind: Kind, stops: Sequence[StopChoices], models: Models, *, lengths: Sequence[int], version: str = "") -> Contest:
+def contest_of(
+    kind: Kind, stops: Sequence[StopChoices], models: Models, *, lengths: Sequence[int], version: str = ""
+) -> Contest:
     """Fixed lengths and stops of one kind of draft.
 
     Args:
@@ -129,7 +143,9 @@ def contest_of(kind: Kind, stops: Sequence[StopChoices], models: Models, *, leng
     def settings(stop: StopChoices) -> Iterator[Setting]:
         for (label, policy), every in product(stop.settings.items(), kind.read_every):
             suffix = f"every {every}" if len(kind.read_every) > 1 else ""
-            yield models.setting(", ".join(filter(None, (label, suffix))), policy, kind, every, f"{version} {stop.version}".strip())
+            yield models.setting(
+                ", ".join(filter(None, (label, suffix))), policy, kind, every, f"{version} {stop.version}".strip()
+            )
 
     return Contest(
         Competitor(kind.name, 2, tuple(fixed.values())),
@@ -147,7 +163,10 @@ def lengths_of(experiment: Experiment, kinds: Sequence[Kind]) -> list[int]:
     longest = experiment.decode.max_draft_length
     published = max((kind.published or 1 for kind in kinds), default=1)
     if longest < published:
-        raise ValueError(f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; raise it")
+        raise ValueError(
+            f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; "
+            "raise it"
+        )
     own = experiment.decode.grid.get("fixed_length", {}).get("k", FIXED_LENGTHS)
     return [length for length in own if 0 < length <= longest]
 
@@ -173,12 +192,18 @@ def _short(spec: str) -> str:
 def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
     policy, (kind, given) = experiment.policy(spec), read_spec(spec)
     own = experiment.decode.grid.get(kind)
-    grid = {key: values for key, values in (own or POLICIES[kind].values(experiment.decode.max_draft_length)).items() if key not in given}
+    grid = {
+        key: values
+        for key, values in (own or POLICIES[kind].values(experiment.decode.max_draft_length)).items()
+        if key not in given
+    }
     choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     if own is None and len(choices) > NUM_CHOICES:
         places = np.linspace(0, len(choices) - 1, NUM_CHOICES + 2)[1:-1]
         choices = [choices[round(place)] for place in places.tolist()]
     if not choices:
-        raise ValueError(f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out")
+        raise ValueError(
+            f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out"
+        )
     settings = {", ".join(f"{key}={value}" for key, value in one.items()): replace(policy, **one) for one in choices}  # type: ignore[type-var]
     return StopChoices(name, settings, version_of(policy.heads))

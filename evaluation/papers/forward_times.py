@@ -1,11 +1,12 @@
-"""SpecDec++ (arXiv 2405.19715), Table 2: forward times by regression, stand-alone and inside speculative decoding, clocked per dataset.
+"""SpecDec++ (arXiv 2405.19715), Table 2: forward times by regression, stand-alone and inside speculative decoding,
+clocked per dataset.
 
     stand-alone   seconds on forwards, over generations by the draft alone and by the target alone
     SpecDec       seconds on (N_draft, N_target), over generations at every K of the paper
     SpecDec++     the same at every threshold of the paper, by one of its heads
 
-Generations of all settings take turns, on a few prompts at several lengths, in the loop that is configured. Departure: the first round of
-each, which reads the prompt, is left out.
+Generations of all settings take turns, on a few prompts at several lengths, in the loop that is configured. Departure:
+the first round of each, which reads the prompt, is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,17 +63,30 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
 def time_rows(setting: str, times: Mapping[str, ForwardTimes]) -> list[dict[str, str]]:
     """One row per dataset, and their average with its deviation."""
     rows = [
-        {"Setting": setting, "Dataset": dataset, "t_draft": f"{each.t_draft_s:.5f}", "t_target": f"{each.t_target_s:.5f}", "R^2": each.r2}
+        {
+            "Setting": setting,
+            "Dataset": dataset,
+            "t_draft": f"{each.t_draft_s:.5f}",
+            "t_target": f"{each.t_target_s:.5f}",
+            "R^2": each.r2,
+        }
         for dataset, each in times.items()
     ]
     average = {"Setting": setting, "Dataset": "average"}
-    for column, values in (("t_draft", [t.t_draft_s for t in times.values()]), ("t_target", [t.t_target_s for t in times.values()])):
+    for column, values in (
+        ("t_draft", [t.t_draft_s for t in times.values()]),
+        ("t_target", [t.t_target_s for t in times.values()]),
+    ):
         average[column] = f"{mean(values):.5f}" + (f" ± {stdev(values):.5f}" if len(values) > 1 else "")
     return [*rows, average]
 
 
-def generations(experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead) -> dict[str, list[Generation]]:
-    """Generations of every setting over the prompts, in turns, none ended by an EOS; the first of each decoder is a warm-up."""
+def generations(
+    experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead
+) -> dict[str, list[Generation]]:
+    """Generations of every setting over the prompts, in turns, none ended by an EOS; the first of each decoder is a
+    warm-up.
+    """
     loop, decode = loop_of(experiment), experiment.decode
     of_draft = replace(loop, pair=replace(loop.pair, target=loop.pair.draft))
     decoders = {
@@ -92,7 +106,9 @@ def generations(experiment: Experiment, prompts: Sequence[list[int]], head: Acce
 
 
 def alone(generated: Sequence[Generation]) -> tuple[float, float]:
-    """(seconds per forward, R²) of one model that generates without drafts: least squares over generations, no intercept."""
+    """(seconds per forward, R²) of one model that generates without drafts: least squares over generations, no
+    intercept.
+    """
     later = [generation.rounds[1:] for generation in generated]
     forwards = np.array([float(len(rounds)) for rounds in later])
     seconds = np.array([sum(one.draft_s + one.target_s for one in rounds) for rounds in later])

@@ -1,6 +1,8 @@
-"""A clocked table about drafts: speed-ups by category, what stops gain with 95 % intervals over prompts, and in words whether one pays.
+"""A clocked table about drafts: speed-ups by category, what stops gain with 95 % intervals over prompts, and in words
+whether one pays.
 
-A stop is held against the same draft at its published length, and at the fixed length that dev chose: the faster of them it has to beat.
+A stop is held against the same draft at its published length, and at the fixed length that dev chose: the faster of
+them it has to beat.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,10 @@ class Line(NamedTuple):
     @property
     def fastest_fixed(self) -> Run:
         """Of what it is held against."""
-        return max((base for base in (self.published, self.best) if base is not None), key=lambda base: base.measured.tokens_per_s)
+        return max(
+            (base for base in (self.published, self.best) if base is not None),
+            key=lambda base: base.measured.tokens_per_s,
+        )
 
     @property
     def gains(self) -> dict[str, str]:
@@ -51,7 +56,13 @@ def lines_of(finalists: Contest, runs: Runs) -> list[Line]:
     published = runs[name, finalists.published.key] if finalists.published else None
     lines = [] if published is None else [Line(f"{name}, as published", published, best=best)]
     lines.append(Line(f"{name}, best fixed", best, published))
-    return [*lines, *(Line(stop.name, runs[stop.name, stop.settings[0].key], published, best, is_stop=True) for stop in finalists.stops)]
+    return [
+        *lines,
+        *(
+            Line(stop.name, runs[stop.name, stop.settings[0].key], published, best, is_stop=True)
+            for stop in finalists.stops
+        ),
+    ]
 
 
 def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
@@ -74,14 +85,17 @@ def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> l
 
 
 def stop_verdict(lines: Sequence[Line]) -> str:
-    """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do not.
+    """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do
+    not.
 
-    The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been an unlucky one.
+    The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been
+    an unlucky one.
     """
     gains = {line.method: gain_over(line.fastest_fixed.measured, line.run.measured) for line in lines if line.is_stop}
     # a single prompt has no interval: NaN is above no bound
     won, lost = (
-        {name: gain for name, gain in gains.items() if (gain.low > 0 and gain.standard_error >= 0) == is_won} for is_won in (True, False)
+        {name: gain for name, gain in gains.items() if (gain.low > 0 and gain.standard_error >= 0) == is_won}
+        for is_won in (True, False)
     )
     said = {
         f"{len(won)} of {len(gains)} stops beat the best fixed length of the same draft on the clock": won,

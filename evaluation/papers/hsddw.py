@@ -1,17 +1,22 @@
-"""HSDDW, Tables 1 to 4, clocked: decoded on the test prompts in turns, with the paper's window of 10 at every level and no choice on dev.
+"""HSDDW, Tables 1 to 4, clocked: decoded on the test prompts in turns, with the paper's window of 10 at every level and
+no choice on dev.
 
-    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, EAGLE's and PEARL's; the paper quotes other methods
+    Table 1   speed-up of HSDDW over the target alone (AT), by dataset, EAGLE's and PEARL's; the paper quotes other
+              methods
     Table 2   pre-verify and self-verify, alone and together, by dataset
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
 
-EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-1's tree, which the paper quotes, as
-EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, and under stops (`evaluation.papers.drafts`).
+EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-1's tree, which the paper
+quotes, as EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, and under stops
+(`evaluation.papers.drafts`).
 
-PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted from its steps
-and the times fitted over the other generations, each step taking as long as the slower of the two models, the exchange between them free.
+PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is
+predicted from its steps and the times fitted over the other generations, each step taking as long as the slower of the
+two models, the exchange between them free.
 
-`evaluation hierarchy` compares more competitors at their best settings. Generations are stored and shared with it (`evaluation.hierarchies.runs`).
+`evaluation hierarchy` compares more competitors at their best settings. Generations are stored and shared with it
+(`evaluation.hierarchies.runs`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +55,9 @@ _MODELS = {
 _CLOCKED = "clocked, against the target alone (AT)"
 
 
-def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
+def hsddw_tables(
+    experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]
+) -> list[Sheet]:
     """Tables 1 to 4.
 
     Raises:
@@ -59,7 +66,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
     trio = Trio(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     competitors = [at_window(each) for each in competitors_of(trio) if each.name in names]
-    finalists = eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))) if eagle else []
+    finalists = (
+        eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain")))
+        if eagle
+        else []
+    )
     arms = [*competitors, *(one for each in finalists for one in each.competitors)]
     runs: dict[str, RunsByName] = {}
     played: list[list[Run]] = []
@@ -70,15 +81,24 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, specs: Sequence[s
         if not encoded:
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         categories[dataset] = [prompt.category for prompt, _ in encoded]
-        played.append(resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats))
+        played.append(
+            resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats)
+        )
         own = played[-1][: len(competitors)]
         runs[dataset] = {run.competitor.name: run for run in own}
         pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(own)):.2f}x"
     rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
     return [
-        Sheet(f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}", [*rows, {"": _PEARL, **pearl}], note),
+        Sheet(
+            f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}",
+            [*rows, {"": _PEARL, **pearl}],
+            note,
+        ),
         Sheet(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
-        *(Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows) for name, rows in mathematics(runs, categories).items()),
+        *(
+            Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows)
+            for name, rows in mathematics(runs, categories).items()
+        ),
         *(Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(each)) for name, each in runs.items()),
     ]
 
@@ -87,7 +107,9 @@ _METHODS = {"AT": NO_DRAFT, "HSDDW": "HSDDW"}
 _PEARL = "PEARL, two devices, predicted"
 
 
-def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]) -> list[Contest]:
+def eagle_finalists(
+    experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]
+) -> list[Contest]:
     """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
     beside = experiment.with_feature_draft(path)
     if not isinstance(beside.pair.drafting, Eagle):
@@ -95,7 +117,10 @@ def eagle_finalists(experiment: Experiment, trio: Trio, path: str, specs: Sequen
     stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), Models(beside)
     version = str(beside.described("draft")["weights"])[:8]
     contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
-    loops = [(resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev")) for dataset in experiment.datasets]
+    loops = [
+        (resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev"))
+        for dataset in experiment.datasets
+    ]
     every = [one for contest in contests for one in contest.competitors]
     dev = [run for one in every for run in joined([loop.play([one], prompts) for loop, prompts in loops if prompts])]
     return [finalists_of(contest, dev) for contest in contests]
@@ -113,7 +138,12 @@ def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Contest
     def row(method: str) -> dict[str, str]:
         spent = {dataset: (runs[keys["AT"]].measured, runs[keys[method]].measured) for dataset, runs in columns.items()}
         gains = next((line.gains for line in lines if line.method == method), {})
-        return {"": method, **{name: shown_speed_up(*each) for name, each in spent.items()}, "setting": labels.get(method, ""), **gains}
+        return {
+            "": method,
+            **{name: shown_speed_up(*each) for name, each in spent.items()},
+            "setting": labels.get(method, ""),
+            **gains,
+        }
 
     return [row(method) for method in ("AT", *labels, "HSDDW")], stop_verdict(lines)
 
@@ -121,9 +151,15 @@ def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Contest
 def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
     """Over the target alone, predicted from the steps that PEARL takes on these prompts."""
     gamma = max(1, round(times.t_target_s / times.t_draft_s))
-    decoder = PearlDecoder(trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
+    decoder = PearlDecoder(
+        trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids
+    )
     generator = torch.Generator().manual_seed(experiment.decode.seed)
-    steps = [step for ids in prompts for step in decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator).rounds]
+    steps = [
+        step
+        for ids in prompts
+        for step in decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator).rounds
+    ]
     seconds = sum(max(times.t_draft_s * len(step.drafted), times.t_target_s) for step in steps)
     return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
 
@@ -148,16 +184,23 @@ def ablation_rows(runs: Mapping[str, RunsByName]) -> list[dict[str, str]]:
     ]
 
 
-def mathematics(runs: Mapping[str, RunsByName], categories: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, str]]]:
+def mathematics(
+    runs: Mapping[str, RunsByName], categories: Mapping[str, Sequence[str]]
+) -> dict[str, list[dict[str, str]]]:
     """Table 3 of each dataset in which some categories, and not all, are mathematics."""
     tables = {}
     for dataset, each in runs.items():
         is_math = ["math" in category.lower() for category in categories[dataset]]
         if 0 < sum(is_math) < len(is_math):
             columns = {"All": [True] * len(is_math), "only Math": is_math, "rm Math": [not one for one in is_math]}
-            parts = {column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()}
+            parts = {
+                column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()
+            }
             arms = {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}
-            tables[dataset] = [{"": row, **{column: speed_up(part, arm) for column, part in parts.items()}} for row, arm in arms.items()]
+            tables[dataset] = [
+                {"": row, **{column: speed_up(part, arm) for column, part in parts.items()}}
+                for row, arm in arms.items()
+            ]
     return tables
 
 
@@ -176,4 +219,6 @@ def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
 
 def _part(run: Run, chosen: Sequence[bool]) -> Run:
     """The run over some of its prompts."""
-    return Run(run.competitor, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen))
+    return Run(
+        run.competitor, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen)
+    )

@@ -1,16 +1,19 @@
-"""SVIP (arXiv 2411.18462), Tables 3 and 4, clocked: stopping on drafts that are not plain chains, GliDe with CaPE and EAGLE-2.
+"""SVIP (arXiv 2411.18462), Tables 3 and 4, clocked: stopping on drafts that are not plain chains, GliDe with CaPE and
+EAGLE-2.
 
     Table 3   a chain, and the same with CaPE's siblings; published with 4 tokens
-    Table 4   EAGLE-2's tree; published with six levels, 10 candidates after a node and 59 nodes in all, and with stops that are heeded
+    Table 4   EAGLE-2's tree; published with six levels, 10 candidates after a node and 59 nodes in all, and with stops
+              that are heeded
               after every second level
 
 Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on dev
-(`evaluation.papers.choice`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is one dataset: all arms in
-turns on every test prompt, medians of several repeats. Generations are kept, so that a killed run goes on.
+(`evaluation.papers.choice`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is
+one dataset: all arms in turns on every test prompt, medians of several repeats. Generations are kept, so that a killed
+run goes on.
 
-The tables are of the pair's own draft: a GliDe draft makes Table 3, an EAGLE draft Table 4, and a draft that is a model of its own makes
-both, which are then not of the paper's systems. The paper gives the threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0
-(Table 3) and 1 (Table 4), here the config's decides.
+The tables are of the pair's own draft: a GliDe draft makes Table 3, an EAGLE draft Table 4, and a draft that is a model
+of its own makes both, which are then not of the paper's systems. The paper gives the threshold .5 for GliDe and none
+for EAGLE-2; its temperatures are 0 (Table 3) and 1 (Table 4), here the config's decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +60,9 @@ def prompts_of(experiment: Experiment, split: Split) -> Prompts:
     """Of every dataset."""
     is_one = len(experiment.datasets) == 1
     return {
-        dataset: [((prompt.category if is_one else "") or dataset, ids) for prompt, ids in experiment.encoded(dataset, split)]
+        dataset: [
+            ((prompt.category if is_one else "") or dataset, ids) for prompt, ids in experiment.encoded(dataset, split)
+        ]
         for dataset in experiment.datasets
     }
 
@@ -66,7 +71,12 @@ class TreeTable:
     """Tables of one experiment."""
 
     def __init__(
-        self, experiment: Experiment, prompts: Mapping[Split, Prompts], stops: Sequence[StopChoices], lengths: Sequence[int], repeats: int
+        self,
+        experiment: Experiment,
+        prompts: Mapping[Split, Prompts],
+        stops: Sequence[StopChoices],
+        lengths: Sequence[int],
+        repeats: int,
     ) -> None:
         self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
         self._stops, self._lengths, self._models = stops, lengths, Models(experiment)
@@ -74,7 +84,8 @@ class TreeTable:
     def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
         """One table: choose on dev, clock on test."""
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
-        # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the others as they are
+        # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the
+        # others as they are
         dev = [run for contest in contests for one in contest.competitors for run in self._play(number, [one], "dev")]
         finalists = [finalists_of(contest, dev) for contest in contests]
         arms = [self._models.alone, *(one for each in finalists for one in each.competitors)]
@@ -83,7 +94,8 @@ class TreeTable:
         columns = [column for members in self._prompts["test"].values() for column, _ in members]
         num_dev = sum(map(len, self._prompts["dev"].values()))
         title = (
-            f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on {num_dev} dev prompts, "
+            f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on "
+            f"{num_dev} dev prompts, "
         )
         title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
         return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""], columns), stop_verdict(lines))
@@ -94,7 +106,9 @@ class TreeTable:
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
         return joined(
             [
-                resumable_loop(experiment, dataset, trio, folder=folder).play(arms, [ids for _, ids in members], repeats=repeats)
+                resumable_loop(experiment, dataset, trio, folder=folder).play(
+                    arms, [ids for _, ids in members], repeats=repeats
+                )
                 for dataset, members in self._prompts[split].items()
                 if members
             ]

@@ -1,12 +1,13 @@
-"""SVIP (arXiv 2411.18462), Tables 1, 2, 5 and 6: speed-ups of a constant length of 5, of the heuristic, and of SVIP, replayed on test.
+"""SVIP (arXiv 2411.18462), Tables 1, 2, 5 and 6: speed-ups of a constant length of 5, of the heuristic, and of SVIP,
+replayed on test.
 
-Tables 1 and 5 have a column per category of the prompts (SpecBench's), greedy and at temperature 1; Tables 2 and 6 a column per generation
-length, at temperature 1 and greedy. The pair's `Sampling` decides which two are made.
+Tables 1 and 5 have a column per category of the prompts (SpecBench's), greedy and at temperature 1; Tables 2 and 6 a
+column per generation length, at temperature 1 and greedy. The pair's `Sampling` decides which two are made.
 
-SVIP's threshold is the paper's where the pair is one of its pairs, and for other pairs what its procedure chooses: of {0.2, 0.3, 0.4, 0.5}
-the fastest on 8 prompts held out, here of dev. The heuristic starts at 5. Departures: drafts end at decode.max_draft_length (the paper's
-limit is 40); the times of a forward do not grow with the context; the speed-up of one generation length is that of the first so many tokens
-of the longer generations.
+SVIP's threshold is the paper's where the pair is one of its pairs, and for other pairs what its procedure chooses: of
+{0.2, 0.3, 0.4, 0.5} the fastest on 8 prompts held out, here of dev. The heuristic starts at 5. Departures: drafts end
+at decode.max_draft_length (the paper's limit is 40); the times of a forward do not grow with the context; the speed-up
+of one generation length is that of the first so many tokens of the longer generations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +42,13 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
     tests = {dataset: each.test for dataset, each in traces.items()}
     figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
     is_greedy = experiment.sampling.is_greedy
-    lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [experiment.decode.max_new_tokens]
+    lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [
+        experiment.decode.max_new_tokens
+    ]
     return [
-        Sheet(f"SVIP Table {1 if is_greedy else 5}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
+        Sheet(
+            f"SVIP Table {1 if is_greedy else 5}: speed-up by category, {figures}", category_rows(tests, methods, cost)
+        ),
         Sheet(
             f"SVIP Table {6 if is_greedy else 2}: speed-up by generation length, {figures}",
             rows_by_length(tests, methods, lengths, cost),
@@ -62,7 +67,9 @@ def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]
 
 
 def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cost: CostModel) -> list[dict[str, str]]:
-    """A column per category, of a dataset without categories one for all; the last is their mean, and SVIP's gain over the constant."""
+    """A column per category, of a dataset without categories one for all; the last is their mean, and SVIP's gain over
+    the constant.
+    """
     parts = {name: part for dataset, trace in tests.items() for name, part in by_category(dataset, trace).items()}
     rows: list[dict[str, str]] = []
     averages: dict[str, float] = {}

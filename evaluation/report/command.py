@@ -1,6 +1,7 @@
 """python -m evaluation evaluate: every policy and every threshold from one trace, chosen on dev, reported on test.
 
-Hierarchies of three models cannot be replayed from it: with `decode.hierarchies` they are decoded (`evaluation.contest.decoded`).
+Hierarchies of three models cannot be replayed from it: with `decode.hierarchies` they are decoded
+(`evaluation.contest.decoded`).
 """
 
 import json
@@ -39,17 +40,26 @@ from store.shards import write_atomic
 
 
 def evaluate(
-    config: Config, *, batch: Sizes | None = None, clock: int = 0, repeats: int = 3, exchange_s: float = 0.0, home: str | None = None
+    config: Config,
+    *,
+    batch: Sizes | None = None,
+    clock: int = 0,
+    repeats: int = 3,
+    exchange_s: float = 0.0,
+    home: str | None = None,
 ) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
     Args:
         config: of the experiment.
         batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
-        clock: also time real generations of so many test prompts, every family at its best setting, beside what is predicted; 0: none.
+        clock: also time real generations of so many test prompts, every family at its best setting, beside what is
+            predicted; 0: none.
         repeats: of each timed generation; medians count.
-        exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from one to the other.
-        home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every dataset of this one.
+        exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from
+            one to the other.
+        home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
+            dataset of this one.
     """
     check_local(home, "--home")
     check_clock(clock, repeats)
@@ -66,7 +76,11 @@ def evaluate(
     written = write(experiment.directory, results, page=page)
     written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
     written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-    figures = {"results": records(results), "batches": page.batches, "clock": [report.as_dict() for report in page.clocks]}
+    figures = {
+        "results": records(results),
+        "batches": page.batches,
+        "clock": [report.as_dict() for report in page.clocks],
+    }
     print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
 
 
@@ -76,7 +90,13 @@ def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> l
 
 
 def compare_all(
-    experiment: Experiment, folder: TraceFolder, costs: Sequence[CostModel], *, homes: dict[str, Judged], page: Page, exchange_s: float
+    experiment: Experiment,
+    folder: TraceFolder,
+    costs: Sequence[CostModel],
+    *,
+    homes: dict[str, Judged],
+    page: Page,
+    exchange_s: float,
 ) -> tuple[dict[str, Replays], pd.DataFrame]:
     """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
 
@@ -162,7 +182,9 @@ def compare(
     return frame, speed_up_bars(results, cost, names=NAMES)
 
 
-def judge(replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, num_home: int = 0) -> Judged:
+def judge(
+    replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, num_home: int = 0
+) -> Judged:
     """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=num_home)
@@ -175,17 +197,22 @@ def judge(replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *,
 
 
 def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
-    """Title of each cost -> what its best settings are on the first dataset of the evaluation in `directory`, under its own sampling.
+    """Title of each cost -> what its best settings are on the first dataset of the evaluation in `directory`, under its
+    own sampling.
 
     Raises:
         FileNotFoundError: no whole trace of this config's prompts there.
     """
     sampling = read_manifest(Path(directory) / "trace", command="evaluation trace", keys=["sampling"])["sampling"]
     pair = replace(config.pair, sampling=SamplingConfig(**sampling))
-    experiment = Experiment(replace(config, pair=pair, decode=replace(config.decode, dir=directory, allow_foreign_heads=True)))
+    experiment = Experiment(
+        replace(config, pair=pair, decode=replace(config.decode, dir=directory, allow_foreign_heads=True))
+    )
     name = next(iter(experiment.datasets))
     heads, traces = experiment.heads, trace_folder(experiment).load(name)
-    replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}")
+    replays = replay_dataset(
+        traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}"
+    )
     terms = Terms(f"{name} (temperature {experiment.sampling.temperature:g})", is_home=True, exchange_s=0.0)
     return {cost.title: judge(replays, None, terms, cost=cost) for cost in costs}
 
@@ -194,8 +221,13 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     """What was evaluated, in one line."""
     sampling = ", ".join(f"{key} {value}" for key, value in experiment.sampling.as_dict().items() if value is not None)
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
-    measured = f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin}; {cost.stop_origin})"
-    limits = f"responses up to {experiment.decode.max_new_tokens} tokens, drafts up to {experiment.decode.max_draft_length}"
+    measured = (
+        f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin}; "
+        f"{cost.stop_origin})"
+    )
+    limits = (
+        f"responses up to {experiment.decode.max_new_tokens} tokens, drafts up to {experiment.decode.max_draft_length}"
+    )
     return f"{names}; {sampling}; {limits}; {measured}"
 
 
@@ -209,7 +241,12 @@ def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
 
 
 def in_batches(
-    experiment: Experiment, every: Mapping[str, Replays], costs: Sequence[CostModel], *, page: Page, sizes: Sequence[int]
+    experiment: Experiment,
+    every: Mapping[str, Replays],
+    costs: Sequence[CostModel],
+    *,
+    page: Page,
+    sizes: Sequence[int],
 ) -> list[str]:
     """What batches come to, printed and written, and the page with it; the names of files."""
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
@@ -225,7 +262,9 @@ def clocked(
 ) -> list[str]:
     """Time every dataset; what the clock said, printed and written, and the page with it."""
     for dataset, replays in every.items():
-        page.clocks.append(clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats))
+        page.clocks.append(
+            clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats)
+        )
         page.clocks[-1].sheet(NAMES).print()
     path = experiment.directory / "clock.json"
     write_atomic(path, json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())

@@ -1,7 +1,8 @@
 """python -m evaluation replay: one policy over the recorded trace, with no model loaded.
 
-The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `evaluation tune` wrote into its head
-and takes the times of this run: the measured ones, those of the YAML, or those of the ratio that is asked for.
+The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `evaluation
+tune` wrote into its head and takes the times of this run: the measured ones, those of the YAML, or those of the ratio
+that is asked for.
 """
 
 import json
@@ -45,8 +46,8 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
 
     Args:
         config: of the experiment whose trace is replayed (`python -m evaluation trace` records it).
-        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters follow, as in
-            entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
+        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters
+            follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
     """
     experiment = Experiment(config)
@@ -68,7 +69,9 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
 
 
 def at_costs(policy: Policy, cost: CostModel) -> Policy:
-    """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not depend on times."""
+    """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not
+    depend on times.
+    """
     if not isinstance(policy, Auto):
         return policy
     line = cost.line(policy.stop_kind)
@@ -78,7 +81,9 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
 
 
 def played(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split: str) -> dict[str, Any]:
-    """Counts and rates of the policy over the prompts of one split; `rounds_by_length`: rounds that drafted 0, 1, … tokens."""
+    """Counts and rates of the policy over the prompts of one split; `rounds_by_length`: rounds that drafted 0, 1, …
+    tokens.
+    """
     replayed = replay_settings(trace, policy)
     counts, speed = total(replayed.counts, 0), float(cost.tokens_per_s(replayed)[0])
     return {

@@ -1,10 +1,11 @@
 """report.html: the evaluation as one page that works offline, in which a reader sets the times of their own hardware.
 
-The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and intervals itself (law
-4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the dearest stop adds to a draft step.
-Nothing is fetched from anywhere. Very large grids are thinned to stay under `MAX_NUMBERS` counts a split. Hierarchies, which are decoded
-and not replayed, have a table of their own, recomputed from totals of their three models' forwards. Batches, which the page cannot replay
-(law 4.13), are shown as evaluated: a reader picks one of the costs, what a verified token takes, and the batch size.
+The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and
+intervals itself (law 4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the
+dearest stop adds to a draft step. Nothing is fetched from anywhere. Very large grids are thinned to stay under
+`MAX_NUMBERS` counts a split. Hierarchies, which are decoded and not replayed, have a table of their own, recomputed
+from totals of their three models' forwards. Batches, which the page cannot replay (law 4.13), are shown as evaluated: a
+reader picks one of the costs, what a verified token takes, and the batch size.
 """
 
 import base64
@@ -72,7 +73,11 @@ class Page:
 
 def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
     """Every arm of a dataset, and the rule solved at several ratios."""
-    rules = [ReportArm(arm, ratio) for ratio in RATIOS for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,))]
+    rules = [
+        ReportArm(arm, ratio)
+        for ratio in RATIOS
+        for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,))
+    ]
     return [*map(ReportArm, replays.arms), *rules]
 
 
@@ -169,7 +174,10 @@ def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
         "name": arm.grid.name,
         "ratio": entry.ratio,
         "bound": arm.grid.family in BOUNDS,
-        "settings": [prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-") for setting in settings],
+        "settings": [
+            prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-")
+            for setting in settings
+        ],
         "ticks": [_short(next(iter(setting.values()), "")) for setting in settings],
         "dev": _counts(arm.dev, shown),
         "test": _counts(arm.test, shown),
@@ -178,7 +186,12 @@ def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
 
 def _counts(replayed: Replayed, settings: list[int]) -> dict[str, dict[str, Any]]:
     counts = replayed.counts
-    names = {"forwards": "num_draft_forwards", "target": "num_target", "drafted": "num_drafted", "accepted": "num_accepted"}
+    names = {
+        "forwards": "num_draft_forwards",
+        "target": "num_target",
+        "drafted": "num_drafted",
+        "accepted": "num_accepted",
+    }
     return {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
 
 

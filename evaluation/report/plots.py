@@ -37,7 +37,10 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[
     values = np.array([result.speed_up for result in shown])
     low, high = (base * (1 + np.array([getattr(result.gain, end) for result in shown])) for end in ("low", "high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
-    labels, colours = [names.get(result.family, result.family) for result in shown], [_colour(result.family) for result in shown]
+    labels, colours = (
+        [names.get(result.family, result.family) for result in shown],
+        [_colour(result.family) for result in shown],
+    )
     axes.barh(labels, values, xerr=errors, color=colours, ecolor=DARK, capsize=2)
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set_xlabel("speed-up over the target alone")
@@ -71,7 +74,9 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]
             axes.plot([value[0] for value in values], speed_up, label=names.get(family, family))
     axes.set(xlabel="threshold", ylabel="speed-up")
     axes.legend(fontsize=6, ncols=2)
-    return plot_of("thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure)
+    return plot_of(
+        "thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure
+    )
 
 
 def draft_lengths(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
@@ -113,7 +118,9 @@ def entropies(trace: Trace) -> Plot:
     entropy, is_accepted = trace.signals["entropy"][trace.first_drawn], trace.is_first_accepted
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
     for label, mask in (("accepted", is_accepted), ("rejected", ~is_accepted)):
-        axes.hist(entropy[mask], bins=bins, histtype="step", density=True, label=f"{label} (mean {entropy[mask].mean():.2f})")
+        axes.hist(
+            entropy[mask], bins=bins, histtype="step", density=True, label=f"{label} (mean {entropy[mask].mean():.2f})"
+        )
     axes.set(xlabel="H(q) in nats", ylabel="density")
     axes.legend(fontsize=8)
     return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
@@ -125,7 +132,9 @@ def _colour(family: str) -> str:
 
 
 def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
-    """Where the fed-time score of each drawn token stands (at the token after it), and whether the drawn token was accepted."""
+    """Where the fed-time score of each drawn token stands (at the token after it), and whether the drawn token was
+    accepted.
+    """
     following = drawn + 1
     fits = following < len(trace.token)
     following = np.where(fits, following, 0)

@@ -1,33 +1,39 @@
-"""Closed forms under i.i.d. acceptance, in time units of one target forward, checked on the real loop by `evaluation.theory.monte_carlo`.
+"""Closed forms under i.i.d. acceptance, in time units of one target forward, checked on the real loop by
+`evaluation.theory.monte_carlo`.
 
 Every drafted token passes with the same probability, independently: a (the acceptance_rate). One draft forward takes c.
 
-    expected_tokens     sum_{i=0}^{K} a^i = (1 - a^{K+1}) / (1 - a)                     Leviathan, arXiv 2211.17192, Eq. 1
+    expected_tokens     sum_{i=0}^{K} a^i = (1 - a^{K+1}) / (1 - a)                     Leviathan, arXiv 2211.17192, Eq.
+                        1
     speedup             expected_tokens / (1 + c K)                                     Leviathan, Theorem 3.8
     pinsker             acceptance_rate >= 1 - sqrt(KL / 2)                             SVIP, arXiv 2411.18462
     bretagnolle_huber   acceptance_rate >= 1 - sqrt(1 - e^{-KL})                        SVIP
 
 with KL(q || p) = H(q, p) - H(q) in nats; SVIP puts H(q, p) = rho H(q), so that KL = (rho - 1) H(q) needs no target.
 
-Chen's variant (An Exploration of Hierarchical Speculative Decoding), m blocks of n small tokens (rate a, cost c) and one medium token (rate
-b, cost d); the paper's alpha is b, its beta a, its c our d, its c_s our c / d. With Q = a^n b, the survival of a whole block,
+Chen's variant (An Exploration of Hierarchical Speculative Decoding), m blocks of n small tokens (rate a, cost c) and
+one medium token (rate b, cost d); the paper's alpha is b, its beta a, its c our d, its c_s our c / d. With Q = a^n b,
+the survival of a whole block,
 
     interleaved_tokens  (1 - a^{n+1}) / (1 - a) * (1 - Q^m) / (1 - Q) + Q^m             Theorem 3.2, Eq. 2
     interleaved_speedup the same / (1 + m (n c + d))                                    Theorem 3.4, Eq. 3
 
-Pre-verified (HSDDW with fixed lengths), m inner rounds of n micro tokens (rate a, cost c) that the draft verifies (cost d), every token
-that leaves passing the target with rate b. A round emits j <= n tokens with probability (1 - a) a^{j-1} and n + 1 with probability a^n;
-with phi(x) = E[x^G] of the round's length G, the draft has generating function phi^m, and E[(1 - b^{L+1}) / (1 - b)] over its length L is
+Pre-verified (HSDDW with fixed lengths), m inner rounds of n micro tokens (rate a, cost c) that the draft verifies (cost
+d), every token that leaves passing the target with rate b. A round emits j <= n tokens with probability (1 - a) a^{j-1}
+and n + 1 with probability a^n; with phi(x) = E[x^G] of the round's length G, the draft has generating function phi^m,
+and E[(1 - b^{L+1}) / (1 - b)] over its length L is
 
     pre_verified_tokens  (1 - b phi(b)^m) / (1 - b)
 
-PEARL (arXiv 2408.11850) with gamma tokens a step, draft and target at work at the same time: of every step that pre-verifies, a fraction
-a goes on to steps that post-verify, 1 / (1 - a^gamma) of them in the mean, and all these emit 1 / (1 - a) tokens together:
+PEARL (arXiv 2408.11850) with gamma tokens a step, draft and target at work at the same time: of every step that
+pre-verifies, a fraction a goes on to steps that post-verify, 1 / (1 - a^gamma) of them in the mean, and all these emit
+1 / (1 - a) tokens together:
 
     pearl_tokens        (1 / (1 - a)) / (1 + a / (1 - a^gamma))                         per step, of which each takes
     pearl_speedup       the same / (max(gamma c, 1) + exchange)
 
-The pre-verified form has the shape of Cascade Speculative Drafting's expected walltime improvement (arXiv 2312.11462) and is derived here.
+The pre-verified form has the shape of Cascade Speculative Drafting's expected walltime improvement (arXiv 2312.11462)
+and is derived here.
 """
 
 from collections.abc import Callable
@@ -49,7 +55,8 @@ def speedup(acceptance_rate: float, draft_length: int, cost: float) -> float:
 def best_draft_length(acceptance_rate: float, cost: float, *, longest: int = 64) -> int:
     """The K in 0 … longest of the largest speed-up, the smallest if several.
 
-    One more token pays while a^{K+1} / c is above expected_tokens / (1 + c K), and once it does not, no longer draft does.
+    One more token pays while a^{K+1} / c is above expected_tokens / (1 + c K), and once it does not, no longer draft
+    does.
     """
     return max(range(longest + 1), key=lambda length: speedup(acceptance_rate, length, cost))
 
@@ -60,7 +67,9 @@ def pinsker(divergence: float) -> float:
 
 
 def bretagnolle_huber(divergence: float) -> float:
-    """Lower bound of the acceptance_rate, from KL(q || p) in nats; never vacuous, tighter than Pinsker's for KL above about 1.6."""
+    """Lower bound of the acceptance_rate, from KL(q || p) in nats; never vacuous, tighter than Pinsker's for KL above
+    about 1.6.
+    """
     return 1 - sqrt(1 - exp(-_divergence(divergence)))
 
 
@@ -77,7 +86,9 @@ def interleaved_speedup(rates: tuple[float, float], costs: tuple[float, float], 
 
 
 def pre_verified_tokens(inner_rate: float, outer_rate: float, *, m: int, n: int) -> float:
-    """Mean tokens per target forward of m inner rounds of n micro tokens, the draft's free token used: at most m (n + 1) + 1."""
+    """Mean tokens per target forward of m inner rounds of n micro tokens, the draft's free token used: at most m (n +
+    1) + 1.
+    """
     if outer_rate == 1:
         return 1 + m * expected_tokens(inner_rate, n)
     phi = inner_length_generating(inner_rate, n)(outer_rate)
@@ -85,7 +96,9 @@ def pre_verified_tokens(inner_rate: float, outer_rate: float, *, m: int, n: int)
 
 
 def pre_verified_speedup(rates: tuple[float, float], costs: tuple[float, float], *, m: int, n: int) -> float:
-    """How much faster than the target alone; rates are (micro under draft, draft under target), costs (micro, draft)."""
+    """How much faster than the target alone; rates are (micro under draft, draft under target), costs (micro,
+    draft).
+    """
     _check_costs(*costs)
     return pre_verified_tokens(*rates, m=m, n=n) / (1 + m * (n * costs[0] + costs[1]))
 
@@ -108,7 +121,9 @@ def pearl_speedup(acceptance_rate: float, gamma: int, cost: float, *, exchange: 
 def inner_length_generating(inner_rate: float, n: int) -> Callable[[float], float]:
     """phi(x) = E[x^G] of the number G of tokens that one inner round emits."""
     powers = _powers(inner_rate, n)
-    return lambda x: (1 - inner_rate) * sum(power * x ** (j + 1) for j, power in enumerate(powers)) + inner_rate**n * x ** (n + 1)
+    return lambda x: (
+        (1 - inner_rate) * sum(power * x ** (j + 1) for j, power in enumerate(powers)) + inner_rate**n * x ** (n + 1)
+    )
 
 
 def best_schedule(speedup_of: Callable[..., float], *, most: int = 12) -> tuple[int, int]:

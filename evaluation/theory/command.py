@@ -1,4 +1,6 @@
-"""python -m evaluation theory: the closed forms as tables and as Chen's Figure 1, each beside a Monte Carlo run of the real loop."""
+"""python -m evaluation theory: the closed forms as tables and as Chen's Figure 1, each beside a Monte Carlo run of the
+real loop.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +79,9 @@ def theory(
     checks = [
         *_two_level_checks({small: costs[0], medium: costs[1]}, num_rounds),
         *_pearl_checks(medium, costs[1], num_rounds),
-        *_schedule_checks(interleaved=(small, medium), pre_verified=(inner, medium), costs=costs, num_rounds=num_rounds),
+        *_schedule_checks(
+            interleaved=(small, medium), pre_verified=(inner, medium), costs=costs, num_rounds=num_rounds
+        ),
     ]
     bounds = list(_bound_checks(num_rounds))
     directory = Path(config.decode.dir) / "theory"
@@ -91,7 +95,11 @@ def theory(
     best_sheet(best).print(_WIDTH)
     written = announce([table, figure])
     largest = max(abs(check.z_score) for check in checks)
-    print(json.dumps({"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}))
+    print(
+        json.dumps(
+            {"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}
+        )
+    )
 
 
 def best_settings(rates: tuple[float, float, float], costs: tuple[float, float]) -> dict[str, dict[str, int | float]]:
@@ -140,7 +148,9 @@ def _pearl_checks(rate: float, cost: float, num_rounds: int) -> Iterator[Check]:
     for gamma in sorted({1, 2, max(round(1 / cost), 1) if cost else 8}):
         estimate = pearl_steps(rate, gamma, num_rounds=num_rounds, seed=gamma)
         expected, speed = forms.pearl_tokens(rate, gamma), forms.pearl_speedup(rate, gamma, cost)
-        yield _check("PEARL, on two devices", f"a={rate} gamma={gamma}", expected=expected, estimate=estimate, speedup=speed)
+        yield _check(
+            "PEARL, on two devices", f"a={rate} gamma={gamma}", expected=expected, estimate=estimate, speedup=speed
+        )
 
 
 def _schedule_checks(
@@ -151,7 +161,9 @@ def _schedule_checks(
         name = f"m={m} n={n}"
         estimate = interleaved_rounds(interleaved, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
         speed = forms.interleaved_speedup(interleaved, costs, m=m, n=n)
-        yield _check("Chen", name, expected=forms.interleaved_tokens(*interleaved, m=m, n=n), estimate=estimate, speedup=speed)
+        yield _check(
+            "Chen", name, expected=forms.interleaved_tokens(*interleaved, m=m, n=n), estimate=estimate, speedup=speed
+        )
         estimate = pre_verified_rounds(pre_verified, m=m, n=n, num_rounds=num_rounds, seed=10 * m + n)
         speed = forms.pre_verified_speedup(pre_verified, costs, m=m, n=n)
         expected = forms.pre_verified_tokens(*pre_verified, m=m, n=n)
@@ -159,7 +171,9 @@ def _schedule_checks(
 
 
 def _bound_checks(num_rounds: int) -> Iterator[Check]:
-    """SVIP's bounds beside the measured acceptance rate that they must not exceed; z is how far above the bound that lies."""
+    """SVIP's bounds beside the measured acceptance rate that they must not exceed; z is how far above the bound that
+    lies.
+    """
     for name, (q, p) in _DISTRIBUTIONS.items():
         divergence = sum(mass * log(mass / other) for mass, other in zip(q, p, strict=True))
         estimate = acceptance_rounds(q, p, num_rounds=num_rounds)

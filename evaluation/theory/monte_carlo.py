@@ -1,11 +1,15 @@
-"""The closed forms of `evaluation.theory.closed_forms` against the real loop: tokens per target forward, measured under i.i.d. acceptance.
+"""The closed forms of `evaluation.theory.closed_forms` against the real loop: tokens per target forward, measured under
+i.i.d. acceptance.
 
-Models that give the same distribution after every prefix make acceptance i.i.d.: a token drawn from q passes with probability
-sum_v min(p, q), whatever came before. Nothing of the loop is replaced, only the models:
+Models that give the same distribution after every prefix make acceptance i.i.d.: a token drawn from q passes with
+probability sum_v min(p, q), whatever came before. Nothing of the loop is replaced, only the models:
 
-    two levels, Chen      p = (1/2, 1/2, 0, 0), q = (a/2, a/2, (1-a)/2, (1-a)/2):  sum_v min = a, for any a, and for two drafts at once
-    pre-verified          tokens are pairs (u, v). Micro and draft differ in u alone, draft and target in v alone, so that the draft's
-                          verdict on a token says nothing about the target's, which i.i.d. acceptance at both levels needs
+    two levels, Chen      p = (1/2, 1/2, 0, 0), q = (a/2, a/2, (1-a)/2, (1-a)/2):  sum_v min = a, for any a, and for two
+                          drafts at once
+    pre-verified          tokens are pairs (u, v). Micro and draft differ in u alone, draft and target in v alone, so
+                          that the draft's
+                          verdict on a token says nothing about the target's, which i.i.d. acceptance at both levels
+                          needs
 """
 
 from collections.abc import Sequence
@@ -31,7 +35,9 @@ _ROUNDS_PER_GENERATION = 200
 
 
 class ConstantModel(CachedModel):
-    """The same next-token distribution after every prefix; feeding is remembered, so that cache errors would show as assertions."""
+    """The same next-token distribution after every prefix; feeding is remembered, so that cache errors would show as
+    assertions.
+    """
 
     def __init__(self, probs: Sequence[float] | Float[Tensor, " vocab"]) -> None:
         self.probs = torch.as_tensor(probs, dtype=torch.float64)
@@ -66,7 +72,9 @@ class ConstantModel(CachedModel):
         self._length = min(self._length, length)
 
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
-        assert 1 <= num_rows <= len(token_ids) - self._length, "a forward must feed at least the tokens whose rows it returns"
+        assert 1 <= num_rows <= len(token_ids) - self._length, (
+            "a forward must feed at least the tokens whose rows it returns"
+        )
         self._length = len(token_ids)
         return self.probs.log().expand(num_rows, -1)
 
@@ -82,7 +90,11 @@ class Estimate:
     def z_score(self, expected: float) -> float:
         """How many standard errors the mean lies from `expected`; 0 where both agree and nothing varies."""
         difference = self.mean - expected
-        return difference / self.standard_error if self.standard_error > 0 else (0.0 if abs(difference) < 1e-9 else float("inf"))
+        return (
+            difference / self.standard_error
+            if self.standard_error > 0
+            else (0.0 if abs(difference) < 1e-9 else float("inf"))
+        )
 
 
 def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, seed: int = 0) -> Estimate:
@@ -120,13 +132,19 @@ def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_round
 
 
 def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int, seed: int = 0) -> Estimate:
-    """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round adds."""
-    tokens = tokens_per_round(ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed)
+    """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round
+    adds.
+    """
+    tokens = tokens_per_round(
+        ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed
+    )
     return Estimate(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
 
 
 def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Estimate:
-    """`theory.pearl_tokens`, measured. Steps depend on each other: the error is that of a ratio over runs that begin by pre-verifying."""
+    """`theory.pearl_tokens`, measured. Steps depend on each other: the error is that of a ratio over runs that begin by
+    pre-verifying.
+    """
     decoder = PearlDecoder(_accepted_at(1.0), _accepted_at(rate), gamma=gamma, eos_ids=frozenset())
     generator = torch.Generator().manual_seed(seed)
     runs: list[list[float]] = []

@@ -17,7 +17,8 @@ _NUM_RATES = 16
 
 
 def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[float, float], num_rounds: int) -> None:
-    """Write the figure: tokens per target forward against n, speed-up against n, and each drafter's best against the small model's rate.
+    """Write the figure: tokens per target forward against n, speed-up against n, and each drafter's best against the
+    small model's rate.
 
     The paper's shows the closed forms only, and its text gives no figure in numbers.
     """
@@ -32,17 +33,23 @@ def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[flo
                 axes.errorbar(n, estimate.mean * scale, yerr=error, fmt="o", color=colour, markersize=4, capsize=2)
     _best_of_each(best, rates[1], costs)
     tokens.set(
-        xlabel="n, small tokens per block", ylabel="tokens per target forward", title="lines: closed form; points: real loop, 2 s.e."
+        xlabel="n, small tokens per block",
+        ylabel="tokens per target forward",
+        title="lines: closed form; points: real loop, 2 s.e.",
     )
     speed.set(xlabel="n, small tokens per block", ylabel="speed-up over the target alone", title=_title(rates, costs))
     tokens.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def _lines_of(m: int, both: tuple[Axes, Axes], *, colour: str, rates: tuple[float, float], costs: tuple[float, float]) -> None:
+def _lines_of(
+    m: int, both: tuple[Axes, Axes], *, colour: str, rates: tuple[float, float], costs: tuple[float, float]
+) -> None:
     lengths = range(_LONGEST + 1)
     both[0].plot(lengths, [forms.interleaved_tokens(*rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
-    both[1].plot(lengths, [forms.interleaved_speedup(rates, costs, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
+    both[1].plot(
+        lengths, [forms.interleaved_speedup(rates, costs, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}"
+    )
 
 
 def _best_of_each(axes: Axes, medium_rate: float, costs: tuple[float, float]) -> None:

@@ -1,5 +1,5 @@
-"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a response at once
-(`lm.branches.branched`). A branch ends at EOS, or at its limit.
+"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a
+response at once (`lm.branches.branched`). A branch ends at EOS, or at its limit.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from lm.uniforms import draw
 
 
 class DrawnTokens(NamedTuple):
-    """What a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from, [draw] each."""
+    """What a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from, [draw]
+    each.
+    """
 
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
@@ -39,7 +41,10 @@ class DrawnTokens(NamedTuple):
 
 
 def read_signals(
-    logits: Float[Tensor, "draw vocab"], token: Int[Tensor, " draw"], q: Float[Tensor, "draw vocab"], hidden: Float[Tensor, "draw hidden"]
+    logits: Float[Tensor, "draw vocab"],
+    token: Int[Tensor, " draw"],
+    q: Float[Tensor, "draw vocab"],
+    hidden: Float[Tensor, "draw hidden"],
 ) -> DrawnTokens:
     """The signals of tokens and of the logits that they were drawn from."""
     log_probs = logits.float().log_softmax(-1)
@@ -101,14 +106,17 @@ def grow(
     if not steps:
         return Branches(_nothing(tree, first), torch.zeros_like(first))
     owner = torch.cat(owners)
-    order = owner.argsort(stable=True)  # steps came one after the other: stable sorting by branch keeps each branch's order
+    # steps came one after the other: stable sorting by branch keeps each branch's order
+    order = owner.argsort(stable=True)
     return Branches(DrawnTokens.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
 
 
 def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
     """No draws."""
     empty = torch.zeros(0, device=first.device)
-    hidden = torch.zeros(0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype)
+    hidden = torch.zeros(
+        0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype
+    )
     return DrawnTokens(first[:0], empty, empty, empty, empty, hidden)
 
 

@@ -1,13 +1,15 @@
 """Law 4.10 for a feature draft: one response becomes a trace row with a draft for every place where a round may start.
 
-A round that starts at position s knows the target's states of what was committed then, and drafts on its own outputs from there on. So its
-token at position s + j has a law q(s, j) of its own. The coupling is that of `evaluation.traces.coupling`, at each (s, j):
+A round that starts at position s knows the target's states of what was committed then, and drafts on its own outputs
+from there on. So its token at position s + j has a law q(s, j) of its own. The coupling is that of
+`evaluation.traces.coupling`, at each (s, j):
 
     accepted ~ Bernoulli(min(1, q(s, j)(X) / p(X)))      X the response's token at s + j
     otherwise  b ~ norm(max(0, q(s, j) - p))             rejected; from there on the draft goes on alone
 
-One uniform for the coin, and one for the rejected draw, belong to each position of the response, whichever round comes there: the rounds of
-one generation never share a position, so each of their coins is independent, and counts keep their law. Policies share them all.
+One uniform for the coin, and one for the rejected draw, belong to each position of the response, whichever round comes
+there: the rounds of one generation never share a position, so each of their coins is independent, and counts keep their
+law. Policies share them all.
 
 The first round of a generation drafts nothing, since the target has not spoken: the draft of position 0 is empty.
 """
@@ -47,7 +49,9 @@ class ChainRecorder(Recorder):
     """Makes trace rows of a feature draft; its attributes are those of `Recorder`."""
 
     @torch.inference_mode()
-    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> RowRecording:
+    def record(
+        self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]
+    ) -> RowRecording:
         assert isinstance(self.draft, FeatureDraft), "a draft that is a model of its own has a Recorder"
         ids = (prompt_ids + response_ids)[: max(len(prompt_ids) + len(response_ids) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
@@ -71,13 +75,18 @@ class ChainRecorder(Recorder):
             probs.append(self._with_target(told, drafts, drawn, prob, lengths[group], len(prompt_ids)))
             passing[group] = drafts.passing
         of_places = {"is_rejected": torch.ones_like(path.is_rejected), "acceptance_rate": path.acceptance_rate}
-        return RowRecording.of(DrawnTokens.joined(parts), torch.cat(probs), **of_places, branch_lengths=lengths, num_passing=passing)
+        return RowRecording.of(
+            DrawnTokens.joined(parts), torch.cat(probs), **of_places, branch_lengths=lengths, num_passing=passing
+        )
 
     def _begun(self, path: Path, group: Tensor, limits: Tensor, response_ids: list[int]) -> _Drafts:
         """The first token of each draft: the response's own, or the rejected draw."""
         is_rejected = path.is_rejected[group]
         rejected = (path.is_rejected.cumsum(0) - 1)[group].clamp(min=0)
-        own, other = path.drawn.at(group), path.rejected.at(rejected) if len(path.rejected.token) else path.drawn.at(group)
+        own, other = (
+            path.drawn.at(group),
+            path.rejected.at(rejected) if len(path.rejected.token) else path.drawn.at(group),
+        )
 
         def chosen(of_other: Tensor, of_own: Tensor) -> Tensor:
             return torch.where(is_rejected.view(-1, *[1] * (of_own.dim() - 1)), of_other, of_own)
@@ -86,9 +95,13 @@ class ChainRecorder(Recorder):
         others = path.rejected_acceptance_prob
         prob = chosen(others[rejected] if len(others) else path.acceptance_prob[group], path.acceptance_prob[group])
         owners = torch.arange(len(group), device=group.device)
-        return _Drafts(group, limits, (~is_rejected).long(), ~is_rejected, first.token.clone(), [owners], [first], [prob])
+        return _Drafts(
+            group, limits, (~is_rejected).long(), ~is_rejected, first.token.clone(), [owners], [first], [prob]
+        )
 
-    def _draft_on(self, chains: Chains, drafts: _Drafts, target_hidden: Tensor, response: Tensor, chance: Tensor) -> None:
+    def _draft_on(
+        self, chains: Chains, drafts: _Drafts, target_hidden: Tensor, response: Tensor, chance: Tensor
+    ) -> None:
         """Every further token of some drafts."""
         eos = torch.tensor(sorted(self.eos_ids), device=response.device, dtype=response.dtype)
         alive = torch.arange(len(drafts.starts), device=response.device)
@@ -115,7 +128,9 @@ class ChainRecorder(Recorder):
     def _coupled(
         self, drafts: _Drafts, owners: Tensor, q: Tensor, along: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Int[Tensor, " owner"], Float[Tensor, " owner"]]:
-        """Token and acceptance_prob of drafts of which nothing was rejected yet; `along` has states of p, tokens and chance by position."""
+        """Token and acceptance_prob of drafts of which nothing was rejected yet; `along` has states of p, tokens and
+        chance by position.
+        """
         target_hidden, response, chance = along
         places = drafts.starts[owners] + drafts.passing[owners]
         p = self.target_probs(target_hidden[places]).to(q.device)
@@ -135,7 +150,9 @@ class ChainRecorder(Recorder):
         lengths = torch.bincount(owner, minlength=len(drafts.starts))
         return DrawnTokens.joined(drafts.steps).at(order), torch.cat(drafts.probs)[order], lengths
 
-    def _with_target(self, told: Told, drafts: _Drafts, drawn: DrawnTokens, prob: Tensor, lengths: Tensor, num_prompt: int) -> Tensor:
+    def _with_target(
+        self, told: Told, drafts: _Drafts, drawn: DrawnTokens, prob: Tensor, lengths: Tensor, num_prompt: int
+    ) -> Tensor:
         """acceptance_prob of every token, also of those after a rejection."""
         owners = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         places = torch.arange(len(owners), device=lengths.device) - (lengths.cumsum(0) - lengths)[owners]

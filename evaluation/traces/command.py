@@ -13,5 +13,6 @@ def trace(config: Config) -> None:
         for split, part in folder.load(dataset)._asdict().items():
             print(
                 f"{folder.directory / dataset}: {split} {len(part.rows):,} responses, {part.num_positions:,} tokens, "
-                f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens in branches"
+                f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens "
+                "in branches"
             )

@@ -2,11 +2,14 @@
 
 At each position i of a response X ~ p:
 
-    accepted_i ~ Bernoulli(min(1, q_i(X_i) / p_i(X_i)))      the draft would have drawn X_i itself, and it would be accepted
-    otherwise  b ~ norm(max(0, q_i - p_i))                    the draft draws b, which is rejected; X_i is the residual token
+    accepted_i ~ Bernoulli(min(1, q_i(X_i) / p_i(X_i)))      the draft would have drawn X_i itself, and it would be
+        accepted
+    otherwise  b ~ norm(max(0, q_i - p_i))                    the draft draws b, which is rejected; X_i is the residual
+        token
 
-This is the maximal coupling of p and q run backwards: marginally the draft's token has law q_i, X_i has law p_i, and acceptance has exactly
-verification's probability. From each rejected b the draft goes on alone (`evaluation.traces.branches`), as far as any round could use it.
+This is the maximal coupling of p and q run backwards: marginally the draft's token has law q_i, X_i has law p_i, and
+acceptance has exactly verification's probability. From each rejected b the draft goes on alone
+(`evaluation.traces.branches`), as far as any round could use it.
 """
 
 from dataclasses import dataclass
@@ -42,7 +45,9 @@ class RowRecording:
     acceptance_prob: Float[Tensor, " draw"]
     """min(1, p / q) of the token under the run's Sampling; NaN along branches that the target did not see."""
     hidden: Float[Tensor, "draw hidden"]
-    """The draft's state that produced the distribution; at a branch's first token, that of the position it stems from."""
+    """The draft's state that produced the distribution; at a branch's first token, that of the position it stems
+    from.
+    """
     is_rejected: Bool[Tensor, " position"]
     acceptance_rate: Float[Tensor, " position"]
     branch_lengths: Int[Tensor, " rejected"]
@@ -54,7 +59,9 @@ class RowRecording:
     def of(cls, draws: DrawnTokens, acceptance_prob: Tensor, **of_places: Tensor) -> "RowRecording":
         """Of all draws, and of what is known of each position."""
         signals = {"entropy": draws.entropy, "max_prob": draws.max_prob, "log_token_prob": draws.log_token_prob}
-        return cls(token=draws.token.int(), acceptance_prob=acceptance_prob, hidden=draws.hidden, **signals, **of_places)
+        return cls(
+            token=draws.token.int(), acceptance_prob=acceptance_prob, hidden=draws.hidden, **signals, **of_places
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,9 @@ class Recorder:
         return 2 + max(0, self.max_draft_length - 1)
 
     @torch.inference_mode()
-    def record(self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]) -> RowRecording:
+    def record(
+        self, prompt_ids: list[int], response_ids: list[int], limit: int, chance: Float[Tensor, "position uniform"]
+    ) -> RowRecording:
         """The trace of one response.
 
         Args:
@@ -112,7 +121,9 @@ class Recorder:
         draft_cache, draft_hidden = trunk(self.draft, ids)
         target_cache, target_hidden = trunk(self.target, ids)
         start = len(prompt_ids) - 1
-        path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2])
+        path = self.path(
+            draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response_ids, chance[:, :2]
+        )
         positions = path.is_rejected.nonzero().squeeze(-1)
         # each verification adds a token of the target's, so that the last position before the limit cannot be drafted
         limits = (limit - 1 - positions).clamp(0, self.max_draft_length)
@@ -121,11 +132,17 @@ class Recorder:
         for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
             roots = positions[group] + len(prompt_ids)
             tree = Branched(self.draft, self.vocab_size, draft_cache, roots)
-            drawn, lengths[group] = self._branches(tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:])
+            drawn, lengths[group] = self._branches(
+                tree, path.rejected.at(group), limits[group], chance[positions[group].cpu(), 2:]
+            )
             parts.append(drawn)
             first = path.rejected_acceptance_prob[group]
             probs.append(self.branch_acceptance(target_cache, roots, drawn, lengths[group], first))
-        of_places = {"is_rejected": path.is_rejected, "acceptance_rate": path.acceptance_rate, "branch_lengths": lengths}
+        of_places = {
+            "is_rejected": path.is_rejected,
+            "acceptance_rate": path.acceptance_rate,
+            "branch_lengths": lengths,
+        }
         return RowRecording.of(DrawnTokens.joined(parts), torch.cat(probs), **of_places)
 
     def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
@@ -175,7 +192,9 @@ class Recorder:
         refuse_non_finite(logits, "the target", "along a response of a trace")
         return self.sampling.probs(logits)
 
-    def _branches(self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor) -> tuple[DrawnTokens, Tensor]:
+    def _branches(
+        self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor
+    ) -> tuple[DrawnTokens, Tensor]:
         """Every branch with its first token, and their lengths."""
         rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
         tree.cut()
@@ -183,7 +202,9 @@ class Recorder:
         order = torch.cat([owners, owners.repeat_interleave(rest.lengths)]).argsort(stable=True)
         return DrawnTokens.joined([first, rest.drawn]).at(order), rest.lengths + 1
 
-    def branch_acceptance(self, cache: DynamicCache, roots: Tensor, drawn: DrawnTokens, lengths: Tensor, first: Tensor) -> Tensor:
+    def branch_acceptance(
+        self, cache: DynamicCache, roots: Tensor, drawn: DrawnTokens, lengths: Tensor, first: Tensor
+    ) -> Tensor:
         """acceptance_prob of every token of some branches."""
         starts = lengths.cumsum(0) - lengths
         result = torch.full_like(drawn.log_q, float("nan"))

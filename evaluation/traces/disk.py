@@ -1,11 +1,13 @@
-"""A trace on disk: shards of prompts, each a Parquet file of rows and a safetensors file of signals, under one manifest.
+"""A trace on disk: shards of prompts, each a Parquet file of rows and a safetensors file of signals, under one
+manifest.
 
     DIR/manifest.json, DIR/errors.jsonl
     DIR/{dataset}/rows/{split}-{index:05d}.parquet              id, category, prompt, prompt_ids, response_ids, limit
-    DIR/{dataset}/signals/{split}-{index:05d}.safetensors       the arrays of `evaluation.traces.trace.Trace`, path first, then branches
+    DIR/{dataset}/signals/{split}-{index:05d}.safetensors       the arrays of `evaluation.traces.trace.Trace`, path
+        first, then branches
 
-Further draws of the coins for the same prompts are shards of their own, {split}-{index:05d}-draw{draw} from draw 1 on. Written atomically
-with sidecars (`store.shards`): present means whole.
+Further draws of the coins for the same prompts are shards of their own, {split}-{index:05d}-draw{draw} from draw 1 on.
+Written atomically with sidecars (`store.shards`): present means whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +94,9 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         if rows:
             traces.append(_trace([_row(row, dataset) for row in rows], signals_path, manifest))
     if not traces:
-        raise ValueError(f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}")
+        raise ValueError(
+            f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}"
+        )
     return join(traces)
 
 
@@ -114,7 +118,9 @@ def _tensors(trace: Trace) -> dict[str, Tensor]:
 
 
 def _row(row: Mapping[str, Any], dataset: str) -> TraceRow:
-    return TraceRow(row["id"], row["category"], tuple(row["prompt_ids"]), tuple(row["response_ids"]), row["limit"], dataset)
+    return TraceRow(
+        row["id"], row["category"], tuple(row["prompt_ids"]), tuple(row["response_ids"]), row["limit"], dataset
+    )
 
 
 def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) -> Trace:

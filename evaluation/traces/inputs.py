@@ -1,4 +1,5 @@
-"""What heads read of a trace: hidden states and embeddings of the draft, the bulk of it, made when a head first asks for them.
+"""What heads read of a trace: hidden states and embeddings of the draft, the bulk of it, made when a head first asks
+for them.
 
 A policy that reads signals only never does, so that replaying it loads a hundredth of the trace.
 """
@@ -59,7 +60,11 @@ def join_inputs(parts: Sequence[TokenInputs | None], num_positions: Sequence[int
     """
     every = [part for part in parts if part is not None]
     # `make`, not `tensors`: the parts' own copies end with the joining
-    return TokenInputs(lambda: _joined([part.make() for part in every], num_positions)) if len(every) == len(parts) else None
+    return (
+        TokenInputs(lambda: _joined([part.make() for part in every], num_positions))
+        if len(every) == len(parts)
+        else None
+    )
 
 
 def _joined(parts: Sequence[InputTensors], ends: Sequence[int]) -> InputTensors:
@@ -81,21 +86,27 @@ def scores_of(
     before: Int[np.ndarray, " drafts"],
     signals: Mapping[str, Float[np.ndarray, " drafts"]],
 ) -> Float[np.ndarray, " drafts"]:
-    """Logits of a head for the tokens of a trace, or for those before them (fed-time); the arguments are the trace's own.
+    """Logits of a head for the tokens of a trace, or for those before them (fed-time); the arguments are the trace's
+    own.
 
     Raises:
         ValueError: inputs that were not recorded, a head of another width, or of scalars that the trace has none of.
     """
     if inputs is None:
         raise ValueError(
-            "this head has no scores in the trace and the trace holds no hidden states to compute them from; record it again with "
+            "this head has no scores in the trace and the trace holds no hidden states to compute them from; record "
+            "it again with "
             "decode.trace_hidden=true, or with the head in decode.heads"
         )
     hidden, known_ids, embedding = inputs.tensors
     if head.hidden_size != hidden.shape[-1]:
-        raise ValueError(f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide")
+        raise ValueError(
+            f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide"
+        )
     if not set(head.inputs.scalars) <= signals.keys():
-        raise ValueError(f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(signals)}; record it again")
+        raise ValueError(
+            f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(signals)}; record it again"
+        )
     of = torch.from_numpy(before) if head.timing == "fed" else torch.arange(len(token))
     columns = [signals[name] for name in head.inputs.scalars]
     scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None

@@ -39,7 +39,17 @@ class Tokens(NamedTuple):
         branch, longest = np.append(trace.branch, 0), np.append(trace.longest, 0)
         oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
         revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.nothing_learned else None
-        return cls(rejected, fork, branch, longest, np.append(trace.is_eos, True), signals, trace.max_draft_length, oracle, revealed)
+        return cls(
+            rejected,
+            fork,
+            branch,
+            longest,
+            np.append(trace.is_eos, True),
+            signals,
+            trace.max_draft_length,
+            oracle,
+            revealed,
+        )
 
 
 @dataclass
@@ -72,7 +82,18 @@ class Lanes:
         """At the start of these rows; no round has begun."""
         start, none = trace.offsets[rows], np.zeros_like(rows)
         limit = start + np.array([row.limit for row in trace.rows])[rows]
-        return cls(index, start, trace.offsets[rows + 1], limit, room=none, allowed=none, position=none, stop=none, fork=none, shift=none)
+        return cls(
+            index,
+            start,
+            trace.offsets[rows + 1],
+            limit,
+            room=none,
+            allowed=none,
+            position=none,
+            stop=none,
+            fork=none,
+            shift=none,
+        )
 
     def at(self, chosen: Bool[Array, " lane"]) -> "Lanes":
         """Some of them."""

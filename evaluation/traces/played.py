@@ -1,11 +1,14 @@
-"""Draws that play one row of a trace to the real loop (law 4.10), which then writes the row's response with the very counts of its replay.
+"""Draws that play one row of a trace to the real loop (law 4.10), which then writes the row's response with the very
+counts of its replay.
 
-Every draw is really made and its outcome then replaced by the recorded one, so that a loop that is played to does the work of one that
-draws; a clock around it differs between policies by their work alone. With s the start of the round, token j of its draft is that of
-`Trace`'s flat(s, j), the drafted tokens before the first rejected position are accepted, and the token after them is the response's own.
-What the trace does not know stays as drawn: tokens that a policy stops before, tokens beyond an EOS.
+Every draw is really made and its outcome then replaced by the recorded one, so that a loop that is played to does the
+work of one that draws; a clock around it differs between policies by their work alone. With s the start of the round,
+token j of its draft is that of `Trace`'s flat(s, j), the drafted tokens before the first rejected position are
+accepted, and the token after them is the response's own. What the trace does not know stays as drawn: tokens that a
+policy stops before, tokens beyond an EOS.
 
-At temperature 0 the loop takes what is most probable and asks nobody (`decode.loop.drafter.Session`): such a trace plays itself.
+At temperature 0 the loop takes what is most probable and asks nobody (`decode.loop.drafter.Session`): such a trace
+plays itself.
 """
 
 from collections.abc import Iterable
@@ -28,7 +31,9 @@ class PlayedDraws(Draws):
         self._rejected, self._forks = one.rejected.tolist(), one.fork.tolist()
         at = one.is_rejected.nonzero()[0]
         branches = zip(at.tolist(), one.branch[at], one.branch_lengths, strict=True)
-        self._branches: dict[int, list[int]] = {place: one.token[start : start + length].tolist() for place, start, length in branches}
+        self._branches: dict[int, list[int]] = {
+            place: one.token[start : start + length].tolist() for place, start, length in branches
+        }
         self._next: int | None = None
         """The place of the token after the accepted ones, once verification has asked how many those are."""
         self._begin(0)

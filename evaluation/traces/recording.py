@@ -1,8 +1,9 @@
 """Recording a trace: once, so that everything else can replay it (law 4.10).
 
-Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All chance comes from
-seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same trace. `decode.draws_per_prompt` decodes
-every prompt several times, each time with a response and coins of its own; raising it keeps what is there.
+Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All
+chance comes from seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same
+trace. `decode.draws_per_prompt` decodes every prompt several times, each time with a response and coins of its own;
+raising it keeps what is there.
 """
 
 import json
@@ -75,7 +76,9 @@ class TraceFolder:
         is_broken = any(True for _ in problems_of(there, command="evaluation trace"))
         if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(
-                self.directory, self._manifest(read_manifest(self.directory, command="evaluation trace")["eos_ids"]), setting="decode.dir"
+                self.directory,
+                self._manifest(read_manifest(self.directory, command="evaluation trace")["eos_ids"]),
+                setting="decode.dir",
             )
             return
         with only_writer(self.directory, setting="decode.dir"):
@@ -92,13 +95,18 @@ class TraceFolder:
         """
         counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
         draws = self.decode.draws_per_prompt
-        return Traces(*(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items()))
+        return Traces(
+            *(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items())
+        )
 
     def _record_missing(self) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
         missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
         with tqdm(
-            total=sum(spec.num_requests for _, spec in missing), desc="trace: loading models", bar_format=_BAR, mininterval=0.2
+            total=sum(spec.num_requests for _, spec in missing),
+            desc="trace: loading models",
+            bar_format=_BAR,
+            mininterval=0.2,
         ) as bar:
             bar.refresh()
             pair = self.pair()
@@ -109,7 +117,9 @@ class TraceFolder:
                 self._record(place, spec, pair, bar.update)
 
     def _check_frequencies(self, pair: Pair) -> None:
-        """Raise ValueError where texts of the configured lengths cross a model's change of frequencies: a trace reads each text at once."""
+        """Raise ValueError where texts of the configured lengths cross a model's change of frequencies: a trace reads
+        each text at once.
+        """
         data, decode = self.data, self.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
         what = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
@@ -132,7 +142,9 @@ class TraceFolder:
         source = TargetInProcess(pair.target, self.sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
         exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
         progress(spec.num_requests - len(exchanges))
-        categories = {row_id(prompt, turn): prompt.category for prompt in spec.prompts for turn in range(len(prompt.turns))}
+        categories = {
+            row_id(prompt, turn): prompt.category for prompt in spec.prompts for turn in range(len(prompt.turns))
+        }
         trace = None
         if exchanges:
             trace = record_trace(
@@ -170,7 +182,8 @@ class TraceFolder:
         prompts: dict[str, str] = {}
         for dataset, spec in ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs):
             key = f"{dataset}.{spec.split}"
-            prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()  # a chain over the shards
+            # a chain over the shards
+            prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()
         return {
             "format": 1,
             **self.models,
@@ -198,12 +211,17 @@ def trace_folder(experiment: Experiment) -> TraceFolder:
 
     if decode.draws_per_prompt > 1 and (experiment.sampling.temperature == 0 or experiment.sampling.top_k == 1):
         raise ValueError(
-            f"decode.draws_per_prompt is {decode.draws_per_prompt}, and greedy sampling ({experiment.sampling}) leaves nothing to chance: "
+            f"decode.draws_per_prompt is {decode.draws_per_prompt}, and greedy sampling ({experiment.sampling}) "
+            "leaves nothing to chance: "
             "all draws of a prompt would be equal; set it to 1"
         )
 
     def shards(dataset: str) -> list[ShardSpec]:
-        return [spec for split in SPLITS for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)]
+        return [
+            spec
+            for split in SPLITS
+            for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
+        ]
 
     return TraceFolder(
         directory=experiment.directory / "trace",

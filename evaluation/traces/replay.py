@@ -1,9 +1,10 @@
 """Law 4.10: every policy of one draft from one trace, with no model.
 
-Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft step of every lane
-and, where the draft ends with it, the verification. The policy is the same object that the loop runs, called on arrays of one number per
-lane; where a lane takes no part, a mask keeps its state. Nothing is approximated: limits, EOS, stops before the draw and the outcomes that
-policies learn are those of `decode.loop.decoder` and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the laws exactly).
+Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft
+step of every lane and, where the draft ends with it, the verification. The policy is the same object that the loop
+runs, called on arrays of one number per lane; where a lane takes no part, a mask keeps its state. Nothing is
+approximated: limits, EOS, stops before the draw and the outcomes that policies learn are those of `decode.loop.decoder`
+and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the laws exactly).
 """
 
 import copy
@@ -24,7 +25,9 @@ _LANES_AT_ONCE = 12288
 """So many that the arrays of a step stay in a core's cache."""
 _COMPACT_EVERY = 32
 _LEAST_ALIVE = 0.8
-"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a copy."""
+"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a
+copy.
+"""
 _ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
 """Signals that the policy does not ask for."""
 
@@ -43,7 +46,9 @@ class Replayed:
     """`Policy.stop_kind`."""
 
     def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
-        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the next."""
+        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
+        next.
+        """
         order = self.prompt_of_row.argsort(kind="stable")
         starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
         return np.add.reduceat(amounts[:, order], starts, axis=1)
@@ -148,7 +153,12 @@ class Lockstep:
         allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
         first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
         if begins.all():  # with a fixed length always, and cheaper than the masks
-            lanes.position, lanes.allowed, lanes.stop, lanes.fork = np.zeros_like(lanes.start), allowed, first_rejected, fork
+            lanes.position, lanes.allowed, lanes.stop, lanes.fork = (
+                np.zeros_like(lanes.start),
+                allowed,
+                first_rejected,
+                fork,
+            )
         else:
             lanes.position = np.where(begins, 0, lanes.position)
             lanes.allowed = np.where(begins, allowed, lanes.allowed)
@@ -161,7 +171,9 @@ class Lockstep:
         self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
 
     def _drafted(self, wants: Array) -> tuple[Array, Array]:
-        """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not drawn)."""
+        """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not
+        drawn).
+        """
         lanes, tokens = self.lanes, self.tokens
         path = lanes.start + lanes.position
         at = np.where(path < lanes.fork, path, path + lanes.shift)
@@ -234,7 +246,10 @@ def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
 def _num_settings(policy: Policy) -> int:
     lengths = {name: len(value) for name, value in _array_fields(policy)}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: {lengths}")
+        raise ValueError(
+            f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: "
+            f"{lengths}"
+        )
     return next(iter(lengths.values()), 1)
 
 

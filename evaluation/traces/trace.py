@@ -1,16 +1,18 @@
 """A trace in memory (law 4.10): outcomes and signals of every token that a draft could draw, whatever the policy.
 
-All tokens stand in one flat order: the *path* (the responses, row after row), then the *branches* (one per rejected path position, in
-path order). With start s of a round and j tokens drafted before,
+All tokens stand in one flat order: the *path* (the responses, row after row), then the *branches* (one per rejected
+path position, in path order). With start s of a round and j tokens drafted before,
 
-    flat(s, j) = s + j                               while s + j < rejected[s], the first rejected path position from s on
+    flat(s, j) = s + j                               while s + j < rejected[s], the first rejected path position from s
+        on
                = branch[rejected[s]] + s + j - rejected[s]                        from there on
 
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
 
-What a feature draft says depends on where its round began (`lm.branches.chains`). Its trace has a branch at every position, the whole draft
-of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how many of its tokens are accepted. A row's first
-round drafts nothing, as in decoding, so its first branch is empty; the path holds each draft's first step, with the response's token.
+What a feature draft says depends on where its round began (`lm.branches.chains`). Its trace has a branch at every
+position, the whole draft of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how
+many of its tokens are accepted. A row's first round drafts nothing, as in decoding, so its first branch is empty; the
+path holds each draft's first step, with the response's token.
 """
 
 import re
@@ -33,7 +35,9 @@ _LATER_TURN = re.compile(r"#\d+$")
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One prompt and one response of the target to it; prompts have as many rows as they have turns and draws of the coins."""
+    """One prompt and one response of the target to it; prompts have as many rows as they have turns and draws of the
+    coins.
+    """
 
     id: str
     category: str
@@ -63,7 +67,9 @@ class Trace:
     scores: dict[str, Float[Array, " drafts"]] = field(default_factory=dict)
     """Logits by fingerprint of the head, filled as heads are asked for."""
     num_passing: Int[Array, " positions"] | None = None
-    """Of a feature draft: tokens that verification accepts of the whole draft of a round that starts at each position."""
+    """Of a feature draft: tokens that verification accepts of the whole draft of a round that starts at each
+    position.
+    """
 
     @cached_property
     def offsets(self) -> Int[Array, " row_offsets"]:
@@ -72,12 +78,14 @@ class Trace:
 
     @cached_property
     def prompt_of_row(self) -> Int[Array, " rows"]:
-        """Which prompt each row belongs to, numbered by first appearance. Its draws, and its later turns (81#2 after 81), are not
-        independent of each other, so whoever resamples takes or leaves them together.
+        """Which prompt each row belongs to, numbered by first appearance. Its draws, and its later turns (81#2 after
+        81), are not independent of each other, so whoever resamples takes or leaves them together.
         """
         known = {(row.dataset, row.id) for row in self.rows}
         firsts = [(row.dataset, _LATER_TURN.sub("", row.id)) for row in self.rows]
-        prompts = [first if first in known else (row.dataset, row.id) for first, row in zip(firsts, self.rows, strict=True)]
+        prompts = [
+            first if first in known else (row.dataset, row.id) for first, row in zip(firsts, self.rows, strict=True)
+        ]
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         return np.array([numbers[prompt] for prompt in prompts])
 
@@ -98,7 +106,9 @@ class Trace:
 
     @cached_property
     def branch(self) -> Int[Array, " positions"]:
-        """Flat index of the first token of the branch at each rejected position; the position itself where there is no branch."""
+        """Flat index of the first token of the branch at each rejected position; the position itself where there is no
+        branch.
+        """
         start = np.arange(self.num_positions)
         firsts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
         start[self.is_rejected] = np.where(self.branch_lengths > 0, firsts, start[self.is_rejected])
@@ -106,17 +116,23 @@ class Trace:
 
     @cached_property
     def rejected(self) -> Int[Array, " positions"]:
-        """The first path position at which a round that starts at each position has a rejection; num_positions where the row has none."""
+        """The first path position at which a round that starts at each position has a rejection; num_positions where
+        the row has none.
+        """
         return self.fork if self.num_passing is None else np.arange(self.num_positions) + self.num_passing
 
     @cached_property
     def longest(self) -> Int[Array, " positions"]:
-        """The most tokens that a round from each position may draft; `max_draft_length`, or what its branch has of a feature draft's."""
+        """The most tokens that a round from each position may draft; `max_draft_length`, or what its branch has of a
+        feature draft's.
+        """
         return np.full(self.num_positions, self.max_draft_length) if self.num_passing is None else self.branch_lengths
 
     @cached_property
     def fork(self) -> Int[Array, " positions"]:
-        """Where a round that starts at each position leaves the path for a branch; num_positions where it never does."""
+        """Where a round that starts at each position leaves the path for a branch; num_positions where it never
+        does.
+        """
         none = self.num_positions
         marks = np.where(self.is_rejected, np.arange(none), none)
         result = np.empty(none, dtype=np.int64)
@@ -136,7 +152,9 @@ class Trace:
 
     @cached_property
     def before(self) -> Int[Array, " drafts"]:
-        """The flat index of the token drawn before each: its neighbour on the path or branch. A row's first token is its own."""
+        """The flat index of the token drawn before each: its neighbour on the path or branch. A row's first token is
+        its own.
+        """
         before = np.arange(len(self.token)) - 1
         before[self.offsets[:-1]] = self.offsets[:-1]
         has_branch = self.branch_lengths > 0
@@ -149,7 +167,8 @@ class Trace:
         return np.exp(self.signals["log_token_prob"]) if name == "token_prob" else self.signals[name]
 
     def logit(self, head: AcceptanceHead | PerfectHead) -> Float[Array, " drafts"]:
-        """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known when it is drawn.
+        """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
+        when it is drawn.
 
         Raises:
             ValueError: a head of another width; hidden states that were not recorded.
@@ -215,7 +234,9 @@ def join(traces: Sequence[Trace]) -> Trace:
 
     def drafts(arrays: Sequence[Array]) -> Array:
         paths = [array[: trace.num_positions] for array, trace in zip(arrays, traces, strict=True)]
-        return np.concatenate([*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))])
+        return np.concatenate(
+            [*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))]
+        )
 
     return Trace(
         rows=tuple(row for trace in traces for row in trace.rows),
@@ -228,7 +249,11 @@ def join(traces: Sequence[Trace]) -> Trace:
         acceptance_rate=np.concatenate([trace.acceptance_rate for trace in traces]),
         branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
         inputs=join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
-        scores={name: drafts([trace.scores[name] for trace in traces]) for name in first.scores if all(name in t.scores for t in traces)},
+        scores={
+            name: drafts([trace.scores[name] for trace in traces])
+            for name in first.scores
+            if all(name in t.scores for t in traces)
+        },
         num_passing=None
         if first.num_passing is None
         else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),

@@ -1,4 +1,6 @@
-"""python -m evaluation tune: each head's best threshold for this hardware, by replay, beside the rule that needs none (law 4.11)."""
+"""python -m evaluation tune: each head's best threshold for this hardware, by replay, beside the rule that needs none
+(law 4.11).
+"""
 
 import json
 from collections.abc import Sequence
@@ -67,7 +69,9 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     """
     experiment = Experiment(config)
     if not experiment.heads:
-        raise FileNotFoundError(f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads")
+        raise FileNotFoundError(
+            f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads"
+        )
     folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
     folder.complete()
     dev, test = (join(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))

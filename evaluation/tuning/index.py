@@ -1,13 +1,14 @@
 """The index g of law 4.11's rule, solved on a trace: what one more drafted token may cost per unit of survival.
 
-Calibrated scores along a draft are taken for a Markov chain on bins b of scores, read off pairs (accepted token, token drafted next): the
-next token counts only if all before it survived. With P the transitions, A the mean acceptance in a bin, r = 1, but for a fed-time
-head r = P A (its newest token, already drafted, counts once the next is drawn and survives too), drafting on at price x per
-unit of survival is worth
+Calibrated scores along a draft are taken for a Markov chain on bins b of scores, read off pairs (accepted token, token
+drafted next): the next token counts only if all before it survived. With P the transitions, A the mean acceptance in a
+bin, r = 1, but for a fed-time head r = P A (its newest token, already drafted, counts once the next is drawn and
+survives too), drafting on at price x per unit of survival is worth
 
     Q(x, b) = -x + sum over b' of P(b, b') A(b') (r(b') + W(x / A(b'), b'))        W = max(0, Q)
 
-and g(b) is the x where Q(x, b) = 0. Q falls in x, and value iteration converges from W = 0, which is the one-step rule g = P (A r).
+and g(b) is the x where Q(x, b) = 0. Q falls in x, and value iteration converges from W = 0, which is the one-step rule
+g = P (A r).
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ _BINS = 12
 _SWEEPS = 60
 _PRICES = np.geomspace(0.002, 1.5, 240)
 _PRIOR_PAIRS = 8.0
-"""Weight, in pairs, of the scores' marginal in each row of P, and of the mean score in each A: bins may hold few pairs."""
+"""Weight, in pairs, of the scores' marginal in each row of P, and of the mean score in each A: bins may hold few
+pairs.
+"""
 _LEAST = 0.01
 """No acceptance and no g is taken to be smaller: prices are divided by them."""
 
@@ -62,7 +65,9 @@ def index_of(trace: Trace, head: Any) -> Index:
         return Index(mean, 0.0, mean, mean)
     centers, values, first, weights = solve(pairs, is_lagging=head.timing == "fed")
     # Least squares, weighted: covariance over variance, with a floor for scores that are all alike.
-    slope = float(np.cov(centers, values, aweights=weights, ddof=0)[0, 1] / max(np.cov(centers, aweights=weights, ddof=0), 1e-9))
+    slope = float(
+        np.cov(centers, values, aweights=weights, ddof=0)[0, 1] / max(np.cov(centers, aweights=weights, ddof=0), 1e-9)
+    )
     offset = float(np.average(values - slope * centers, weights=weights))
     low, high = (min(max(end, _LEAST), 1.0) for end in (offset, offset + slope))
     return Index(low, high - low, first, float(pairs.is_accepted.mean()))
@@ -71,7 +76,9 @@ def index_of(trace: Trace, head: Any) -> Index:
 def pairs_of(trace: Trace, head: Any) -> Pairs:
     """Every accepted token of the responses with the token that the draft drew after it."""
     score = token_scores(trace, head)
-    at, following, is_accepted = _followed(trace) if trace.num_passing is None else _followed_in_drafts(trace, trace.num_passing)
+    at, following, is_accepted = (
+        _followed(trace) if trace.num_passing is None else _followed_in_drafts(trace, trace.num_passing)
+    )
     pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
     return Pairs(*(values[known] for values in pairs))
@@ -95,7 +102,9 @@ def _followed_in_drafts(trace: Trace, num_passing: Array) -> tuple[Array, Array,
 
 
 def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
-    """The calibrated score of each token itself; NaN for what a fed-time head never scored, the ends of branches and rows."""
+    """The calibrated score of each token itself; NaN for what a fed-time head never scored, the ends of branches and
+    rows.
+    """
     scored = expit(head.calibrated_logit(trace.logit(head).astype(np.float64)))
     if head.timing != "fed":
         return scored
@@ -144,12 +153,18 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
     return Solution(centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum())
 
 
-def roots(moves: Float[Array, "from to"], acceptance: Float[Array, " to"], reward: Float[Array, " to"]) -> Float[Array, " from"]:
+def roots(
+    moves: Float[Array, "from to"], acceptance: Float[Array, " to"], reward: Float[Array, " to"]
+) -> Float[Array, " from"]:
     """g of every row of `moves`: Q = 0, by value iteration on a grid of prices."""
     worth = np.zeros((len(acceptance), len(_PRICES)))
     for _ in range(_SWEEPS):
-        # W of each next bin at price x / A: surviving there makes a unit of survival that much dearer. Beyond the grid W is 0.
-        later = np.stack([np.interp(_PRICES / prob, _PRICES, row, right=0.0) for prob, row in zip(acceptance, worth, strict=True)])
+        # W of each next bin at price x / A: surviving there makes a unit of survival that much dearer. Beyond the grid
+        # W is 0.
+        later = np.stack(
+            [np.interp(_PRICES / prob, _PRICES, row, right=0.0) for prob, row in zip(acceptance, worth, strict=True)]
+        )
         gain = moves @ (acceptance[:, None] * (reward[:, None] + later)) - _PRICES
         worth = np.maximum(gain[: len(acceptance)], 0.0)
-    return np.array([np.interp(0.0, -row, _PRICES) for row in gain])  # Q falls in x, and interp wants rising values: hence -Q
+    # Q falls in x, and interp wants rising values: hence -Q
+    return np.array([np.interp(0.0, -row, _PRICES) for row in gain])

@@ -1,13 +1,16 @@
 """What heads train on: the positions of some responses, flat, as `data_gen` stored them.
 
     hidden [tokens, hidden]      at the timing's state, stored dtype
-    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`), and acceptance_rate where a prefix head learns it
+    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`), and acceptance_rate where a
+                                 prefix head learns it
     acceptance_prob [tokens]     the label; acceptance_rate takes its place for prefix heads (`of_timing`)
     token [tokens]               the drafted token y
-    row_lengths [rows]           tokens of each row, for what needs to know where a response ends; of a feature draft's data, of each draft
+    row_lengths [rows]           tokens of each row, for what needs to know where a response ends; of a feature draft's
+                                 data, of each draft
 
-acceptance_rate (the mean of acceptance_prob over y) was tried as the label of the others too: on a 6.2M/0.95M pair and Alpaca it made every
-drawn-time head worse on dev, at 1,024 responses (KL 0.382 against 0.374) and at 4,096 (0.368 against 0.356).
+acceptance_rate (the mean of acceptance_prob over y) was tried as the label of the others too: on a 6.2M/0.95M pair and
+Alpaca it made every drawn-time head worse on dev, at 1,024 responses (KL 0.382 against 0.374) and at 4,096 (0.368
+against 0.356).
 
 Only positions whose token the draft drew are kept (law 4.6): the loss is taken nowhere else.
 """
@@ -31,11 +34,14 @@ TARGET_PROB = "target_prob"
 LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, "candidate": TARGET_PROB}
 """Timing of a head -> what it predicts."""
 FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
-"""Timing of a head -> the feature set that it reads: a prefix or candidate head, the states that the tokens were drawn from."""
+"""Timing of a head -> the feature set that it reads: a prefix or candidate head, the states that the tokens were drawn
+from.
+"""
 _COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
 _PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
 NO_RATE = (
-    "has no acceptance_rate, which prefix heads are trained on: data made with data.mode sequential, or imported, lacks it; make the data "
+    "has no acceptance_rate, which prefix heads are trained on: data made with data.mode sequential, or imported, "
+    "lacks it; make the data "
     "with data.mode together, or leave prefix out of heads.timings"
 )
 
@@ -72,8 +78,8 @@ def has_tokens(batch: Batch) -> bool:
 class FeatureShard:
     """One safetensors file of features, mapped, read in runs of rows.
 
-    The caller has compared it with its sidecar (`store.sums`); each reading checks that numbers are finite and that probabilities
-    lie in [0, 1].
+    The caller has compared it with its sidecar (`store.sums`); each reading checks that numbers are finite and that
+    probabilities lie in [0, 1].
     """
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:
@@ -110,20 +116,28 @@ class FeatureShard:
             ends = file.get_tensor("draft_lengths").cumsum(0) if "draft_lengths" in file.keys() else None  # noqa: SIM118
         self._check(columns, start, offsets - first)
         rows = [self._row(columns, first, last) for first, last in pairwise((offsets - first).tolist())]
-        return rows if ends is None else [_of_drafts(row, ends, *ends_of) for row, ends_of in zip(rows, pairwise(offsets), strict=True)]
+        return (
+            rows
+            if ends is None
+            else [_of_drafts(row, ends, *ends_of) for row, ends_of in zip(rows, pairwise(offsets), strict=True)]
+        )
 
     def _open(self, *names: str) -> safe_open:
         """The file, which must have these tensors."""
         try:
             file = safe_open(self.path, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again") from error
+            raise ValueError(
+                f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again"
+            ) from error
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
             raise ValueError(f"{self.path} {NO_RATE}")
         if missing:
             folder = self.path.parents[1]
-            raise ValueError(f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `python -m data_gen` again")
+            raise ValueError(
+                f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `python -m data_gen` again"
+            )
         return file
 
     def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:
@@ -135,7 +149,10 @@ class FeatureShard:
                 position = int(bad.nonzero()[0])
                 row = start + int(torch.searchsorted(offsets, position, right=True)) - 1
                 kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-                raise ValueError(f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the features again")
+                raise ValueError(
+                    f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the "
+                    "features again"
+                )
 
     def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Features:
         """The drafted positions of one row."""
@@ -150,7 +167,9 @@ class FeatureShard:
 
 
 def _of_drafts(row: Features, ends: Tensor, start: Tensor, stop: Tensor) -> Features:
-    """A row whose `row_lengths` are those of its drafts; `ends` are where each draft of the shard ends, and the row has these tokens."""
+    """A row whose `row_lengths` are those of its drafts; `ends` are where each draft of the shard ends, and the row has
+    these tokens.
+    """
     own = ends[(ends > start) & (ends <= stop)]
     return row._replace(row_lengths=own.diff(prepend=start.view(1)))
 
@@ -169,4 +188,6 @@ def join(rows: Sequence[Features]) -> Features:
 def none_of(shard: FeatureShard) -> Features:
     """No row, in the types and widths of a shard."""
     [row] = shard.read(0, 1)
-    return Features(row.hidden[:0], {name: values[:0] for name, values in row.scalars.items()}, *(values[:0] for values in row[2:]))
+    return Features(
+        row.hidden[:0], {name: values[:0] for name, values in row.scalars.items()}, *(values[:0] for values in row[2:])
+    )

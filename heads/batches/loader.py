@@ -14,7 +14,18 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.batches.features import Batch, Features, FeatureShard, join, none_of
-from heads.batches.order import POOL_SIZE, Block, Item, Share, Turn, batches, in_order, num_batches, own_batches, shuffled
+from heads.batches.order import (
+    POOL_SIZE,
+    Block,
+    Item,
+    Share,
+    Turn,
+    batches,
+    in_order,
+    num_batches,
+    own_batches,
+    shuffled,
+)
 
 READ_AHEAD = 4
 """Batches made ready while the step runs."""
@@ -22,7 +33,8 @@ ALONE = Share()
 
 
 class BlockReader:
-    """Responses of several timings, cached block by block: of the last `POOL_SIZE` + 1 blocks, which is more than a process has of a pool.
+    """Responses of several timings, cached block by block: of the last `POOL_SIZE` + 1 blocks, which is more than a
+    process has of a pool.
 
     With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
     """
@@ -47,7 +59,9 @@ class BlockReader:
             while len(self._cache) > POOL_SIZE:
                 self._cache.popitem(last=False)
             self._cache[block] = {
-                timing: shards[block.shard].read(block.start * self.rows_per_item[timing], block.stop * self.rows_per_item[timing])
+                timing: shards[block.shard].read(
+                    block.start * self.rows_per_item[timing], block.stop * self.rows_per_item[timing]
+                )
                 for timing, shards in self.shards.items()
             }
         self._cache.move_to_end(block)
@@ -96,7 +110,9 @@ class BatchLoader:
         return {"epoch": self.epoch, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that were taken, if the next epoch to be asked for is the one that was interrupted."""
+        """Go on after the batches that were taken, if the next epoch to be asked for is the one that was
+        interrupted.
+        """
         self._resume = dict(state)
 
     def __iter__(self) -> Iterator[Any]:

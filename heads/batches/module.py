@@ -24,7 +24,8 @@ from store.sums import check_sums
 
 
 class FeatureData(pl.LightningDataModule):
-    """Batches of `heads.batch_size` responses from data.dir, of which each process takes its part; each block is read by one of them.
+    """Batches of `heads.batch_size` responses from data.dir, of which each process takes its part; each block is read
+    by one of them.
 
     Attributes:
         timings: the feature sets that the sweep reads.
@@ -46,15 +47,21 @@ class FeatureData(pl.LightningDataModule):
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
         timings = dict.fromkeys(shape.timing for shape in shapes)
-        self.timings, self.scalars = tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings)), scalar_names(shapes)
+        self.timings, self.scalars = (
+            tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings)),
+            scalar_names(shapes),
+        )
         self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
-        if getattr(rank_zero_only, "rank", 0) == 0:  # of several processes the first, which starts the others or is waited for
-            check_sums(path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths))
+        # of several processes the first, which starts the others or is waited for
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            check_sums(
+                path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths)
+            )
         self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
 
@@ -71,24 +78,39 @@ class FeatureData(pl.LightningDataModule):
 
     @cached_property
     def tested(self) -> tuple[str, ...]:
-        """What a finished sweep is measured on: dev, train and test, and where prompts come from several sets dev/NAME and test/NAME."""
+        """What a finished sweep is measured on: dev, train and test, and where prompts come from several sets dev/NAME
+        and test/NAME.
+        """
         held_out = [split for split in ("dev", "test") if split in self._shards]
-        by_set = [f"{split}/{name}" for split in held_out for name in sorted({name for shard in self._sets(split) for name in shard})]
+        by_set = [
+            f"{split}/{name}"
+            for split in held_out
+            for name in sorted({name for shard in self._sets(split) for name in shard})
+        ]
         return "dev", "train", *held_out[1:], *by_set
 
     def test_dataloader(self) -> list[BatchLoader]:
-        """In the order of `tested`; of train as many responses as dev has, which is enough to see how far heads overfit."""
+        """In the order of `tested`; of train as many responses as dev has, which is enough to see how far heads
+        overfit.
+        """
         some = min(self.num_responses("train"), self.num_responses("dev"))
         parts = [name.partition("/") for name in self.tested]
         return [self.loader(split, num=some if split == "train" else None, only=name) for split, _, name in parts]
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
-        """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a seed."""
+        """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a
+        seed.
+        """
         shards, first = self._shards[split], self.timings[0]
         times = self._rows_per_item[first]
-        lengths = [[sum(rows[i : i + times]) for i in range(0, len(rows), times)] for rows in (s.row_lengths() for s in shards[first])]
+        lengths = [
+            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
+            for rows in (s.row_lengths() for s in shards[first])
+        ]
         reader = BlockReader(shards, self._rows_per_item)
-        return self._loader(lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num, only=only)
+        return self._loader(
+            lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num, only=only
+        )
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -129,7 +151,9 @@ class FeatureData(pl.LightningDataModule):
         return self._names[split]
 
     def _read(self, split: str) -> list[list[Path]]:
-        """The shards that are read of a split: of each feature set, and of dev and test rows that tell which set a response is of."""
+        """The shards that are read of a split: of each feature set, and of dev and test rows that tell which set a
+        response is of.
+        """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
 
@@ -143,27 +167,40 @@ class FeatureData(pl.LightningDataModule):
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {
-            timing: [FeatureShard(path, self.columns) for path in list_shards(self.data.dir, split, timing)] for timing in self.timings
+            timing: [FeatureShard(path, self.columns) for path in list_shards(self.data.dir, split, timing)]
+            for timing in self.timings
         }
         for of_index in zip_longest(*shards.values()):
             there = [shard for shard in of_index if shard is not None]
-            counts = [shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, there, strict=False)]
+            counts = [
+                shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, there, strict=False)
+            ]
             if len(there) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
                 raise ValueError(
-                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in there)} hold {counts} responses with "
+                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in there)} hold "
+                    f"{counts} responses with "
                     f"data.mixes {self.data.mixes}; make them again with this config"
                 )
         if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
-            raise ValueError(f"{split} features of {self.data.dir} hold no token at all; raise data.num_{split} and make the data again")
+            raise ValueError(
+                f"{split} features of {self.data.dir} hold no token at all; raise data.num_{split} and make the data "
+                "again"
+            )
         return shards
 
     def _width(self) -> int:
-        widths = {shard.path: shard.hidden_size for split in self._shards.values() for of_timing in split.values() for shard in of_timing}
+        widths = {
+            shard.path: shard.hidden_size
+            for split in self._shards.values()
+            for of_timing in split.values()
+            for shard in of_timing
+        }
         first = next(iter(widths.values()))
         for path, width in widths.items():
             if width != first:
                 raise ValueError(
-                    f"{path} has hidden states of width {width}, other shards {first}: features of different drafts; make them again"
+                    f"{path} has hidden states of width {width}, other shards {first}: features of different drafts; "
+                    "make them again"
                 )
         return first
 
@@ -176,7 +213,9 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
     """
     total = sum(map(len, lengths))
     if not 0 < count <= total:
-        raise ValueError(f"heads.num_train is {count} and there are {total} training responses; take at most those, or null for all")
+        raise ValueError(
+            f"heads.num_train is {count} and there are {total} training responses; take at most those, or null for all"
+        )
     first = []
     for shard in lengths:
         if count > 0:
@@ -188,8 +227,9 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
 def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
     """Raise ValueError unless the data was made with the models and the sampling of this pair.
 
-    Training on cached features reads no model. So one that lay in a directory where the data was made, and is not on this machine, counts
-    as the one that the manifest holds the hash of, if the directory's name is the same; a warning says so.
+    Training on cached features reads no model. So one that lay in a directory where the data was made, and is not on
+    this machine, counts as the one that the manifest holds the hash of, if the directory's name is the same; a warning
+    says so.
     """
     here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     there = {name: manifest.get(name) for name in here}
@@ -198,7 +238,8 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
         described = _described(source, trust_remote_code=pair.trust_remote_code)
         if described is None and manifest[name].get(hashed) and manifest[name].get("name") == Path(source.path).name:
             _say(
-                f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was made with {hashed} "
+                f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was made "
+                f"with {hashed} "
                 f"{manifest[name][hashed][:12]} of a directory of this name, by {data.dir}/manifest.json"
             )
             continue
@@ -209,13 +250,16 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     for key, value in here.items():
         if there[key] != value:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {there[key]!r}, and this config has {value!r}; point data.dir at "
+                f"{data.dir}/manifest.json: the data was made with {key} {there[key]!r}, and this config has "
+                f"{value!r}; point data.dir at "
                 "data of this pair, or make it with `python -m data_gen`"
             )
 
 
 def _described(source: ModelSource, *, trust_remote_code: bool) -> dict[str, Any] | None:
-    """The description of a model that lies in a directory of this machine; None where there is none, or nothing that can be read."""
+    """The description of a model that lies in a directory of this machine; None where there is none, or nothing that
+    can be read.
+    """
     if not Path(source.path).is_dir():
         return None
     try:

@@ -1,6 +1,7 @@
 """Online features: the frozen draft runs over each batch of rows, once for all heads.
 
-Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cached features up to the precision in which those are stored.
+Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cached features up to the precision in
+which those are stored.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,10 @@ class RowReader:
             while len(self._cache) >= 16:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[shard] = read_rows(self.paths[shard], _COLUMNS)
-        values = {name: column[0].as_py() for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)}
+        values = {
+            name: column[0].as_py()
+            for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)
+        }
         coins = values.pop("from_target")
         return Row(**values, from_target=coins if self.mixes > 1 else [coins])
 
@@ -97,7 +101,9 @@ class DraftFeatures:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows, timing by timing, on `device`, where the draft goes when it is first needed there."""
+        """The features of some rows, timing by timing, on `device`, where the draft goes when it is first needed
+        there.
+        """
         self.draft.to(device)
         if not rows:
             return {timing: self._none(device) for timing in self.timings}
@@ -123,10 +129,14 @@ class DraftFeatures:
         """No row."""
         empty = torch.empty(0, device=device)
         hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
-        return Features(hidden, dict.fromkeys((*Scalars._fields, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
+        return Features(
+            hidden, dict.fromkeys((*Scalars._fields, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long()
+        )
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
-        """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen` stores them by."""
+        """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen`
+        stores them by.
+        """
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
         tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
@@ -139,7 +149,8 @@ class DraftFeatures:
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
         """States after each token of each mixed sequence was fed."""
         sequences = [
-            row.prompt_ids + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
+            row.prompt_ids
+            + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
             for row, coins in mixings
         ]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) for row, _ in mixings])
@@ -148,7 +159,9 @@ class DraftFeatures:
 
 def _lengths(path: Path) -> list[int]:
     """Tokens of each row of a shard, with its prompt: what the draft is fed."""
-    prompts, responses = (pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns)
+    prompts, responses = (
+        pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns
+    )
     return pc.add(prompts, responses).to_pylist()  # type: ignore[no-any-return]
 
 

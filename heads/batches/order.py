@@ -1,15 +1,15 @@
 """The order in which an epoch visits the data, and how processes share it.
 
-Blocks of neighbouring responses are drawn at random into pools. Of each block, a long response stands beside a short one, these pairs are
-shuffled, and the blocks of a pool take turns with a pair each: so batches have about equal numbers of tokens, and no more than a pool is in
-memory, however large the data. The order is a function of (seed, epoch) and of the responses' lengths alone, so it is the same after every
-restart, and for any number of processes.
+Blocks of neighbouring responses are drawn at random into pools. Of each block, a long response stands beside a short
+one, these pairs are shuffled, and the blocks of a pool take turns with a pair each: so batches have about equal numbers
+of tokens, and no more than a pool is in memory, however large the data. The order is a function of (seed, epoch) and of
+the responses' lengths alone, so it is the same after every restart, and for any number of processes.
 
-Processes share blocks, so that each block is read by one of them: those of a pool, from the longest to the shortest, go to ranks
-0 1 … n-1 n-1 … 1 0 0 1 …, which gives each of 1, 2, 4, 8 or 16 ranks as many blocks and about as many tokens, and of 3
-a fifth more to the last one than to the others. More processes than a pool has blocks share the pairs of each block as
-well. A batch is cut from the order as one process would cut it, and each process takes what it has of it, at the ends
-of shards sometimes more or less than its part, or nothing.
+Processes share blocks, so that each block is read by one of them: those of a pool, from the longest to the shortest, go
+to ranks 0 1 … n-1 n-1 … 1 0 0 1 …, which gives each of 1, 2, 4, 8 or 16 ranks as many blocks and about as many tokens,
+and of 3 a fifth more to the last one than to the others. More processes than a pool has blocks share the pairs of each
+block as well. A batch is cut from the order as one process would cut it, and each process takes what it has of it, at
+the ends of shards sometimes more or less than its part, or nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,13 +68,19 @@ class Share(NamedTuple):
 def blocks(shard_sizes: Sequence[int]) -> list[Block]:
     """Every shard cut into runs of at most `BLOCK_SIZE` responses, in order."""
     return [
-        Block(shard, start, min(start + BLOCK_SIZE, size)) for shard, size in enumerate(shard_sizes) for start in range(0, size, BLOCK_SIZE)
+        Block(shard, start, min(start + BLOCK_SIZE, size))
+        for shard, size in enumerate(shard_sizes)
+        for start in range(0, size, BLOCK_SIZE)
     ]
 
 
 def in_order(shard_sizes: Sequence[int]) -> Iterator[Turn]:
     """Every response once, as stored."""
-    return (Turn(turn, Item(block, p)) for turn, block in enumerate(blocks(shard_sizes)) for p in range(block.stop - block.start))
+    return (
+        Turn(turn, Item(block, p))
+        for turn, block in enumerate(blocks(shard_sizes))
+        for p in range(block.stop - block.start)
+    )
 
 
 def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Turn]:
@@ -92,7 +98,8 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
 
 
 def batches(turns: Iterator[Turn], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
-    """Training: this process's part of each batch of `size` responses of all processes together; the last batch may be smaller.
+    """Training: this process's part of each batch of `size` responses of all processes together; the last batch may be
+    smaller.
 
     Args:
         first: batches to pass over, after a restart.
@@ -124,7 +131,10 @@ def _pairs(block: Block, lengths: Sequence[int], generator: torch.Generator) -> 
     """The responses of a block, the longest with the shortest and so on, in random order."""
     places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     count = (len(places) + 1) // 2
-    pairs = [[long, short] if long != short else [long] for long, short in zip(places[:count], reversed(places), strict=False)]
+    pairs = [
+        [long, short] if long != short else [long]
+        for long, short in zip(places[:count], reversed(places), strict=False)
+    ]
     return [[Item(block, place) for place in pairs[i]] for i in torch.randperm(count, generator=generator).tolist()]
 
 

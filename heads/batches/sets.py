@@ -14,5 +14,7 @@ def sets_of(directory: str, split: str) -> list[list[str]]:
     """
     paths = list_shards(directory, split)
     if "set" not in pq.read_schema(paths[0]).names:
-        raise ValueError(f"{paths[0]} has no column set, and data.prompts of {directory} is a list of sets; make the data again")
+        raise ValueError(
+            f"{paths[0]} has no column set, and data.prompts of {directory} is a list of sets; make the data again"
+        )
     return [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]

@@ -1,8 +1,9 @@
 """Fitting what turns a logit into an acceptance probability.
 
-A head's calibrated logit is (f + ln(w_rej / w_acc)) / T: the shift undoes the loss weights (law 4.7), and T minimises the cross-entropy on
-dev. In s = 1 / T the cross-entropy is convex, so Newton's method from s = 1 finds it. A bare signal, such as log q(y), is given the best
-a z + b of a one-dimensional logistic regression, likewise by Newton: the fairest it can be made.
+A head's calibrated logit is (f + ln(w_rej / w_acc)) / T: the shift undoes the loss weights (law 4.7), and T minimises
+the cross-entropy on dev. In s = 1 / T the cross-entropy is convex, so Newton's method from s = 1 finds it. A bare
+signal, such as log q(y), is given the best a z + b of a one-dimensional logistic regression, likewise by Newton: the
+fairest it can be made.
 """
 
 from dataclasses import replace
@@ -47,15 +48,20 @@ def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float
     for _ in range(_STEPS):
         prob = (design @ beta[..., None]).squeeze(-1).sigmoid()
         gradient = ((design * (histogram.weight * prob)[..., None]).sum(1) - label) / total[:, None]
-        curvature = torch.einsum("sbi,sb,sbj->sij", design, histogram.weight * prob * (1 - prob), design) / total[:, None, None]
+        curvature = (
+            torch.einsum("sbi,sb,sbj->sij", design, histogram.weight * prob * (1 - prob), design) / total[:, None, None]
+        )
         curvature = curvature + _RIDGE * torch.eye(2, dtype=x.dtype, device=x.device)
         beta = beta - torch.linalg.solve(curvature, gradient).clamp(-2, 2)
     slope = beta[:, 0] / scale
     return slope, beta[:, 1] - slope * mean
 
 
-def recalibrated(head: AcceptanceHead, logit: Float[Tensor, " tokens"], acceptance_prob: Float[Tensor, " tokens"]) -> AcceptanceHead:
-    """The head with slope and offset of its calibrated logit refitted to these tokens, such as those of another `Sampling`.
+def recalibrated(
+    head: AcceptanceHead, logit: Float[Tensor, " tokens"], acceptance_prob: Float[Tensor, " tokens"]
+) -> AcceptanceHead:
+    """The head with slope and offset of its calibrated logit refitted to these tokens, such as those of another
+    `Sampling`.
 
     What it says then is raw and calibrated at once.
     """

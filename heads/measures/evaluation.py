@@ -1,7 +1,8 @@
 """Everything that is measured of a finished sweep on one split, as JSON values.
 
-Beside the heads stand what they must beat: log q(y) alone and H(q) alone, each made as good as one signal can be by a logistic regression
-fitted on the very split, and a constant. A head that does not beat them has not converged, or has nothing to say.
+Beside the heads stand what they must beat: log q(y) alone and H(q) alone, each made as good as one signal can be by a
+logistic regression fitted on the very split, and a constant. A head that does not beat them has not converged, or has
+nothing to say.
 """
 
 import math
@@ -44,19 +45,24 @@ class Evaluation(nn.Module):
         super().__init__()
         self._names = [str(spec) for spec in specs]
         timings = [spec.shape.timing for spec in specs]
-        self._rows: dict[str, list[int]] = {timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)}
+        self._rows: dict[str, list[int]] = {
+            timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)
+        }
         self._shift = {timing: shift[rows] for timing, rows in self._rows.items()}
         self._temperature = {timing: temperature[rows] for timing, rows in self._rows.items()}
         counts = {timing: len(rows) for timing, rows in self._rows.items()}
         self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
         self.raw, self.calibrated = (
-            nn.ModuleDict({timing: DraftMetric(count, lag=LAGS[timing]) for timing, count in counts.items()}) for _ in range(2)
+            nn.ModuleDict({timing: DraftMetric(count, lag=LAGS[timing]) for timing, count in counts.items()})
+            for _ in range(2)
         )
         self.signals = nn.ModuleDict({timing: LogitHistogram(len(SIGNALS)) for timing in counts})
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
-        """One batch: for each timing the logits of its heads, [heads, tokens], and the features that they were computed from."""
+        """One batch: for each timing the logits of its heads, [heads, tokens], and the features that they were computed
+        from.
+        """
         for timing, logit in logits.items():
             features = of_timing(batch, timing)
             label, lengths = features.acceptance_prob, features.row_lengths
@@ -115,7 +121,10 @@ def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
                 "rates": [
                     {"max_rejection_prob": threshold, "discard_rate": discard, "verification_rate": verification}
                     for threshold, discard, verification in zip(
-                        THRESHOLDS, counts.discard_rate[head].tolist(), counts.verification_rate[head].tolist(), strict=True
+                        THRESHOLDS,
+                        counts.discard_rate[head].tolist(),
+                        counts.verification_rate[head].tolist(),
+                        strict=True,
                     )
                 ],
             }

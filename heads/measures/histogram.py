@@ -1,9 +1,10 @@
-"""A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant memory.
+"""A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant
+memory.
 
-Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P z, and of w P^2 and
-w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean logit, so the error of a
-smooth function g is about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes are sums of histograms, so the metrics
-are right under DDP.
+Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P z, and of
+w P^2 and w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean
+logit, so the error of a smooth function g is about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes
+are sums of histograms, so the metrics are right under DDP.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,9 @@ def empty(*lead: int) -> Histogram:
 
 
 def observe(
-    logit: Float[Tensor, "lead tokens"], acceptance_prob: Float[Tensor, "#lead tokens"], weight: Float[Tensor, "#lead tokens"] | None = None
+    logit: Float[Tensor, "lead tokens"],
+    acceptance_prob: Float[Tensor, "#lead tokens"],
+    weight: Float[Tensor, "#lead tokens"] | None = None,
 ) -> Histogram:
     """The histogram of some observations.
 
@@ -62,7 +65,15 @@ def observe(
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)
     bins = ((z.clamp(-LIMIT, LIMIT) + LIMIT) * (NUM_BINS / (2 * LIMIT))).long().clamp(max=NUM_BINS - 1)
     weight, accepted, logits = (
-        torch.zeros(len(z), NUM_BINS, dtype=torch.float64, device=z.device).scatter_add_(1, bins, x) for x in (w, w * p, w * z)
+        torch.zeros(len(z), NUM_BINS, dtype=torch.float64, device=z.device).scatter_add_(1, bins, x)
+        for x in (w, w * p, w * z)
     )
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
-    return Histogram(weight, accepted, logits, product=(w * p * z).sum(-1), squares=(w * p * p).sum(-1), entropy=(w * entropy).sum(-1))
+    return Histogram(
+        weight,
+        accepted,
+        logits,
+        product=(w * p * z).sum(-1),
+        squares=(w * p * p).sum(-1),
+        entropy=(w * entropy).sum(-1),
+    )

@@ -17,7 +17,9 @@ from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
 
 
-def save_plots(directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]) -> list[Path]:
+def save_plots(
+    directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]
+) -> list[Path]:
     """Draw everything; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -48,18 +50,34 @@ def heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Predicted against true acceptance probability, raw and calibrated, of the best head of each kind of inputs at each reject weight."""
+    """Predicted against true acceptance probability, raw and calibrated, of the best head of each kind of inputs at
+    each reject weight.
+    """
     kinds = list(dict.fromkeys(spec.shape.kind for spec in specs))
     figure, axes = plt.subplots(
-        len(kinds), 2, figsize=(8, 0.6 + 3.7 * len(kinds)), squeeze=False, layout="constrained", sharex=True, sharey=True
+        len(kinds),
+        2,
+        figsize=(8, 0.6 + 3.7 * len(kinds)),
+        squeeze=False,
+        layout="constrained",
+        sharex=True,
+        sharey=True,
     )
     for row, inputs in zip(axes, kinds, strict=True):
         for axis, way in zip(row, ("raw", "calibrated"), strict=True):
             axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
             for spec in _best_by_weight(result, [spec for spec in specs if spec.shape.kind == inputs]):
                 bins = result["heads"][str(spec)][way]["reliability"]
-                filled = [(x, y) for x, y, share in zip(bins["predicted"], bins["true"], bins["share"], strict=True) if share > 1e-3]
-                axis.plot(*zip(*filled, strict=True), marker=".", label=f"w_rej {spec.reject_weight:g}, depth {spec.shape.depth}")
+                filled = [
+                    (x, y)
+                    for x, y, share in zip(bins["predicted"], bins["true"], bins["share"], strict=True)
+                    if share > 1e-3
+                ]
+                axis.plot(
+                    *zip(*filled, strict=True),
+                    marker=".",
+                    label=f"w_rej {spec.reject_weight:g}, depth {spec.shape.depth}",
+                )
             axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted acceptance_prob", ylabel="mean acceptance_prob")
             axis.set_title(f"{inputs}, {way}", fontsize=10)
         row[0].legend(fontsize=8)
@@ -67,12 +85,18 @@ def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """By draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of inputs."""
+    """By draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of
+    inputs.
+    """
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     names = best_heads(result, specs)
     for axis, (group, metric, title) in zip(
         axes,
-        (("by_position", "kl", "token KL, nats"), ("by_position", "ece", "token ECE"), ("survival", "ece", "survival ECE")),
+        (
+            ("by_position", "kl", "token KL, nats"),
+            ("by_position", "ece", "token ECE"),
+            ("survival", "ece", "survival ECE"),
+        ),
         strict=True,
     ):
         for name in names.values():
@@ -84,9 +108,13 @@ def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
-    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal alone as the line to beat."""
+    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal alone as the line
+    to beat.
+    """
     kinds = list(dict.fromkeys(spec.shape.kind for spec in specs))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(1.2 + 4.2 * len(kinds), 4), squeeze=False, layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, len(kinds), figsize=(1.2 + 4.2 * len(kinds), 4), squeeze=False, layout="constrained", sharey=True
+    )
     depths = sorted({spec.shape.depth for spec in specs})
     for axis, inputs in zip(axes[0], kinds, strict=True):
         for index, spec in enumerate(specs):
@@ -111,7 +139,9 @@ def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[
 
 
 def _heat(axis: Axes, result: Result, *, specs: Sequence[HeadSpec], metric: str, colours: str) -> None:
-    depths, weights = (list(dict.fromkeys(values)) for values in ([s.shape.depth for s in specs], [s.reject_weight for s in specs]))
+    depths, weights = (
+        list(dict.fromkeys(values)) for values in ([s.shape.depth for s in specs], [s.reject_weight for s in specs])
+    )
     values = [[result["heads"][str(s)][metric] for s in specs if s.shape.depth == depth] for depth in depths]
     flat = [value for row in values for value in row]
     image = axis.imshow(values, cmap=colours, aspect="auto")
@@ -119,7 +149,9 @@ def _heat(axis: Axes, result: Result, *, specs: Sequence[HeadSpec], metric: str,
         for x, value in enumerate(row):
             is_dark = (value - min(flat)) / max(1e-12, max(flat) - min(flat))
             is_dark = 1 - is_dark if colours.endswith("_r") else is_dark
-            axis.text(x, y, f"{value:.4f}", ha="center", va="center", fontsize=8, color="black" if is_dark > 0.5 else "white")
+            axis.text(
+                x, y, f"{value:.4f}", ha="center", va="center", fontsize=8, color="black" if is_dark > 0.5 else "white"
+            )
     axis.set_xticks(range(len(weights)), [f"{weight:g}" for weight in weights])
     axis.set_yticks(range(len(depths)), [str(depth) for depth in depths])
     axis.set(xlabel="reject weight", ylabel="depth")

@@ -1,4 +1,6 @@
-"""torchmetrics over histograms: their states are sums, so an epoch's result is right over any batches and any number of processes."""
+"""torchmetrics over histograms: their states are sums, so an epoch's result is right over any batches and any number of
+processes.
+"""
 
 from typing import Any, NamedTuple
 
@@ -46,7 +48,9 @@ class AlongDraft(NamedTuple):
 
 
 class DraftMetric(Metric):
-    """What predictions come to along a draft: `heads.measures.survival`, for one way of making a probability of the logit."""
+    """What predictions come to along a draft: `heads.measures.survival`, for one way of making a probability of the
+    logit.
+    """
 
     full_state_update = False
 
@@ -56,7 +60,9 @@ class DraftMetric(Metric):
         self.token, self.survival = LogitHistogram(num_heads * NUM_POSITIONS), LogitHistogram(num_heads * NUM_POSITIONS)
         self.thresholds = torch.tensor(THRESHOLDS)
         for name in ExpectedCounts._fields:
-            self.add_state(name, default=torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(
+                name, default=torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64), dist_reduce_fx="sum"
+            )
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """[heads, tokens] logits of whole responses."""

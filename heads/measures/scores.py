@@ -1,10 +1,12 @@
-"""The metrics of a prediction P̂ = sigmoid(a z + b) against soft labels P, from a histogram of z (`heads.measures.histogram`).
+"""The metrics of a prediction P̂ = sigmoid(a z + b) against soft labels P, from a histogram of z
+(`heads.measures.histogram`).
 
 bce    mean of -P ln P̂ - (1 - P) ln(1 - P̂)
 kl     bce - mean of H(P): binary KL(P || P̂) >= 0 (the official SpecDec++ code adds H where it must be taken away)
 brier  mean of (P̂ - P)^2
 ece    sum over 15 equal bins of P̂ of (share of the bin) |mean P̂ - mean P|
-auroc  probability that an accepted token is scored above a rejected one, each token counting P as accepted and 1 - P as rejected,
+auroc  probability that an accepted token is scored above a rejected one, each token counting P as accepted and 1 - P as
+    rejected,
        ties one half; the same for raw and calibrated, for both are increasing in z
 """
 
@@ -49,7 +51,10 @@ def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor |
     bins = reliability(histogram, slope, offset)
     ece = (bins.share * (bins.predicted - bins.true).abs()).sum(-1)
     return Measures(
-        kl=bce - histogram.entropy / total, bce=bce, brier=brier, ece=torch.where(accepted.isnan() | (total == 0), torch.nan, ece)
+        kl=bce - histogram.entropy / total,
+        bce=bce,
+        brier=brier,
+        ece=torch.where(accepted.isnan() | (total == 0), torch.nan, ece),
     )
 
 
@@ -58,9 +63,13 @@ def reliability(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tenso
     prob = _affine(histogram, slope, offset).sigmoid()
     index = (prob * NUM_ECE_BINS).long().clamp(max=NUM_ECE_BINS - 1)
     zeros = torch.zeros(*prob.shape[:-1], NUM_ECE_BINS, dtype=prob.dtype, device=prob.device)
-    weight, predicted, true = (zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted))
+    weight, predicted, true = (
+        zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted)
+    )
     some = weight.clamp_min(1e-300)
-    return Reliability(share=weight / histogram.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some)
+    return Reliability(
+        share=weight / histogram.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some
+    )
 
 
 def auroc(histogram: Histogram) -> Float[Tensor, "*lead"]:

@@ -1,12 +1,15 @@
-"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product, expected counts.
+"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product,
+expected counts.
 
-A draft of k tokens that starts at position s survives with probability S_k(s) = P_s … P_{s+k-1}; a head predicts the product of its own.
-Drafts are taken to start at every position of a response. Draft position k is reached with probability S_{k-1}, so tokens are weighted
-by it: the k-th drafted token that verification really looks at is an easier one than the average.
+A draft of k tokens that starts at position s survives with probability S_k(s) = P_s … P_{s+k-1}; a head predicts the
+product of its own. Drafts are taken to start at every position of a response. Draft position k is reached with
+probability S_{k-1}, so tokens are weighted by it: the k-th drafted token that verification really looks at is an easier
+one than the average.
 
-The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real branch differs after the
-first rejection. Of a feature draft's data the rows are its drafts, and one is taken to start at each of their places, too. These
-are indications for choosing heads; `evaluation evaluate` replays the real law (law 4.10).
+The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real
+branch differs after the first rejection. Of a feature draft's data the rows are its drafts, and one is taken to start
+at each of their places, too. These are indications for choosing heads; `evaluation evaluate` replays the real law (law
+4.10).
 """
 
 from typing import NamedTuple
@@ -18,8 +21,8 @@ from torch import Tensor
 from heads.measures.histogram import Histogram, observe
 
 LAGS = {"fed": 1, "drawn": 0, "prefix": -1, "candidate": 0}
-"""Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the newest token yet (law
-4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
+"""Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the
+newest token yet (law 4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
 
 
 class ByPosition(NamedTuple):
@@ -87,9 +90,11 @@ def expected_counts(
     max_draft_length: int,
     lag: int,
 ) -> ExpectedCounts:
-    """Expected counts when each round stops after the token where 1 - (product of predictions) exceeds max_rejection_prob.
+    """Expected counts when each round stops after the token where 1 - (product of predictions) exceeds
+    max_rejection_prob.
 
-    No coin is tossed: the probability that a round starts at each position is carried along the response, from which all counts follow.
+    No coin is tossed: the probability that a round starts at each position is carried along the response, from which
+    all counts follow.
 
     Args:
         thresholds: values of max_rejection_prob.
@@ -97,8 +102,12 @@ def expected_counts(
     """
     mask = _mask(row_lengths)
     num_rows, width = mask.shape
-    lengths = _draft_lengths(_padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, lag=lag)
-    prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
+    lengths = _draft_lengths(
+        _padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, lag=lag
+    )
+    prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(
+        1, max_draft_length, 1
+    )
     survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
     rejected = survival[..., :-1] * (1 - prob)
     # room beyond the end for rounds that start there: they are cut away below
@@ -125,7 +134,9 @@ def _draft_lengths(
     max_draft_length: int,
     lag: int,
 ) -> Int[Tensor, "heads threshold rows position"]:
-    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the tokens that go on."""
+    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the
+    tokens that go on.
+    """
     log_hat = torch.nn.functional.logsigmoid(logit) * mask
     cumulative = torch.nn.functional.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
     # beyond the end the product stays as it is
@@ -152,7 +163,9 @@ def _mask(row_lengths: Int[Tensor, " rows"]) -> Bool[Tensor, "rows position"]:
     return torch.arange(width, device=row_lengths.device) < row_lengths[:, None]
 
 
-def _padded(flat: Float[Tensor, "*lead tokens"], mask: Bool[Tensor, "rows position"]) -> Float[Tensor, "*lead rows position"]:
+def _padded(
+    flat: Float[Tensor, "*lead tokens"], mask: Bool[Tensor, "rows position"]
+) -> Float[Tensor, "*lead rows position"]:
     padded = flat.new_zeros(*flat.shape[:-1], *mask.shape)
     padded[..., mask] = flat
     return padded

@@ -31,7 +31,10 @@ def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
 
 
 def _front_matter() -> str:
-    return "---\nlibrary_name: acceptance-heads\ntags:\n- speculative-decoding\n- acceptance-prediction\n- pytorch_model_hub_mixin\n---"
+    return (
+        "---\nlibrary_name: acceptance-heads\ntags:\n- speculative-decoding\n- acceptance-prediction\n- "
+        "pytorch_model_hub_mixin\n---"
+    )
 
 
 def _summary(config: dict[str, Any], num_parameters: int) -> str:
@@ -41,7 +44,8 @@ def _summary(config: dict[str, Any], num_parameters: int) -> str:
     inputs += ["the token's embedding"] if taken.embedding else []
     return (
         "# Acceptance-prediction head\n\n"
-        f"Predicts, {_WHEN[config['timing']]}, the probability that the target will accept a drafted token, from {', '.join(inputs)}. "
+        f"Predicts, {_WHEN[config['timing']]}, the probability that the target will accept a drafted token, from "
+        f"{', '.join(inputs)}. "
         f"{config['num_layers']} residual blocks of width {config['hidden_size']}, {num_parameters:,} parameters, "
         f"accept weight {config['accept_weight']:g}, reject weight {config['reject_weight']:g}.\n\n"
         "Method: SpecDec++ (arXiv 2405.19715)."
@@ -49,7 +53,9 @@ def _summary(config: dict[str, Any], num_parameters: int) -> str:
 
 
 def _usage(config: dict[str, Any]) -> str:
-    inputs = "".join([", scalars" if config["scalars"] else "", ", embedding=embedding" if config.get("embedding") else ""])
+    inputs = "".join(
+        [", scalars" if config["scalars"] else "", ", embedding=embedding" if config.get("embedding") else ""]
+    )
     return (
         '```python\nfrom heads import AcceptanceHead\n\nhead = AcceptanceHead.from_pretrained("this-directory")\n'
         f"logit = head(hidden{inputs})  # hidden: [tokens, {config['hidden_size']}]\n"
@@ -65,7 +71,9 @@ def _trained_on(config: dict[str, Any]) -> str:
         **({"token mixing ratio": config.get("mixing_ratio")} if config["timing"] == "fed" else {}),
         **config.get("training", {}),
     }
-    return "## Trained on\n\n" + "\n".join(f"- {name}: {value if value not in (None, '') else 'unknown'}" for name, value in facts.items())
+    return "## Trained on\n\n" + "\n".join(
+        f"- {name}: {value if value not in (None, '') else 'unknown'}" for name, value in facts.items()
+    )
 
 
 def _measured(config: dict[str, Any]) -> str:
@@ -78,7 +86,8 @@ def _measured(config: dict[str, Any]) -> str:
         "## Measured on the dev split\n\n| metric | value |\n|---|---|\n"
         f"{rows}\n\ntrain_raw_kl: on as many training responses. "
         f"KL is the binary divergence from {truth}, in nats per drafted token. "
-        f"Calibrated: shifted by ln(w_rej/w_acc), temperature {config['calibration_temperature']:.4f}, fitted on the same split."
+        f"Calibrated: shifted by ln(w_rej/w_acc), temperature {config['calibration_temperature']:.4f}, fitted on the "
+        "same split."
     )
 
 

@@ -27,7 +27,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
-    "`safetensors.torch.save_file({name: t.clone() for name, t in torch.load(path, weights_only=True).items()}, 'model.safetensors')` "
+    "`safetensors.torch.save_file({name: t.clone() for name, t in torch.load(path, weights_only=True).items()}, "
+    "'model.safetensors')` "
     "(clone, since the official blocks share their tensors)"
 )
 
@@ -77,11 +78,14 @@ def read_head_files(
         expected: name and shape of each tensor that a config stands for.
     """
     if config is None:
-        raise FileNotFoundError(f"no config.json in {str(directory)!r}; a head is a directory with config.json and {WEIGHTS}")
+        raise FileNotFoundError(
+            f"no config.json in {str(directory)!r}; a head is a directory with config.json and {WEIGHTS}"
+        )
     for key in ("hidden_size", "num_layers"):
         if key not in config:
             raise ValueError(
-                f"config.json of {str(directory)!r} has no {key!r}, so it describes no acceptance head; export one with "
+                f"config.json of {str(directory)!r} has no {key!r}, so it describes no acceptance head; export one "
+                "with "
                 "`python -m heads export`"
             )
     path = directory / WEIGHTS
@@ -123,4 +127,6 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
         elif not torch.isfinite(tensors[name]).all():
             problems.append(f"{name} has NaN or infinite values")
     if problems:
-        raise ValueError(f"weights of head {str(source)!r} do not fit its config.json: {'; '.join(problems)}; export the head again")
+        raise ValueError(
+            f"weights of head {str(source)!r} do not fit its config.json: {'; '.join(problems)}; export the head again"
+        )

@@ -1,7 +1,7 @@
 """Whether a head fits the models and the sampling that it is about to be used with (law 4.1).
 
-A head predicts one target's verdict on one draft's tokens under one `Sampling`. With another of the three it still runs; only its
-predictions are wrong, and nothing downstream can notice. So there is this one check, at every entrance.
+A head predicts one target's verdict on one draft's tokens under one `Sampling`. With another of the three it still
+runs; only its predictions are wrong, and nothing downstream can notice. So there is this one check, at every entrance.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def check_fits(
     Args:
         head: with its provenance.
         name: what messages call it.
-        draft: the model whose hidden states it is to read, as `describe_model` or `description_of` describes it, and optionally its
-            `role`, what messages call it (such as pair.draft); None: not compared.
+        draft: the model whose hidden states it is to read, as `describe_model` or `description_of` describes it, and
+            optionally its `role`, what messages call it (such as pair.draft); None: not compared.
         target: the model whose verdict it is to predict, likewise.
         sampling: temperature, top_k, top_p; None: not compared.
         remedy: how messages end.
@@ -45,13 +45,23 @@ def check_fits(
     for role, there, here in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
         if here is not None and _differ(there, here):
             old, new = _named_apart(there, here)
-            raise ValueError(f"the head {name} was trained with {old} where {here.get('role', role)} is {new}; {remedy}")
-    if sampling is not None and trained.sampling and any(trained.sampling.get(key) != value for key, value in sampling.items()):
-        raise ValueError(f"the head {name} was trained for sampling {trained.sampling} and this run's is {dict(sampling)}; {remedy}")
+            raise ValueError(
+                f"the head {name} was trained with {old} where {here.get('role', role)} is {new}; {remedy}"
+            )
+    if (
+        sampling is not None
+        and trained.sampling
+        and any(trained.sampling.get(key) != value for key, value in sampling.items())
+    ):
+        raise ValueError(
+            f"the head {name} was trained for sampling {trained.sampling} and this run's is {dict(sampling)}; {remedy}"
+        )
 
 
 def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
-    """A model in memory, as far as it knows where it came from; one that was built from a config says nothing but its width."""
+    """A model in memory, as far as it knows where it came from; one that was built from a config says nothing but its
+    width.
+    """
     path = model.name_or_path
     if path and Path(path).is_dir():
         return {"path": path, **describe_model(ModelSource(path=path))}
@@ -63,7 +73,8 @@ def _differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of different models; what one of them does not say is not held against it.
 
     The weights decide, or the commit on the hub: either recognises a copy under another path. Descriptions that share
-    neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by their revisions.
+    neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by
+    their revisions.
     """
     if _both_say("hidden_size", there, here) and there["hidden_size"] != here["hidden_size"]:
         return True

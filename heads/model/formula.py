@@ -1,17 +1,21 @@
-"""Law 4.7: the logit of an acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2), for several heads of one shape at once.
+"""Law 4.7: the logit of an acceptance-prediction head (SpecDec++, arXiv 2405.19715, section 3.2), for several heads of
+one shape at once.
 
     h_0 = hidden [+ U x + c]                     x: the inputs beside the hidden state (`heads.model.inputs`)
     h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
     f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
 
-Hidden state and embedding may come normalised (`Inputs.is_normalised`), and training may drop numbers of the stream (`Dropout`).
+Hidden state and embedding may come normalised (`Inputs.is_normalised`), and training may drop numbers of the stream
+(`Dropout`).
 
 Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis of heads:
 
-    mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b    skip.weight = v
+    mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b    skip.weight =
+                                 v
 
-The formula stands here for every batch of tokens. Two places write it out again for speed, and tests hold them to this one:
-`heads.training.fused_loss` (with its gradients, in cache-sized chunks) and `heads.model.stepwise` (one token at a time, for the loop).
+The formula stands here for every batch of tokens. Two places write it out again for speed, and tests hold them to this
+one: `heads.training.fused_loss` (with its gradients, in cache-sized chunks) and `heads.model.stepwise` (one token at a
+time, for the loop).
 """
 
 from collections.abc import Mapping
@@ -24,7 +28,9 @@ from torch.nn import functional as F  # noqa: N812
 
 
 class Dropout(NamedTuple):
-    """In training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up for it."""
+    """In training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up for
+    it.
+    """
 
     rate: float
     generator: torch.Generator

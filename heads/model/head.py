@@ -3,13 +3,15 @@
     raw probability         sigmoid(f)                   what the paper's thresholds apply to
     calibrated probability  sigmoid((f + ln(w_rej / w_acc)) / temperature)
 
-The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift undoes the weights; the temperature is fitted on dev.
+The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift undoes the weights; the temperature is
+fitted on dev.
 
-Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and blocks that are
-not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed, the paper's) or drawn (the state that
-produced the distribution the token was drawn from; law 4.8b). A prefix head reads the same state as a drawn-time one before there is a
-token, so what it predicts is the mean over what may be drawn, acceptance_rate (law 4.8c). A candidate head reads what a drawn-time one
-reads, of a token that a tree of drafts offers: such a one is accepted with the target's own probability p(y).
+Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and
+blocks that are not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed,
+the paper's) or drawn (the state that produced the distribution the token was drawn from; law 4.8b). A prefix head reads
+the same state as a drawn-time one before there is a token, so what it predicts is the mean over what may be drawn,
+acceptance_rate (law 4.8c). A candidate head reads what a drawn-time one reads, of a token that a tree of drafts offers:
+such a one is accepted with the target's own probability p(y).
 """
 
 import hashlib
@@ -61,19 +63,24 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
             timing: fed, drawn, prefix or candidate.
-            scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`), in this order.
+            scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`),
+                in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
             is_normalised: bring hidden state and embedding to mean 0 and variance 1 first (not in the paper).
 
         Raises:
-            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist, a prefix head that reads the token.
+            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist, a prefix head
+                that reads the token.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing)
         self.hidden_size, self.depth, self.timing = hidden_size, depth, timing
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         if timing == "prefix" and self.inputs.reads_token:
-            asked = f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token before it is drawn"
+            asked = (
+                f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token "
+                "before it is drawn"
+            )
             raise ValueError(f"{asked}; it reads no embedding, and of the scalars {', '.join(OF_DISTRIBUTION)} alone")
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
@@ -153,7 +160,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
         inputs = self.inputs.config
         normalised = " normalised" * self.inputs.is_normalised
-        digest = hashlib.sha256(f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}{normalised}".encode())
+        digest = hashlib.sha256(
+            f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}{normalised}".encode()
+        )
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().float().cpu().numpy().tobytes())
@@ -164,7 +173,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return model_card(self.config, num_parameters=sum(p.numel() for p in self.parameters()))
 
     def save_pretrained(self, save_directory: str | Path, **how: Any) -> str | None:
-        """Write the head into a directory, which is made if it is not there; `how` is what `PyTorchModelHubMixin` takes.
+        """Write the head into a directory, which is made if it is not there; `how` is what `PyTorchModelHubMixin`
+        takes.
 
         Raises:
             ValueError: the directory is a URL, or the disk is full.
@@ -183,7 +193,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             FileNotFoundError: nothing there, neither on this disk nor on the hub.
             ValueError: its config.json is no whole JSON object, or has values that cannot be.
         """
-        directory = local_directory(pretrained_model_name_or_path, **{key: how.pop(key) for key in _OF_THE_HUB & how.keys()})
+        directory = local_directory(
+            pretrained_model_name_or_path, **{key: how.pop(key) for key in _OF_THE_HUB & how.keys()}
+        )
         if not directory.is_dir():
             raise FileNotFoundError(f"no exported head at {directory}, which is a file; name the directory of a head")
         if (directory / "config.json").is_file():
@@ -199,7 +211,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         Raises:
             FileNotFoundError: no config.json or no model.safetensors.
-            ValueError: tensors missing, left over, of another shape, or not finite; a pickled checkpoint; another architecture.
+            ValueError: tensors missing, left over, of another shape, or not finite; a pickled checkpoint; another
+                architecture.
         """
         tensors = read_head_files(Path(model_id), config, expected=cls._expected)
         head = cls.from_config(config or {})

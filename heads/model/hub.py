@@ -12,7 +12,8 @@ FILES = ("config.json", "model.safetensors", "README.md")
 
 
 def local_directory(source: str | Path, **where: Any) -> Path:
-    """Where the files of `source` lie: itself if it is a path, else a snapshot of the repository of that name (owner/name).
+    """Where the files of `source` lie: itself if it is a path, else a snapshot of the repository of that name
+    (owner/name).
 
     Args:
         source: a local file or directory, or a name on the hub.
@@ -27,12 +28,15 @@ def local_directory(source: str | Path, **where: Any) -> Path:
     if path.exists():
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
-        raise FileNotFoundError(f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep")
+        raise FileNotFoundError(
+            f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep"
+        )
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(FILES), **where))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no head at {str(source)!r}: there is no such directory, and the hub gives no such repository ({_first_line(error)}); check "
+            f"no head at {str(source)!r}: there is no such directory, and the hub gives no such repository "
+            f"({_first_line(error)}); check "
             "the name, `hf auth login` for a private one, or fetch it where there is a network"
         ) from error
 
@@ -46,10 +50,13 @@ def push(path: Path, repo: str, *, private: bool = False) -> str:
     hub = HfApi()
     try:
         hub.create_repo(repo, private=private, exist_ok=True)
-        commit = hub.upload_folder(repo_id=repo, folder_path=path, allow_patterns=list(FILES), commit_message=f"Upload head {path.name}")
+        commit = hub.upload_folder(
+            repo_id=repo, folder_path=path, allow_patterns=list(FILES), commit_message=f"Upload head {path.name}"
+        )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the hub does not take {path} as {repo!r} ({_first_line(error)}); name it owner/name, and `hf auth login` with a token that "
+            f"the hub does not take {path} as {repo!r} ({_first_line(error)}); name it owner/name, and `hf auth "
+            "login` with a token that "
             "may write there"
         ) from error
     return str(commit.repo_url)

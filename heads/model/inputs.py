@@ -1,4 +1,5 @@
-"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the token's embedding.
+"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the
+token's embedding.
 
 A prefix head scores a token before it is drawn (law 4.8c), so it reads nothing of the token.
 """
@@ -32,7 +33,9 @@ class Inputs(NamedTuple):
     """Hidden state and embedding each go through `normalised` first."""
 
     @classmethod
-    def of(cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False) -> "Inputs":
+    def of(
+        cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False
+    ) -> "Inputs":
         """As a config or config.json names them.
 
         Raises:
@@ -43,7 +46,9 @@ class Inputs(NamedTuple):
             return cls(standard if scalars else (), bool(embedding), bool(is_normalised))
         for name in scalars:
             if name not in Scalars._fields or list(scalars).count(name) > 1:
-                raise ValueError(f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once")
+                raise ValueError(
+                    f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once"
+                )
         return cls(tuple(scalars), bool(embedding), bool(is_normalised))
 
     @property
@@ -61,7 +66,11 @@ class Inputs(NamedTuple):
     def config(self) -> dict[str, bool | list[str]]:
         """The keys of config.json."""
         named: dict[tuple[str, ...], bool] = {(): False, STANDARD: True}
-        return {"scalars": named.get(self.scalars, list(self.scalars)), "embedding": self.embedding, "is_normalised": self.is_normalised}
+        return {
+            "scalars": named.get(self.scalars, list(self.scalars)),
+            "embedding": self.embedding,
+            "is_normalised": self.is_normalised,
+        }
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
         """Hidden states or embeddings as the head's weights read them."""
@@ -79,9 +88,15 @@ class Inputs(NamedTuple):
         Raises:
             ValueError: an input missing, or given to a head that does not take it.
         """
-        for name, given, is_taken in (("scalars", scalars, bool(self.scalars)), ("embedding", embedding, self.embedding)):
+        for name, given, is_taken in (
+            ("scalars", scalars, bool(self.scalars)),
+            ("embedding", embedding, self.embedding),
+        ):
             if (given is not None) != is_taken:
-                raise ValueError(f"the head {'needs' if is_taken else 'takes no'} {name} and got {'none' if given is None else 'some'}")
+                raise ValueError(
+                    f"the head {'needs' if is_taken else 'takes no'} {name} and got "
+                    f"{'none' if given is None else 'some'}"
+                )
         parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
 

@@ -1,13 +1,16 @@
 """Reading a released SpecDec++ head (arXiv 2405.19715) into an `AcceptanceHead`.
 
-The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, in which all D blocks are one and the same object:
+The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, in which all D blocks are one and the
+same object:
 
-    model.0.linear.{weight, bias}, …, model.{D-1}.linear.{weight, bias}   the same tensors D times; safetensors stores them once, and the
+    model.0.linear.{weight, bias}, …, model.{D-1}.linear.{weight, bias}   the same tensors D times; safetensors stores
+        them once, and the
                                                                           metadata names the aliases
     model.{D}.{weight, bias}                                              two logits, softmax, class 1 = accept
 
-softmax(z)_1 = sigmoid(z_1 - z_0), so one logit with the difference of the two rows says the same; and the shared block is written out D
-times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoding there uses top-k 50), trained with w_acc = 1.
+softmax(z)_1 = sigmoid(z_1 - z_0), so one logit with the difference of the two rows says the same; and the shared block
+is written out D times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoding there uses
+top-k 50), trained with w_acc = 1.
 """
 
 from pathlib import Path
@@ -44,7 +47,8 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
     for needed in (path, config_path):
         if not needed.is_file():
             raise FileNotFoundError(
-                f"no {needed.name} at {needed.parent}; an official head is a directory with config.json and model.safetensors"
+                f"no {needed.name} at {needed.parent}; an official head is a directory with config.json and "
+                "model.safetensors"
             )
     hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
     tensors = _with_aliases(path, depth)
@@ -59,7 +63,9 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
         raise ValueError(f"{path} has no 'hidden_size', so it describes no SpecDec++ head")
     hidden_size, depth = config["hidden_size"], config.get("num_layers", 0)
     if type(hidden_size) is not int or type(depth) is not int:
-        raise ValueError(f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, where numbers belong; fetch it again")
+        raise ValueError(
+            f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, where numbers belong; fetch it again"
+        )
     try:
         check_shape(hidden_size, depth, "fed")
     except ValueError as error:
@@ -68,9 +74,11 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
 
 
 def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
-    """All tensors, also under the names that the file leaves out: its metadata maps each such name to the one that is stored.
+    """All tensors, also under the names that the file leaves out: its metadata maps each such name to the one that is
+    stored.
 
-    A file without such metadata that holds one block of several can only mean the shared block, as the official module has no other.
+    A file without such metadata that holds one block of several can only mean the shared block, as the official module
+    has no other.
     """
     tensors = {name: tensor.float() for name, tensor in read_safetensors(path).items()}
     try:

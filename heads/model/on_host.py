@@ -1,7 +1,8 @@
 """A head on the CPU, one token at a time, from numbers to a number.
 
-A draft step of a small model takes half a millisecond, and a head in torch's calls alone a third of that. What stands before the blocks is
-added up by numpy in memory that is reserved once; the blocks are the calls that the draft has just made itself, and so are at hand.
+A draft step of a small model takes half a millisecond, and a head in torch's calls alone a third of that. What stands
+before the blocks is added up by numpy in memory that is reserved once; the blocks are the calls that the draft has just
+made itself, and so are at hand.
 """
 
 import math
@@ -37,7 +38,9 @@ class HostHead:
         self._columns = None if head.mix_scalars is None or not scalars else self._of(head.mix_scalars.T).numpy()
         self._slopes: list[float] = [] if head.skip_scalars is None else head.skip_scalars[0].tolist()
         self._mix_bias = None if head.mix_bias is None else self._of(head.mix_bias).numpy()
-        self._table: tuple[np.ndarray | None, np.ndarray | None] = (None, None) if head.table is None else self._as_arrays(head.table)
+        self._table: tuple[np.ndarray | None, np.ndarray | None] = (
+            (None, None) if head.table is None else self._as_arrays(head.table)
+        )
 
     def score(self, hidden: np.ndarray, numbers: Sequence[float] = (), token_id: int | None = None) -> float:
         """The logit f.

@@ -1,6 +1,7 @@
 """What a head was trained on, and how it fared: the part of `config.json` that is no architecture.
 
-`accept_weight` and `reject_weight` are the loss weights of law 4.7; they shift what the head says, so calibration needs them.
+`accept_weight` and `reject_weight` are the loss weights of law 4.7; they shift what the head says, so calibration needs
+them.
 """
 
 from dataclasses import asdict, dataclass, field, fields

@@ -1,8 +1,9 @@
 """A head for one token at a time: `heads.model.formula` as bare calls on its weights.
 
-What a token's embedding e adds is linear, U_e e + c to the stream and v_e . e to the logit, so it is worked out once for the whole
-vocabulary: a step looks a row up in place of an embedding and two products. `StepwiseHead` computes with tensors, on any device and inside
-a compiled step; `heads.model.on_host` does the same with numpy. tests/decode/loop/test_signals.py holds both to `AcceptanceHead.forward`.
+What a token's embedding e adds is linear, U_e e + c to the stream and v_e . e to the logit, so it is worked out once
+for the whole vocabulary: a step looks a row up in place of an embedding and two products. `StepwiseHead` computes with
+tensors, on any device and inside a compiled step; `heads.model.on_host` does the same with numpy.
+tests/decode/loop/test_signals.py holds both to `AcceptanceHead.forward`.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,9 @@ class StepwiseHead:
         head: in evaluation; its device is where the draft's hidden states are.
         vocabulary: for a head that takes the embedding.
         """
-        assert vocabulary is not None or not head.inputs.embedding, "a head that takes the embedding needs those of the draft"
+        assert vocabulary is not None or not head.inputs.embedding, (
+            "a head that takes the embedding needs those of the draft"
+        )
         weights = {name: weight.detach() for name, weight in head.named_parameters()}
         self.inputs, self.dtype = head.inputs, head.out.weight.dtype
         self.blocks = [(weights[f"blocks.{d}.weight"], weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
@@ -57,7 +60,10 @@ class StepwiseHead:
         self.table = self._made_table()
 
     def __call__(
-        self, hidden: Float[Tensor, " hidden"], scalars: Float[Tensor, " scalar"] | None = None, token: Int[Tensor, " 1"] | None = None
+        self,
+        hidden: Float[Tensor, " hidden"],
+        scalars: Float[Tensor, " scalar"] | None = None,
+        token: Int[Tensor, " 1"] | None = None,
     ) -> Float[Tensor, " 1"]:
         """The logit f.
 
@@ -93,7 +99,11 @@ class StepwiseHead:
 
     def _made_table(self) -> OfEmbedding | None:
         """The same for the whole vocabulary; None where it would be too large, or the head takes no embedding."""
-        if self._vocabulary is None or not self.inputs.embedding or self._vocabulary.num_tokens * self.out.shape[1] > _LARGEST_TABLE:
+        if (
+            self._vocabulary is None
+            or not self.inputs.embedding
+            or self._vocabulary.num_tokens * self.out.shape[1] > _LARGEST_TABLE
+        ):
             return None
         with torch.inference_mode(False), torch.no_grad():  # one made in inference mode could not be used outside it
             return self._worked_out(torch.arange(self._vocabulary.num_tokens, device=self.out.device))

@@ -1,8 +1,10 @@
-"""Lightning checkpoints that are whole or not there, wherever the process is killed, and as many of them as the run can afford.
+"""Lightning checkpoints that are whole or not there, wherever the process is killed, and as many of them as the run can
+afford.
 
-Lightning writes a checkpoint to the folder for temporary files and moves it: between file systems that is a copy, and a kill in the
-middle of it destroys the only checkpoint of the run. Here it is written beside its place, fsynced and renamed, as shards are, and straight
-from the tensors: a sweep of 20 heads for a draft of width 4,096 is 10.7 GB (weights, selected weights, Adam's two moments).
+Lightning writes a checkpoint to the folder for temporary files and moves it: between file systems that is a copy, and a
+kill in the middle of it destroys the only checkpoint of the run. Here it is written beside its place, fsynced and
+renamed, as shards are, and straight from the tensors: a sweep of 20 heads for a draft of width 4,096 is 10.7 GB
+(weights, selected weights, Adam's two moments).
 """
 
 import pickle
@@ -51,8 +53,9 @@ class StepCheckpoint(ModelCheckpoint):
 class EpochCheckpoint(ModelCheckpoint):
     """A checkpoint after each validation, and when the run is stopped between two steps.
 
-    In the middle of a step, where Ctrl-C, a loss that is not finite or the death of another process may come, the batch counts as taken
-    and has not been learnt from: a run that went on from there would leave it out. The checkpoint before stays.
+    In the middle of a step, where Ctrl-C, a loss that is not finite or the death of another process may come, the batch
+    counts as taken and has not been learnt from: a run that went on from there would leave it out. The checkpoint
+    before stays.
     """
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -62,7 +65,9 @@ class EpochCheckpoint(ModelCheckpoint):
 
 
 class TimedCheckpoint(Checkpoint):
-    """A checkpoint between steps, whenever the run has trained for 19 times what the last one took to write, and for 30 s."""
+    """A checkpoint between steps, whenever the run has trained for 19 times what the last one took to write, and for 30
+    s.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,5 +106,7 @@ def run_of(path: Path) -> str | None:
     try:
         facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no checkpoint of `python train.py` ({type(error).__name__}: {error}); name another") from error
+        raise ValueError(
+            f"{path} is no checkpoint of `python train.py` ({type(error).__name__}: {error}); name another"
+        ) from error
     return facts.get("run") if isinstance(facts, dict) else None

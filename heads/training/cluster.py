@@ -1,9 +1,9 @@
 """A run under a batch system: a signal stops it, the same command starts it again, and it goes on from its checkpoint.
 
 Lightning has checkpoints of its own for SLURM (hpc_ckpt_N.ckpt, written wherever in a step SIGUSR1 comes, read where no
-checkpoint is named). They are turned off here: heads.dir/last.ckpt lies between two steps and bears the name of its run.
-SIGUSR1, which SLURM and Grid Engine can send ahead of a time limit, stops the run as SIGTERM does, with a checkpoint.
-Whether the job is queued again is SLURM's to decide, or the job script's.
+checkpoint is named). They are turned off here: heads.dir/last.ckpt lies between two steps and bears the name of its
+run. SIGUSR1, which SLURM and Grid Engine can send ahead of a time limit, stops the run as SIGTERM does, with a
+checkpoint. Whether the job is queued again is SLURM's to decide, or the job script's.
 """
 
 import signal
@@ -26,7 +26,8 @@ def environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
     given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
     if any(isinstance(plugin, SLURMEnvironment) and plugin.auto_requeue for plugin in given):
         raise ValueError(
-            "trainer.plugins has a SLURMEnvironment with auto_requeue, which writes checkpoints that no run goes on from; "
+            "trainer.plugins has a SLURMEnvironment with auto_requeue, which writes checkpoints that no run goes on "
+            "from; "
             "give it auto_requeue: false, or leave it out"
         )
     if given or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():

@@ -1,13 +1,14 @@
 """heads.dir: which run stands there, and how the next one begins.
 
 heads.dir/run.json            name of the run, resolved config, number of processes, versions, command line
-heads.dir/last.ckpt           the newest checkpoint, with the name of its run; also after each validation, on SIGTERM and Ctrl-C
+heads.dir/last.ckpt           the newest checkpoint, with the name of its run; also after each validation, on SIGTERM
+                              and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
 heads.dir/exported/NAME/      heads, by `python -m heads export`
 
-A run that starts over takes a new name, and what an earlier one left stays until it is written over. Names tell the two apart at any
-moment: a checkpoint is gone on from, and metrics go into an export, only under the name of their own run.
+A run that starts over takes a new name, and what an earlier one left stays until it is written over. Names tell the two
+apart at any moment: a checkpoint is gone on from, and metrics go into an export, only under the name of their own run.
 """
 
 import json
@@ -33,10 +34,19 @@ _FREE_TO_CHANGE = {
     "pair": {"gpus", "num_threads"},
     "data": {"batch_size", "chunk_mb", "engine", "ray"},
     "heads": {"dir", "checkpoint_every_n_steps"},
-    "trainer": {"logger", "callbacks", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
+    "trainer": {
+        "logger",
+        "callbacks",
+        "default_root_dir",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+    }
     | {"log_every_n_steps", "profiler", "barebones", "devices", "num_nodes"},
 }
-"""Keys in which a resumed run may differ: they change its weights in the rounding at most. Processes are compared by their number."""
+"""Keys in which a resumed run may differ: they change its weights in the rounding at most. Processes are compared by
+their number.
+"""
 
 
 class Start(NamedTuple):
@@ -93,7 +103,10 @@ class RunDirectory:
         if _is_first():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
-            write_atomic(self.path / "run.json", (json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n").encode())
+            write_atomic(
+                self.path / "run.json",
+                (json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n").encode(),
+            )
             report_requeue_checkpoints(self.path)
         return Start(run, str(self.checkpoint) if goes_on else None)
 
@@ -132,29 +145,36 @@ def describe(config: Config) -> dict[str, Any]:
 
 
 def _refuse_difference(there: dict[str, Any], here: dict[str, Any], *, path: Path) -> None:
-    """Raise ValueError for the first key in which two configs differ; what run.json was written without has its default."""
+    """Raise ValueError for the first key in which two configs differ; what run.json was written without has its
+    default.
+    """
     written = _over(_DEFAULTS, there["config"])
     for section in ("pair", "data", "heads", "trainer"):
         old, new = written[section] or {}, here["config"][section]
         for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):
             if old.get(key) != new.get(key):
                 raise ValueError(
-                    f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says {new.get(key)!r}; choose another "
+                    f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says "
+                    f"{new.get(key)!r}; choose another "
                     "heads.dir, delete that one, or pass --resume false to start over in it"
                 )
 
 
 def _refuse_processes(there: int | None, here: int, *, dropout: float, path: Path) -> None:
-    """Raise ValueError unless a run of `there` processes ends, on `here`, in the same steps and up to rounding weights."""
+    """Raise ValueError unless a run of `there` processes ends, on `here`, in the same steps and up to rounding
+    weights.
+    """
     remedy = "pass --resume false to start over in it"
     if there is None:
         raise ValueError(
-            f"{path} holds a run from before heads.batch_size was that of all processes together; {remedy} or, if it ran in "
+            f"{path} holds a run from before heads.batch_size was that of all processes together; {remedy} or, if it "
+            "ran in "
             'one process, add "processes": 1 to its run.json'
         )
     if there != here and dropout:
         raise ValueError(
-            f"{path} holds a run of {there} processes, this one has {here}, and with heads.dropout {dropout:g} what a step "
+            f"{path} holds a run of {there} processes, this one has {here}, and with heads.dropout {dropout:g} what a "
+            "step "
             f"drops depends on their number; set trainer.devices and trainer.num_nodes to {there} in all, or {remedy}"
         )
 

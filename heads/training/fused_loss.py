@@ -1,17 +1,18 @@
 """Loss and gradients of a stack in one pass over chunks of tokens.
 
-These heads are narrow: what lies between their matrix products (bias, SiLU, additions, the loss) is a few passes over [heads, tokens,
-hidden], and over a whole batch each pass goes to main memory and back and costs as much as a product. So tokens are taken in chunks whose
-activations stay in a core's cache, in buffers that are used again and again; forward, loss and backward of a chunk follow each other, and
-only the sums of the parameters' gradients outlive it. Memory does not grow with the batch.
+These heads are narrow: what lies between their matrix products (bias, SiLU, additions, the loss) is a few passes over
+[heads, tokens, hidden], and over a whole batch each pass goes to main memory and back and costs as much as a product.
+So tokens are taken in chunks whose activations stay in a core's cache, in buffers that are used again and again;
+forward, loss and backward of a chunk follow each other, and only the sums of the parameters' gradients outlive it.
+Memory does not grow with the batch.
 
     forward   z_d = h_{d-1} W_d^T + b_d,  h_d = h_{d-1} + SiLU(z_d),  f = w . h_D + b [+ v . x]
     loss      as `heads.training.loss`; df = [(w_acc P + w_rej (1 - P)) sigmoid(f) - w_acc P] / mass
     backward  g = df w;  for d = D … 1: g_z = g SiLU'(z_d), g_W += g_z^T h_{d-1}, g_b += sum g_z, g += g_z W_d
     dropout   h_0 and every SiLU(z_d) times a mask, and so their gradients
 
-The forward is that of `heads.model.formula`, written again because the backward reads every z_d and h_d out of its buffer.
-`tests/heads/training/test_sweep.py` holds loss and gradients to autograd's of that formula.
+The forward is that of `heads.model.formula`, written again because the backward reads every z_d and h_d out of its
+buffer. `tests/heads/training/test_sweep.py` holds loss and gradients to autograd's of that formula.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ CHUNK_BYTES = 512 * 1024
 _GPU_CHUNK_BYTES = 64 * 1024 * 1024
 """The same on a GPU, which wants few large kernels where a core wants what its cache holds."""
 LEAST_CHUNK = 256
-"""Tokens. The weights of a wide block outgrow the cache and are read anew for each chunk: one of 32 takes 1.7 times as long at width 384,
-1.4 at 1,024 and at 4,096; beyond 256 little changes."""
+"""Tokens. The weights of a wide block outgrow the cache and are read anew for each chunk: one of 32 takes 1.7 times as
+long at width 384, 1.4 at 1,024 and at 4,096; beyond 256 little changes."""
 
 
 def stack_loss(
@@ -57,7 +58,8 @@ class _StackLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, inputs: Tensor | None, targets: Targets, *others: Any) -> Tensor:
         dropout, names, *values = others
-        weights = dict(zip(names, values, strict=True))  # torch differentiates in arguments that are tensors, not in a dict of them
+        # torch differentiates in arguments that are tensors, not in a dict of them
+        weights = dict(zip(names, values, strict=True))
         grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         chunk_pass = _ChunkPass(weights, grads, dropout)
         count = len(weights["out.bias"])
@@ -65,7 +67,9 @@ class _StackLoss(torch.autograd.Function):
         size = _chunk_size(count, hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            loss += chunk_pass(hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part]))
+            loss += chunk_pass(
+                hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part])
+            )
         ctx.save_for_backward(*grads.values())
         return loss
 

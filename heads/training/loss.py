@@ -2,8 +2,9 @@
 
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
-Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator depends on the labels alone; across processes it is averaged
-(`mean_over_processes`), so that two processes with half a batch each take the same step as one process with the whole.
+Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator depends on the labels alone; across
+processes it is averaged (`mean_over_processes`), so that two processes with half a batch each take the same step as one
+process with the whole.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from torch.nn import functional as F  # noqa: N812
 
 
 def loss_mass(
-    acceptance_prob: Float[Tensor, " tokens"], accept_weight: Float[Tensor, " heads"], reject_weight: Float[Tensor, " heads"]
+    acceptance_prob: Float[Tensor, " tokens"],
+    accept_weight: Float[Tensor, " heads"],
+    reject_weight: Float[Tensor, " heads"],
 ) -> Float[Tensor, " heads"]:
     """sum_i [w_acc P_i + w_rej (1 - P_i)] of each head: the denominator."""
     accepted = acceptance_prob.sum()
@@ -23,7 +26,9 @@ def loss_mass(
 
 
 def mean_over_processes(values: Tensor) -> Tensor:
-    """`values`, averaged over the processes of the run: of denominators, so that averaged gradients are those of the batch."""
+    """`values`, averaged over the processes of the run: of denominators, so that averaged gradients are those of the
+    batch.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return values
     total = values.clone()
@@ -52,4 +57,6 @@ def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Floa
     logit = logit.float()
     accept = targets.accept_weight[:, None] * targets.label
     total = accept + targets.reject_weight[:, None] * (1 - targets.label)
-    return (total * F.softplus(logit) - accept * logit).sum(-1) / targets.mass.clamp_min(torch.finfo(torch.float32).tiny)
+    return (total * F.softplus(logit) - accept * logit).sum(-1) / targets.mass.clamp_min(
+        torch.finfo(torch.float32).tiny
+    )

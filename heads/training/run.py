@@ -38,7 +38,9 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     draft = embedding = None
     if config.heads.features == "online":
         if layout_of(config.pair.draft):
-            raise ValueError("heads.features is online, and a feature draft's states need the target: set heads.features: cached")
+            raise ValueError(
+                "heads.features is online, and a feature draft's states need the target: set heads.features: cached"
+            )
         data = RowData(config.data, config.heads, pair=config.pair)
         vocab_size = emitted_vocab_size(config.pair)
         model = load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code, device=device)
@@ -46,7 +48,12 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         data.draft = draft = DraftFeatures(model, vocab_size=vocab_size, timings=data.timings)
     else:
         data = FeatureData(config.data, config.heads, pair=config.pair)
-    facts = {"run": run, "hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data), "provenance": _provenance(config, data)}
+    facts = {
+        "run": run,
+        "hidden_size": data.hidden_size,
+        "scalar_stats": _scalar_stats(data),
+        "provenance": _provenance(config, data),
+    }
     if any(config.heads.embeddings):
         embedding = input_embedding(draft.draft if draft else _draft_of(config.pair), data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
@@ -65,7 +72,8 @@ def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> 
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
         raise ValueError(
-            f"the draft's embeddings are {embedding.shape[1]} wide and its hidden states {hidden_size}; heads.embeddings needs them equal, "
+            f"the draft's embeddings are {embedding.shape[1]} wide and its hidden states {hidden_size}; "
+            "heads.embeddings needs them equal, "
             "set it to [false]"
         )
     return embedding
@@ -94,9 +102,14 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
-    trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision") if config.trainer.get(key) not in (None, -1)}
+    trainer = {
+        key: config.trainer[key]
+        for key in ("max_epochs", "max_steps", "precision")
+        if config.trainer.get(key) not in (None, -1)
+    }
     return {
-        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],  # a feature draft's drafts are its own
+        # a feature draft's drafts are its own
+        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
         "draft": {"path": recorded.get("draft_path"), **manifest["draft"]},
         "target": {"path": recorded.get("target_path"), **manifest["target"]},
         "sampling": manifest["sampling"],

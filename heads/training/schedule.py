@@ -8,15 +8,18 @@ import pytorch_lightning as pl
 def num_optimizer_steps(trainer: pl.Trainer) -> int:
     """Steps of the whole run: what warm-up and cosine are measured against.
 
-    Lightning's own `estimated_stepping_batches` sets up the loader, which makes it forget the state of a resumed one; so this one asks the
-    data module.
+    Lightning's own `estimated_stepping_batches` sets up the loader, which makes it forget the state of a resumed one;
+    so this one asks the data module.
 
     Raises:
         ValueError: neither epochs nor steps are limited.
     """
     if trainer.max_epochs in (-1, None):
         if trainer.max_steps == -1:
-            raise ValueError("trainer.max_epochs and trainer.max_steps are both -1: the cosine schedule needs an end, set one of them")
+            raise ValueError(
+                "trainer.max_epochs and trainer.max_steps are both -1: the cosine schedule needs an end, set one of "
+                "them"
+            )
         return trainer.max_steps
     assert trainer.max_epochs is not None
     batches = trainer.datamodule.num_train_batches  # type: ignore[attr-defined]
@@ -32,6 +35,7 @@ def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
     shared = f", {batch_size // processes:,} each" if processes > 1 else ""
     of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
     return (
-        f"training in {processes:,} process{'es' if processes > 1 else ''}, a batch of {batch_size:,} responses in all{shared}, "
+        f"training in {processes:,} process{'es' if processes > 1 else ''}, a batch of {batch_size:,} responses in "
+        f"all{shared}, "
         f"{num_optimizer_steps(trainer):,} steps{of_batches}"
     )

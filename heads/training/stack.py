@@ -1,11 +1,12 @@
 """Heads of one shape, stacked: their matrix products run as one batched product per block.
 
-Adam acts on each number by itself and no head's loss sees another head's weights, so a stack trains exactly as its heads would alone, from
-the same initial values, up to the rounding of the products (`tests/heads/training/test_sweep.py`: 1e-6). Initial values are drawn per head
-from (seed, name of the shape), so they do not depend on which other heads are in the grid.
+Adam acts on each number by itself and no head's loss sees another head's weights, so a stack trains exactly as its
+heads would alone, from the same initial values, up to the rounding of the products
+(`tests/heads/training/test_sweep.py`: 1e-6). Initial values are drawn per head from (seed, name of the shape), so they
+do not depend on which other heads are in the grid.
 
-Scalars are standardised here, by the mean and deviation of the training data, to put them on the scale of the hidden state; `head` folds
-the standardisation into the exported weights, so that an exported head takes them in nats.
+Scalars are standardised here, by the mean and deviation of the training data, to put them on the scale of the hidden
+state; `head` folds the standardisation into the exported weights, so that an exported head takes them in nats.
 """
 
 import zlib
@@ -25,7 +26,9 @@ from heads.training.loss import Targets, weighted_bce
 
 
 class HeadStack(nn.Module):
-    """All reject weights of one shape. Parameters are those of `AcceptanceHead`, with a leading axis and `_` for `.` in their names."""
+    """All reject weights of one shape. Parameters are those of `AcceptanceHead`, with a leading axis and `_` for `.` in
+    their names.
+    """
 
     scalar_mean: Tensor
     scalar_scale: Tensor
@@ -35,7 +38,8 @@ class HeadStack(nn.Module):
         self.shape, self.hidden_size = shape, hidden_size
         self.specs = [HeadSpec(shape, weight) for weight in reject_weights]
         heads = [_seeded_head(spec, hidden_size, seed) for spec in self.specs]
-        self._names = {name: name.replace(".", "_") for name in heads[0].state_dict()}  # torch takes no dot in a parameter's name
+        # torch takes no dot in a parameter's name
+        self._names = {name: name.replace(".", "_") for name in heads[0].state_dict()}
         for name, own in self._names.items():
             self.register_parameter(own, nn.Parameter(torch.stack([head.state_dict()[name] for head in heads])))
         # checkpoints have both buffers, also of heads that take no scalars
@@ -76,21 +80,29 @@ class HeadStack(nn.Module):
         targets: Targets,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
-        """The loss of every head over a batch: `weighted_bce` of `forward`, faster (`heads.training.fused_loss`) unless under autocast."""
+        """The loss of every head over a batch: `weighted_bce` of `forward`, faster (`heads.training.fused_loss`) unless
+        under autocast.
+        """
         if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
         taken = self.shape.inputs.taken(hidden)
-        return stack_loss(self.weights, taken, inputs=self._inputs(scalars, embedding), targets=targets, dropout=dropout)
+        return stack_loss(
+            self.weights, taken, inputs=self._inputs(scalars, embedding), targets=targets, dropout=dropout
+        )
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:
-        """Of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops the same."""
+        """Of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops the
+        same.
+        """
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
         return Dropout(rate, torch.Generator(self.scalar_mean.device).manual_seed(seed)) if rate else None
 
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:
         """One head of the stack, on its own, with the standardisation of scalars folded into its weights."""
-        head = AcceptanceHead(self.hidden_size, self.shape.depth, self.shape.timing, *self.shape.inputs, provenance=provenance)
+        head = AcceptanceHead(
+            self.hidden_size, self.shape.depth, self.shape.timing, *self.shape.inputs, provenance=provenance
+        )
         own = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
         if self.shape.inputs.scalars:
             self._fold_standardisation(own)
@@ -98,7 +110,9 @@ class HeadStack(nn.Module):
         return head.eval()
 
     def _fold_standardisation(self, own: dict[str, Tensor]) -> None:
-        """Rewrite weights on (s - mean) / scale as weights on s; what is constant goes into the bias of the same sum."""
+        """Rewrite weights on (s - mean) / scale as weights on s; what is constant goes into the bias of the same
+        sum.
+        """
         of_scalars = slice(len(self.shape.inputs.scalars))  # they come first among the inputs
         for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")):
             if weight in own:
@@ -111,7 +125,9 @@ class HeadStack(nn.Module):
 
 
 def _seeded_head(spec: HeadSpec, hidden_size: int, seed: int) -> AcceptanceHead:
-    """A head whose initial values depend on (seed, shape) alone: heads that differ in the reject weight only start alike."""
+    """A head whose initial values depend on (seed, shape) alone: heads that differ in the reject weight only start
+    alike.
+    """
     shape = spec.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))

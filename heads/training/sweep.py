@@ -1,8 +1,9 @@
 """The LightningModule that trains every head of the grid at once: one optimiser, one pass over the data per epoch.
 
-The heads are independent: the loss is a sum with one term per head, and Adam treats each number by itself, so nothing couples them. What
-would (clipping by the norm of all gradients together) is done per head here. Each head's weights at its best calibrated KL on dev are kept
-beside the current ones, as if every head had been a run of its own with its own best checkpoint.
+The heads are independent: the loss is a sum with one term per head, and Adam treats each number by itself, so nothing
+couples them. What would (clipping by the norm of all gradients together) is done per head here. Each head's weights at
+its best calibrated KL on dev are kept beside the current ones, as if every head had been a run of its own with its own
+best checkpoint.
 """
 
 import copy
@@ -47,22 +48,32 @@ class Sweep(pl.LightningModule):
     embedding: Tensor | None
 
     def __init__(
-        self, heads: dict[str, Any], facts: dict[str, Any], *, draft: DraftFeatures | None = None, embedding: Tensor | None = None
+        self,
+        heads: dict[str, Any],
+        facts: dict[str, Any],
+        *,
+        draft: DraftFeatures | None = None,
+        embedding: Tensor | None = None,
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (its name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what all `Provenance` share).
+        facts: run (its name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what all
+            `Provenance` share).
         draft: runs the frozen draft, for online features.
         embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
         """
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
-        tuples: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()}
+        tuples: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()
+        }
         self.config = HeadsConfig(**tuples)
         self.facts, shapes = facts, grid(self.config)
         self.scalars = scalar_names(shapes)
         self.specs = specs(shapes)
-        self.stacks = nn.ModuleDict({module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()})
+        self.stacks = nn.ModuleDict(
+            {module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()}
+        )
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
@@ -90,18 +101,26 @@ class Sweep(pl.LightningModule):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
             targets = targets._replace(mass=mean_over_processes(targets.mass))
-            dropout = stack.dropout(self.config.dropout, self.config.seed, self.current_epoch, batch_idx, self.global_rank)
+            dropout = stack.dropout(
+                self.config.dropout, self.config.seed, self.current_epoch, batch_idx, self.global_rank
+            )
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
-        if names := [str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss.detach()).tolist(), strict=True) if not ok]:
-            raise ValueError(f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate")
+        if names := [
+            str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss.detach()).tolist(), strict=True) if not ok
+        ]:
+            raise ValueError(
+                f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate"
+            )
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items() if has_tokens(batch) else []:
-            histogram = observe(self.logits(stack, batch).float(), of_timing(batch, stack.shape.timing).acceptance_prob[None])
+            histogram = observe(
+                self.logits(stack, batch).float(), of_timing(batch, stack.shape.timing).acceptance_prob[None]
+            )
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
@@ -115,12 +134,22 @@ class Sweep(pl.LightningModule):
             calibrated = measures(histogram, 1 / fitted, shift / fitted).kl
             kl.append(calibrated)
             temperature.append(fitted)
-            for name, values in (("raw_kl", measures(histogram).kl), ("calibrated_kl", calibrated), ("auroc", auroc(histogram))):
+            for name, values in (
+                ("raw_kl", measures(histogram).kl),
+                ("calibrated_kl", calibrated),
+                ("auroc", auroc(histogram)),
+            ):
                 entry[name] += values.tolist()
         if not self.trainer.sanity_checking:
             self._keep_best(torch.cat(kl), torch.cat(temperature))
             self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
-            self.log_dict({f"dev/{name}/{spec}": v for name, values in entry.items() for spec, v in zip(self.specs, values, strict=True)})
+            self.log_dict(
+                {
+                    f"dev/{name}/{spec}": v
+                    for name, values in entry.items()
+                    for spec, v in zip(self.specs, values, strict=True)
+                }
+            )
             self.log("dev/calibrated_kl", torch.cat(kl).mean(), prog_bar=True)
 
     def on_test_epoch_start(self) -> None:
@@ -149,7 +178,9 @@ class Sweep(pl.LightningModule):
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         """By norm, per head: a grid of heads is clipped as each head alone would be."""
         if not gradient_clip_val:
             return
@@ -177,7 +208,8 @@ class Sweep(pl.LightningModule):
             print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
         for name, parameter in self.named_parameters():
             if name in self._partial_grads:
-                parameter.grad = self._partial_grads[name].to(parameter)  # Lightning resumes in the middle of an accumulated step
+                # Lightning resumes in the middle of an accumulated step
+                parameter.grad = self._partial_grads[name].to(parameter)
         self._partial_grads = {}
 
     @torch.no_grad()
@@ -225,7 +257,9 @@ class Sweep(pl.LightningModule):
         is_better = kl < self.best_kl if self.config.select == "best" else torch.ones_like(kl, dtype=torch.bool)
         self.best_kl.copy_(torch.where(is_better, kl, self.best_kl))
         self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
-        for better, (key, stack) in zip(is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True):
+        for better, (key, stack) in zip(
+            is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True
+        ):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
                 best.copy_(torch.where(_per_head(better, now), now, best))
 

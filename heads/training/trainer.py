@@ -1,4 +1,6 @@
-"""What Lightning is told: the `trainer` section of a config, with loggers, checkpoints and what else it leaves open filled in."""
+"""What Lightning is told: the `trainer` section of a config, with loggers, checkpoints and what else it leaves open
+filled in.
+"""
 
 import logging
 from pathlib import Path
@@ -27,7 +29,8 @@ def make_trainer(config: Config) -> pl.Trainer:
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 bits; use "
+            f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 "
+            "bits; use "
             f"{str(precision).replace('true', 'mixed')}"
         )
     try:
@@ -37,14 +40,17 @@ def make_trainer(config: Config) -> pl.Trainer:
     if config.heads.batch_size % trainer.world_size:
         raise ValueError(
             f"heads.batch_size is {config.heads.batch_size} and {trainer.world_size} processes (trainer.devices x "
-            f"trainer.num_nodes) share each batch; make it a multiple of {trainer.world_size}, or train on fewer devices"
+            f"trainer.num_nodes) share each batch; make it a multiple of {trainer.world_size}, or train on fewer "
+            "devices"
         )
     ignore_requeue_checkpoints(trainer)
     return trainer
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
-    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), one device, loggers, checkpoints."""
+    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), one device, loggers,
+    checkpoints.
+    """
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
     if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
         arguments["max_epochs"] = PAPER_EPOCHS
@@ -52,18 +58,30 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     if arguments.get("logger", True) is True and not arguments.get("barebones"):
         arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
     has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
-    arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *(_checkpoints(config.heads) if has_checkpoints else [])]
+    arguments["callbacks"] = [
+        *_listed(arguments.get("callbacks")),
+        *(_checkpoints(config.heads) if has_checkpoints else []),
+    ]
     plugins = _listed(arguments.get("plugins"))
     files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
     arguments["plugins"] = [*plugins, *files, *environments(plugins)]
-    return {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)} | arguments
+    return {
+        "devices": 1,
+        "num_sanity_val_steps": 0,
+        "enable_model_summary": False,
+        "default_root_dir": str(path),
+    } | arguments
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
     """After each validation and on exceptions; in between every so many steps, or as often as their writing allows."""
     place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
-    between = TimedCheckpoint(Path(heads.dir, "last.ckpt")) if steps is None else StepCheckpoint(**place, every_n_train_steps=steps)
+    between = (
+        TimedCheckpoint(Path(heads.dir, "last.ckpt"))
+        if steps is None
+        else StepCheckpoint(**place, every_n_train_steps=steps)
+    )
     return [between, EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
 
 

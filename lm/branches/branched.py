@@ -1,10 +1,12 @@
 """A model that reads many continuations of one text side by side: branches, each from a place of its own.
 
-A branch that begins at a place has the text before it as its context, which is in the model's KV cache already: it is stored once, and each
-branch attends to the part before its place and to its own earlier tokens, by a four-dimensional attention mask and explicit positions. So a
-step costs one forward of one token per branch, and nothing is copied. Which models take that is tried (`lm.branches.probe`).
+A branch that begins at a place has the text before it as its context, which is in the model's KV cache already: it is
+stored once, and each branch attends to the part before its place and to its own earlier tokens, by a four-dimensional
+attention mask and explicit positions. So a step costs one forward of one token per branch, and nothing is copied. Which
+models take that is tried (`lm.branches.probe`).
 
-Departure: a model with sliding-window layers sees its whole context here; texts longer than its window are refused there.
+Departure: a model with sliding-window layers sees its whole context here; texts longer than its window are refused
+there.
 """
 
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ class Branched:
         self._depths = torch.arange(self._trunk, device=self.roots.device)
 
     @torch.inference_mode()
-    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+    def feed(
+        self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
+    ) -> Float[Tensor, "fed hidden"]:
         """Final hidden states after each token.
 
         Args:
@@ -75,5 +79,7 @@ def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[T
     """A cache that holds `ids`, and the final hidden states after each."""
     cache = DynamicCache()  # every layer keeps everything: what a branch sees is for the mask to say
     with torch.inference_mode():
-        output = model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True)
+        output = model.base_model(
+            input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True
+        )
     return cache, output.last_hidden_state[0]

@@ -1,8 +1,10 @@
-"""What a feature draft drafts from many places of one text, side by side: at each place the chain of a round that begins there.
+"""What a feature draft drafts from many places of one text, side by side: at each place the chain of a round that
+begins there.
 
-A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first distribution is
-therefore that of the text, fed with the target's states; every further one reads the draft's own outputs. So what a feature draft says
-after a token depends on where its round began, and each place of a text has a chain of its own:
+A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
+distribution is therefore that of the text, fed with the target's states; every further one reads the draft's own
+outputs. So what a feature draft says after a token depends on where its round began, and each place of a text has a
+chain of its own:
 
     chains = Chains(draft, told_of(target, draft, ids), ids)
     hidden = chains.begin(lengths)              one chain per length n; what gives each its first distribution
@@ -63,7 +65,8 @@ class Chains:
         """
         if draft.config.num_hidden_layers > 1:
             raise ValueError(
-                f"this draft has {draft.config.num_hidden_layers} layers, and what they keep depends on where earlier rounds ended: no "
+                f"this draft has {draft.config.num_hidden_layers} layers, and what they keep depends on where earlier "
+                "rounds ended: no "
                 "trace or data can be made with it; `python -m evaluation bench` compares policies without"
             )
         self.draft, self._told, self._length = draft, told, len(ids)
@@ -120,11 +123,15 @@ class Chains:
             # the first token has no key of the target's to read; it sees its own, and no chain begins there
             return self._crossed(tokens, places, places.clamp(min=1))
 
-    def _crossed(self, tokens: Tensor, places: Tensor, known: Tensor, mask: Bool[Tensor, "1 1 fed own"] | None = None) -> Outputs:
+    def _crossed(
+        self, tokens: Tensor, places: Tensor, known: Tensor, mask: Bool[Tensor, "1 1 fed own"] | None = None
+    ) -> Outputs:
         """A GliDe draft's forward, in which each token sees the first `known` of the target's keys."""
         assert isinstance(self.draft, Glide)
         seen = torch.arange(self._length, device=known.device) < known[:, None]
-        return self.draft(tokens[None], self._keys_values(), places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None])
+        return self.draft(
+            tokens[None], self._keys_values(), places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None]
+        )
 
     def _keys_values(self) -> list[KeysValues]:
         assert isinstance(self.draft, Glide)

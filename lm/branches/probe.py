@@ -1,9 +1,10 @@
 """Whether the branches of a trace can be recorded with a model: tried once per model, with a few tokens.
 
-All branches of a response are fed side by side, behind one cache and a mask that keeps them apart (`lm.branches.branched`). A model whose
-attention takes its positions from anything but `position_ids` (ALiBi), or that keeps a state instead of positions, would see other tokens
-than its own branch, and the trace would be wrong without a word. So a small tree is held against plain forwards of each of its branches.
-Windows do not show on a few tokens, hence a second check, of the length.
+All branches of a response are fed side by side, behind one cache and a mask that keeps them apart
+(`lm.branches.branched`). A model whose attention takes its positions from anything but `position_ids` (ALiBi), or that
+keeps a state instead of positions, would see other tokens than its own branch, and the trace would be wrong without a
+word. So a small tree is held against plain forwards of each of its branches. Windows do not show on a few tokens, hence
+a second check, of the length.
 """
 
 from weakref import WeakSet
@@ -35,7 +36,9 @@ def check_branches(model: PreTrainedModel) -> None:
     try:
         error = _largest_error(model)
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
-        raise _refusal(model, f"its forward fails with branches side by side ({type(problem).__name__}: {problem})") from problem
+        raise _refusal(
+            model, f"its forward fails with branches side by side ({type(problem).__name__}: {problem})"
+        ) from problem
     # half precision may choose another expert of a mixture; a wrong mask changes states by their whole spread
     if error > (1e-2 if model.dtype in (torch.float32, torch.float64) else 0.5):
         raise _refusal(model, f"branches side by side change its hidden states by {error:.2g} of their spread")
@@ -43,30 +46,41 @@ def check_branches(model: PreTrainedModel) -> None:
 
 
 def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
-    """Raise ValueError if a layer of the model sees a window that is shorter than a response with its longest branch, or if the model
-    changes its frequencies between the end of the prompt and there (`lm.frequencies`): all branches share a forward.
+    """Raise ValueError if a layer of the model sees a window that is shorter than a response with its longest branch,
+    or if the model changes its frequencies between the end of the prompt and there (`lm.frequencies`): all branches
+    share a forward.
     """
     what = f"prompt, response and branch have {length} tokens, which are read at once"
-    refuse_crossing(model, num_prompt, length, what=what, remedy="lower decode.max_new_tokens or data.max_prompt_tokens")
+    refuse_crossing(
+        model, num_prompt, length, what=what, remedy="lower decode.max_new_tokens or data.max_prompt_tokens"
+    )
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:
             raise ValueError(
-                f"layer {index} of {type(model).__name__} sees {window} tokens; prompt, response and branch have {length}, which branches "
+                f"layer {index} of {type(model).__name__} sees {window} tokens; prompt, response and branch have "
+                f"{length}, which branches "
                 "need to see whole: lower decode.max_new_tokens or data.max_prompt_tokens"
             )
         if window is None and type(layer) is not DynamicLayer:
-            raise _refusal(model, f"layer {index} keeps a state ({type(layer).__name__}), of which branches would each need their own")
+            raise _refusal(
+                model,
+                f"layer {index} keeps a state ({type(layer).__name__}), of which branches would each need their own",
+            )
 
 
 @torch.inference_mode()
 def _largest_error(model: PreTrainedModel) -> float:
-    """The largest difference of a hidden state in the tree from the one on its own, as a share of the states' standard deviation."""
+    """The largest difference of a hidden state in the tree from the one on its own, as a share of the states' standard
+    deviation.
+    """
     device, num_ids = device_of(model), model.config.get_text_config().vocab_size
     prefix = [token % num_ids for token in _TRUNK]
     cache, _ = trunk(model, prefix)
     tree = Branched(model, num_ids, cache, torch.tensor([num_seen for num_seen, _ in _BRANCHES], device=device))
-    fed = [(token % num_ids, owner, depth) for owner, (_, own) in enumerate(_BRANCHES) for depth, token in enumerate(own)]
+    fed = [
+        (token % num_ids, owner, depth) for owner, (_, own) in enumerate(_BRANCHES) for depth, token in enumerate(own)
+    ]
     tokens, owners, depths = torch.tensor(fed, device=device).T
     ours = tree.feed(tokens, owners, depths).split([len(own) for _, own in _BRANCHES])
     error = 0.0
@@ -77,10 +91,13 @@ def _largest_error(model: PreTrainedModel) -> float:
 
 
 def _states(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), use_cache=False).last_hidden_state[0]
+    return model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), use_cache=False).last_hidden_state[
+        0
+    ]
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"no trace can be recorded with {type(model).__name__}: {why}; `python -m evaluation bench` compares policies without a trace"
+        f"no trace can be recorded with {type(model).__name__}: {why}; `python -m evaluation bench` compares policies "
+        "without a trace"
     )

@@ -1,11 +1,12 @@
 """Attention layers that never copy what they hold, and roll back by counting.
 
-transformers' `DynamicLayer` concatenates: every step copies every key and value, which at batch 64 costs more than the forward itself, and
-with one sequence a few percent of it. Here a layer writes into one buffer and hands out a view of what is filled; rolling back is a smaller
-number, and what lies beyond it is overwritten. Positions that no sequence needs are forgotten at the front by counting too, and a sequence
-may take the place of one that has ended: a batch whose sequences come and go copies little but what is new. A layer with a window (sliding
-or chunked attention) keeps everything too, and hands out the last of it: transformers' own drops what left the window, which a rejection
-may need again.
+transformers' `DynamicLayer` concatenates: every step copies every key and value, which at batch 64 costs more than the
+forward itself, and with one sequence a few percent of it. Here a layer writes into one buffer and hands out a view of
+what is filled; rolling back is a smaller number, and what lies beyond it is overwritten. Positions that no sequence
+needs are forgotten at the front by counting too, and a sequence may take the place of one that has ended: a batch whose
+sequences come and go copies little but what is new. A layer with a window (sliding or chunked attention) keeps
+everything too, and hands out the last of it: transformers' own drops what left the window, which a rejection may need
+again.
 """
 
 from itertools import pairwise
@@ -16,7 +17,9 @@ from transformers.cache_utils import DynamicLayer
 
 
 class BufferLayer(DynamicLayer):
-    """One attention layer's keys and values, [batch, head, capacity, dim], of which `length` positions from `first` on are filled."""
+    """One attention layer's keys and values, [batch, head, capacity, dim], of which `length` positions from `first` on
+    are filled.
+    """
 
     def __init__(self, capacity: int) -> None:
         """Args:
@@ -31,7 +34,9 @@ class BufferLayer(DynamicLayer):
         self._keys, self._values = (_buffer(states, self.capacity) for states in (key_states, value_states))
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         filled, num_new = self.length, key_states.shape[-2]
         if filled == 0 and not self._fits(key_states):
             self.lazy_initialization(key_states, value_states)
@@ -70,8 +75,9 @@ class BufferLayer(DynamicLayer):
         self.length = length + len(places)
 
     def seat(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
-        """Write the sequences of another layer over `rows`, their last positions at this layer's last. What stands to the left of a shorter
-        one is 0, and the mask has to hide it; what stood there may be NaN, which no mask hides, as 0 * NaN is NaN.
+        """Write the sequences of another layer over `rows`, their last positions at this layer's last. What stands to
+        the left of a shorter one is 0, and the mask has to hide it; what stood there may be NaN, which no mask hides,
+        as 0 * NaN is NaN.
 
         Args:
             other: of at most as many positions, unless this layer is empty.
@@ -109,7 +115,9 @@ class BufferLayer(DynamicLayer):
             self.batch_select_indices(torch.arange(len(self._keys)).repeat_interleave(repeats))
 
     def _fits(self, states: Tensor) -> bool:
-        """Can the buffer take them? Not if the model has changed its dtype or device, or the batch its size, since it was made."""
+        """Can the buffer take them? Not if the model has changed its dtype or device, or the batch its size, since it
+        was made.
+        """
         return (
             self.is_initialized
             and self._keys.dtype == states.dtype
@@ -120,7 +128,8 @@ class BufferLayer(DynamicLayer):
     def _kept(self, buffer: Tensor, indices: Tensor) -> Tensor:
         filled = slice(self.first, self.first + self.length)
         rows = indices.tolist() if buffer.is_cpu else []
-        if rows and all(row < other for row, other in pairwise(rows)):  # in place, as fresh memory costs a CPU more than the copy
+        # in place, as fresh memory costs a CPU more than the copy
+        if rows and all(row < other for row, other in pairwise(rows)):
             for place, row in enumerate(rows):
                 if place != row:
                     buffer[place, :, filled] = buffer[row, :, filled]
@@ -147,7 +156,9 @@ class BufferLayer(DynamicLayer):
 
 
 class WindowLayer(BufferLayer):
-    """A layer whose queries see `sliding_window` positions, their own included; masks are transformers' own, for that view."""
+    """A layer whose queries see `sliding_window` positions, their own included; masks are transformers' own, for that
+    view.
+    """
 
     is_sliding = True
 
@@ -159,13 +170,17 @@ class WindowLayer(BufferLayer):
         super().__init__(capacity)
         self.sliding_window = sliding_window
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         _, first = self.get_mask_sizes(0)
         keys, values = super().update(key_states, value_states)
         return keys[:, :, first:], values[:, :, first:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many positions the next queries are shown, and which is the first: what the earliest of them sees begins there."""
+        """How many positions the next queries are shown, and which is the first: what the earliest of them sees begins
+        there.
+        """
         first = max(self.length - self.sliding_window + 1, 0)
         return self.length + query_length - first, first
 

@@ -1,8 +1,9 @@
-"""Attention layers of many sequences of different lengths: a row of the buffer for each, filled from the left, rolled back by counting.
+"""Attention layers of many sequences of different lengths: a row of the buffer for each, filled from the left, rolled
+back by counting.
 
-Tokens of all sequences are written where each sequence ends, so position and place in the buffer are one number, and no sequence is padded
-by another's length. What lies beyond a sequence's end (rejected tokens, padding of a feed) is hidden by the mask that comes with every
-forward (`lm.models.seats`), and overwritten by the tokens that come next.
+Tokens of all sequences are written where each sequence ends, so position and place in the buffer are one number, and no
+sequence is padded by another's length. What lies beyond a sequence's end (rejected tokens, padding of a feed) is hidden
+by the mask that comes with every forward (`lm.models.seats`), and overwritten by the tokens that come next.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,9 @@ class RaggedLayer(DynamicLayer):
         self._keys: Tensor
         self._values: Tensor
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         feed = self.feed
         needed = int(feed.end) + feed.places.shape[1]  # padding is written too, at most a width beyond the last token
         if needed > self._capacity or self._keys.dtype != key_states.dtype or self._keys.device != key_states.device:
@@ -56,7 +59,9 @@ class RaggedLayer(DynamicLayer):
         return 0
 
     def _grow(self, needed: int, *states: Tensor) -> None:
-        """Room for twice as much as is needed; zeros, since a mask hides a place by a weight of 0, which NaN would survive."""
+        """Room for twice as much as is needed; zeros, since a mask hides a place by a weight of 0, which NaN would
+        survive.
+        """
         self._capacity = 2 * needed
         larger = [each.new_zeros(self._num_rows, self._capacity, each.shape[1], each.shape[3]) for each in states]
         if self.is_initialized:

@@ -1,8 +1,10 @@
-"""Rolling back layers that cannot forget a token: recurrent states, convolutions, and whatever else transformers keeps in a layer.
+"""Rolling back layers that cannot forget a token: recurrent states, convolutions, and whatever else transformers keeps
+in a layer.
 
-Such a layer's state after n tokens holds nothing of its state after n - 1. So a copy is taken before every forward, and rolling back is
-going back to the last copy that is early enough: it may be earlier than asked, and then the tokens in between are fed again. A draft,
-which feeds one token at a time, has a copy at every length; a target has one at the start of each verification.
+Such a layer's state after n tokens holds nothing of its state after n - 1. So a copy is taken before every forward, and
+rolling back is going back to the last copy that is early enough: it may be earlier than asked, and then the tokens in
+between are fed again. A draft, which feeds one token at a time, has a copy at every length; a target has one at the
+start of each verification.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from lm.caches.buffers import BufferLayer
 
 _MOST = 48
-"""Copies kept: more than any draft has tokens. The first two, of nothing and of the prompt, stay: going further back than the others is
-going back to the prompt, which is then fed as it was.
+"""Copies kept: more than any draft has tokens. The first two, of nothing and of the prompt, stay: going further back
+than the others is going back to the prompt, which is then fed as it was.
 """
 
 
@@ -63,7 +65,10 @@ class Snapshots:
 def _state_of(layer: Any) -> dict[str, Any]:
     """Everything that the layer holds."""
     is_growing = isinstance(layer, DynamicLayer) and not layer.is_sliding
-    return {name: _Prefix(value.shape[-2]) if is_growing and _grows(name, value) else _copied(value) for name, value in vars(layer).items()}
+    return {
+        name: _Prefix(value.shape[-2]) if is_growing and _grows(name, value) else _copied(value)
+        for name, value in vars(layer).items()
+    }
 
 
 def _grows(name: str, value: Any) -> bool:

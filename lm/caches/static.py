@@ -6,9 +6,11 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 
 class StaticBufferCache(StaticCache):
-    """A `StaticCache` that keeps every position in every layer, also in those with a window: their masks hide what has left it.
+    """A `StaticCache` that keeps every position in every layer, also in those with a window: their masks hide what has
+    left it.
 
-    transformers' own sliding layers drop what leaves the window, and count in a Python number, which a compiled forward does not read.
+    transformers' own sliding layers drop what leaves the window, and count in a Python number, which a compiled forward
+    does not read.
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int) -> None:
@@ -23,11 +25,15 @@ class StaticBufferCache(StaticCache):
             super().__init__(config=model.config, max_cache_len=capacity)
         except KeyError as error:
             raise _refusal(model, f"transformers has no static cache for {error} layers") from error
-        self.layers = [StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers]
+        self.layers = [
+            StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers
+        ]
         self.capacity = capacity
         # lengths begin on the CPU, and there numpy's calls cost a tenth of torch's; a layer elsewhere has moved its own
         self._counts = [
-            (place, layer, layer.cumulative_length.numpy()) for place, layer in enumerate(self.layers) if type(layer) is StaticLayer
+            (place, layer, layer.cumulative_length.numpy())
+            for place, layer in enumerate(self.layers)
+            if type(layer) is StaticLayer
         ]
         # layers that hold nothing by their name: the transformers that vLLM runs with has no such class
         others = {type(layer).__name__ for layer in self.layers} - {StaticLayer.__name__, "DummyLayer"}
@@ -44,10 +50,14 @@ class StaticBufferCache(StaticCache):
                 layer.cumulative_length.fill_(length)
 
     def check_lengths(self, length: int) -> None:
-        """Raise AssertionError unless every layer that was written to holds `length` positions; asked on the CPU, where it is cheap."""
+        """Raise AssertionError unless every layer that was written to holds `length` positions; asked on the CPU, where
+        it is cheap.
+        """
         for place, layer, count in self._counts:
             if count.item() != length and layer.cumulative_length.is_cpu and layer.is_initialized:
-                raise AssertionError(f"layer {place} (StaticLayer) of the cache holds {count.item()} tokens and the model has {length}")
+                raise AssertionError(
+                    f"layer {place} (StaticLayer) of the cache holds {count.item()} tokens and the model has {length}"
+                )
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:

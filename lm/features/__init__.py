@@ -1,1 +1,3 @@
-"""Feature drafts: small models that read the target's states (EAGLE, EAGLE-3, GliDe), loaded from released directories."""
+"""Feature drafts: small models that read the target's states (EAGLE, EAGLE-3, GliDe), loaded from released
+directories.
+"""

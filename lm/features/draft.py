@@ -1,6 +1,8 @@
-"""What feature drafts share: embeddings and output head, perhaps the target's own, a reduced vocabulary, and a layer's second half.
+"""What feature drafts share: embeddings and output head, perhaps the target's own, a reduced vocabulary, and a layer's
+second half.
 
-Names of parameters are those of the released checkpoints, so that `load_state_dict` is all that loading takes (`lm.features.loading`).
+Names of parameters are those of the released checkpoints, so that `load_state_dict` is all that loading takes
+(`lm.features.loading`).
 """
 
 from typing import NamedTuple
@@ -85,7 +87,9 @@ class FeatureDraft(nn.Module):
         self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Borrow from this target what the draft has none of; the target's own number of layers is that of its config."""
+        """Borrow from this target what the draft has none of; the target's own number of layers is that of its
+        config.
+        """
         head = target.get_output_embeddings()
         self._target = _Target(target.get_input_embeddings(), head, target.config.get_text_config().vocab_size)
         return self
@@ -134,14 +138,18 @@ def roll_back(cache: Cache, length: int) -> None:
 
 
 def causal(num_new: int, num_cached: int, device: torch.device) -> Bool[Tensor, "1 1 new seen"] | None:
-    """Whom each of the new entries of a chain sees: all before it and itself; None where attention knows that by itself."""
+    """Whom each of the new entries of a chain sees: all before it and itself; None where attention knows that by
+    itself.
+    """
     if num_new == 1 or num_cached == 0:
         return None
     return torch.ones(num_new, num_cached + num_new, dtype=torch.bool, device=device).tril(num_cached)[None, None]
 
 
 class DraftLayer(nn.Module):
-    """Llama's layer behind its first norm: attention, whose input may be wider than the residual stream, and the MLP."""
+    """Llama's layer behind its first norm: attention, whose input may be wider than the residual stream, and the
+    MLP.
+    """
 
     def __init__(self, config: LlamaConfig, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()

@@ -1,20 +1,25 @@
 """EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): one layer that reads the target's features.
 
-Entry t stands for token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output gives q(x_{t+2}):
+Entry t stands for token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
+gives q(x_{t+2}):
 
-    EAGLE-1/2   f̂_{t+1} = layer(fc[embed(x_{t+1}); s_t])                         q = softmax(head f̂)         (no norm before or after)
+    EAGLE-1/2   f̂_{t+1} = layer(fc[embed(x_{t+1}); s_t])                         q = softmax(head f̂)         (no norm
+                before or after)
     EAGLE-3     a_{t+1} = layer([norm(embed(x_{t+1})); norm(s_t)]), residual s_t  q = softmax(head norm(a))
 
-Where the target has been, s_t is made of its features by `entering`: f_t, the state after its final norm, as it is; or, for EAGLE-3, fc of
-three of its layers' outputs. Deeper in a draft s_t is the output before: `Outputs.states` of the parent.
+Where the target has been, s_t is made of its features by `entering`: f_t, the state after its final norm, as it is; or,
+for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the output before: `Outputs.states` of the
+parent.
 
-    states = draft.entering(features)                              [batch node hidden], once for all nodes that the target has been at
+    states = draft.entering(features)                              [batch node hidden], once for all nodes that the
+        target has been at
     outputs = draft(tokens, states, positions, cache=, mask=)      appends the nodes to the cache
     logits = draft.logits(outputs.hidden)
 
-A tree is the same with a mask: entries of one forward are nodes in any order, `positions` tell their depth, and row i of `mask` says which
-entries of the cache (old ones first, then those of this forward) node i sees. What is not kept is dropped by `lm.features.draft.roll_back`.
-EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one class here.
+A tree is the same with a mask: entries of one forward are nodes in any order, `positions` tell their depth, and row i
+of `mask` says which entries of the cache (old ones first, then those of this forward) node i sees. What is not kept is
+dropped by `lm.features.draft.roll_back`. EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one
+class here.
 """
 
 import torch
@@ -64,7 +69,9 @@ class Eagle(FeatureDraft):
         if mask is None:
             mask = causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), inputs.device)
         rotation = self.rotary_emb(inputs, positions)
-        return self._outputs(self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache))
+        return self._outputs(
+            self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
+        )
 
     @property
     def _layer(self) -> DraftLayer:
@@ -100,7 +107,9 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
-        self.input_layernorm, self.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2))
+        self.input_layernorm, self.hidden_norm = (
+            LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+        )
 
 
 class Eagle3(Eagle):
@@ -116,8 +125,10 @@ class Eagle3(Eagle):
         num_logits: int | None = None,
     ) -> None:
         """Args:
-        config: the layer's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators) are off where absent.
-        layer_ids: the target's layers after which its residual stream is read, as transformers counts hidden states: 1 is behind the first.
+        config: the layer's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators) are off
+            where absent.
+        layer_ids: the target's layers after which its residual stream is read, as transformers counts hidden states: 1
+            is behind the first.
         target_size: width of the target.
         has_embedding: its own input embeddings.
         num_logits: width of its own head: that of its vocabulary, which may be reduced.
@@ -136,7 +147,9 @@ class Eagle3(Eagle):
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
         for norm in (self.input_norm, self.fc_norm):
-            features = features.to(self.device, self.dtype) if norm is None else norm(features.to(self.device, self.dtype))
+            features = (
+                features.to(self.device, self.dtype) if norm is None else norm(features.to(self.device, self.dtype))
+            )
         return self.fc(features)
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:

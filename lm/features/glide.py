@@ -1,10 +1,12 @@
-"""GliDe's draft (arXiv 2402.02082): a small decoder with its own vocabulary tables, whose layers also attend to the target's cache.
+"""GliDe's draft (arXiv 2402.02082): a small decoder with its own vocabulary tables, whose layers also attend to the
+target's cache.
 
     h ← h + self_attn(norm h)      h ← h + cross_attn(h)      h ← h + mlp(norm h)
 
-Cross-attention has queries of its own and the keys and values that the target has cached, rotary embedding included; its input is not
-normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads target layer L - D + j. The newest
-token is not in the target's cache yet: a query sees what the last verification left. Training hides as much (`delayed`).
+Cross-attention has queries of its own and the keys and values that the target has cached, rotary embedding included;
+its input is not normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads
+target layer L - D + j. The newest token is not in the target's cache yet: a query sees what the last verification left.
+Training hides as much (`delayed`).
 """
 
 import torch
@@ -56,7 +58,9 @@ class GlideLayer(nn.Module):
         self.self_attn, self.mlp = own.self_attn, own.mlp
         self.input_layernorm, self.post_attention_layernorm = own.input_layernorm, own.post_attention_layernorm
         num_heads = config.large_num_attention_heads
-        self.cross_attn = CrossAttention(config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads)
+        self.cross_attn = CrossAttention(
+            config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads
+        )
 
     def forward(
         self,
@@ -67,9 +71,13 @@ class GlideLayer(nn.Module):
         masks: tuple[Bool[Tensor, "1 1 node own"] | None, Bool[Tensor, "1 1 node seen"] | None],
         cache: Cache | None,
     ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream behind the layer; rotations and masks are those of self-attention and of cross-attention."""
+        """The residual stream behind the layer; rotations and masks are those of self-attention and of
+        cross-attention.
+        """
         normed = self.input_layernorm(states)
-        attended, _ = self.self_attn(normed, position_embeddings=rotations[0], attention_mask=masks[0], past_key_values=cache)
+        attended, _ = self.self_attn(
+            normed, position_embeddings=rotations[0], attention_mask=masks[0], past_key_values=cache
+        )
         states = states + attended
         states = states + self.cross_attn(states, of_target, rotation=rotations[1], mask=masks[1])
         return states + self.mlp(self.post_attention_layernorm(states))
@@ -121,7 +129,11 @@ class Glide(FeatureDraft):
             cross_mask: what of the target each token sees; None: everything.
         """
         states = self.embed(tokens)
-        mask = mask if mask is not None else causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
+        mask = (
+            mask
+            if mask is not None
+            else causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
+        )
         rotations = self.rotary_emb(states, positions), self.cross_rotary_emb(states, positions)
         for layer, of_target in zip(self.layers, seen, strict=True):
             states = layer(states, of_target, rotations=rotations, masks=(mask, cross_mask), cache=cache)
@@ -129,7 +141,8 @@ class Glide(FeatureDraft):
 
 
 def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
-    """What of the target each token sees in training: the blocks before its own, and in the first block all up to itself.
+    """What of the target each token sees in training: the blocks before its own, and in the first block all up to
+    itself.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """

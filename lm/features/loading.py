@@ -1,6 +1,7 @@
 """Feature drafts made from released directories, read strictly and checked to fit the target.
 
-A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask over the target's ids.
+A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask
+over the target's ids.
 """
 
 import torch
@@ -29,7 +30,9 @@ def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
     return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
 
 
-def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None) -> FeatureDraft:
+def load_feature_draft(
+    source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None
+) -> FeatureDraft:
     """The draft in evaluation mode, on the device of the target's output head, bound to the target.
 
     Args:
@@ -39,12 +42,17 @@ def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_laye
         dtype: of its numbers; None: as stored.
 
     Raises:
-        ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the target.
+        ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
+            target.
     """
     released = Released(source)
     if source.extra_layers:
-        raise released.refusal(f"extra_layers is {source.extra_layers}", "only models of their own take extra layers: leave it out")
-    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}[released.layout or "eagle"]
+        raise released.refusal(
+            f"extra_layers is {source.extra_layers}", "only models of their own take extra layers: leave it out"
+        )
+    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}[
+        released.layout or "eagle"
+    ]
     with init_empty_weights():
         draft = make(released, target, num_layers)
     _fill(draft, released, dtype)
@@ -54,15 +62,22 @@ def load_feature_draft(source: ModelSource, target: PreTrainedModel, *, num_laye
 
 
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
-    """Give the draft its weights: all of them, and nothing else. Buffers stay as they are: rotary frequencies are no numbers to round."""
+    """Give the draft its weights: all of them, and nothing else. Buffers stay as they are: rotary frequencies are no
+    numbers to round.
+    """
     expected = draft.state_dict()
     remedy = "fetch the release again, and check that config.json belongs to it"
-    for what, names in (("lacks", expected.keys() - released.tensors.keys()), ("also has", released.tensors.keys() - expected.keys())):
+    for what, names in (
+        ("lacks", expected.keys() - released.tensors.keys()),
+        ("also has", released.tensors.keys() - expected.keys()),
+    ):
         if names:
             raise released.refusal(f"it {what} {len(names)} tensors, first {min(names)}", remedy)
     for name, tensor in released.tensors.items():
         if tensor.shape != expected[name].shape:
-            raise released.refusal(f"{name} is {list(tensor.shape)} where {list(expected[name].shape)} is expected", remedy)
+            raise released.refusal(
+                f"{name} is {list(tensor.shape)} where {list(expected[name].shape)} is expected", remedy
+            )
     dtype = dtype or next(iter(released.tensors.values())).dtype
     draft.load_state_dict({name: tensor.to(dtype) for name, tensor in released.tensors.items()}, assign=True)
 
@@ -81,9 +96,13 @@ def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> Fea
 def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     keys = released.config
     if keys["speculators_model_type"] != "eagle3":
-        raise released.refusal(f"its speculators_model_type is {keys['speculators_model_type']}", "eagle3 is the one that is known here")
+        raise released.refusal(
+            f"its speculators_model_type is {keys['speculators_model_type']}", "eagle3 is the one that is known here"
+        )
     if "norm_before_residual" not in keys:
-        raise released.refusal("config.json lacks norm_before_residual, for which readers assume different values", "write true or false")
+        raise released.refusal(
+            "config.json lacks norm_before_residual, for which readers assume different values", "write true or false"
+        )
     config = released.llama(keys.get("transformer_layer_config") or {})
     for name in _KEYS:
         setattr(config, name, keys.get(name))
@@ -96,11 +115,18 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
     _check_fits(released, config, target, target_size)
     ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))
     if not all(1 <= each <= num_layers for each in ids):
-        remedy = f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or {_ELSEWHERE}"
-        raise released.refusal(f"it reads the target behind layers {list(ids)}, and the target has {num_layers}", remedy)
+        remedy = (
+            f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or "
+            f"{_ELSEWHERE}"
+        )
+        raise released.refusal(
+            f"it reads the target behind layers {list(ids)}, and the target has {num_layers}", remedy
+        )
     has_embedding, has_head = (released.has(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
     if not has_embedding and config.hidden_size != target.config.get_text_config().hidden_size:
-        raise released.refusal("it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own")
+        raise released.refusal(
+            "it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own"
+        )
     num_logits = (getattr(config, "draft_vocab_size", None) or config.vocab_size) if has_head else None
     draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
     target_ids = _target_ids(released, num_logits, config.vocab_size)
@@ -117,14 +143,19 @@ def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> Feat
     head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // of_target.num_attention_heads
     _check_fits(released, config, target, config.large_hidden_size, of_target.num_attention_heads * head_size)
     if config.large_num_attention_heads != of_target.num_attention_heads:
-        what = f"its queries have {config.large_num_attention_heads} heads and the target's {of_target.num_attention_heads}"
+        what = (
+            f"its queries have {config.large_num_attention_heads} heads and the target's "
+            f"{of_target.num_attention_heads}"
+        )
         raise released.refusal(what, _ELSEWHERE)
     if config.num_hidden_layers > num_layers:
         raise released.refusal(f"it has {config.num_hidden_layers} layers and the target {num_layers}", _ELSEWHERE)
     return Glide(config, num_layers)
 
 
-def _check_fits(released: Released, config: LlamaConfig, target: PreTrainedModel, width: int, expected: int | None = None) -> None:
+def _check_fits(
+    released: Released, config: LlamaConfig, target: PreTrainedModel, width: int, expected: int | None = None
+) -> None:
     """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
     of_target = target.config.get_text_config()
     for what, ours, theirs in (
@@ -132,7 +163,9 @@ def _check_fits(released: Released, config: LlamaConfig, target: PreTrainedModel
         ("a vocabulary", config.vocab_size, of_target.vocab_size),
     ):
         if ours != theirs:
-            raise released.refusal(f"it is made for a target with {what} of {ours}, and this one has {theirs}", _ELSEWHERE)
+            raise released.refusal(
+                f"it is made for a target with {what} of {ours}, and this one has {theirs}", _ELSEWHERE
+            )
 
 
 def _target_ids(released: Released, num_logits: int | None, vocab_size: int) -> Tensor | None:
@@ -142,13 +175,17 @@ def _target_ids(released: Released, num_logits: int | None, vocab_size: int) -> 
         return None
     remedy = "fetch the release again, or map the vocabulary anew"
     if offsets is None:
-        raise released.refusal(f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing", remedy)
+        raise released.refusal(
+            f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing", remedy
+        )
     if offsets.shape != (num_logits,):
         raise released.refusal(f"d2t has shape {list(offsets.shape)} for a vocabulary of {num_logits}", remedy)
     ids = torch.arange(num_logits) + offsets.long()
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < num_logits:
         leads = f"leads to {len(ids.unique())} ids from {int(ids.min())} to {int(ids.max())}"
-        raise released.refusal(f"d2t, which holds offsets, {leads}, where {num_logits} below {vocab_size} are expected", remedy)
+        raise released.refusal(
+            f"d2t, which holds offsets, {leads}, where {num_logits} below {vocab_size} are expected", remedy
+        )
     if mask is not None:
         kept = mask.bool()
         if len(kept) != vocab_size or int(kept.sum()) != num_logits or not bool(kept[ids].all()):

@@ -1,4 +1,5 @@
-"""A released directory of a feature draft: which layout it has, its config.json, and its tensors, from safetensors alone.
+"""A released directory of a feature draft: which layout it has, its config.json, and its tensors, from safetensors
+alone.
 
 eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `layers.0.*`
 eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
@@ -37,7 +38,9 @@ class Released:
         self.tensors: dict[str, Tensor] = {}
         for file in _files(source):
             try:
-                self.tensors |= {name: tensor for name, tensor in load_file(file).items() if not name.endswith("rotary_emb.inv_freq")}
+                self.tensors |= {
+                    name: tensor for name, tensor in load_file(file).items() if not name.endswith("rotary_emb.inv_freq")
+                }
             except SafetensorError as error:
                 raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
@@ -68,7 +71,8 @@ class Released:
 
 
 def layout_of(source: ModelSource) -> str | None:
-    """Which of the layouts a directory or hub repository has, by its config.json; None: a model of its own, or nothing to be had.
+    """Which of the layouts a directory or hub repository has, by its config.json; None: a model of its own, or nothing
+    to be had.
 
     Raises:
         ValueError: a config.json that is broken, or weights that have to tell and are pickled.
@@ -83,7 +87,11 @@ def layout_of(source: ModelSource) -> str | None:
     if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
         return "eagle3"
     # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
-    return "eagle" if config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source)) else None
+    return (
+        "eagle"
+        if config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
+        else None
+    )
 
 
 def commit_of(source: ModelSource) -> str | None:
@@ -106,7 +114,9 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
     try:
         config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"config.json of {source.path} is not JSON ({error}); fetch or copy the model again") from error
+        raise ValueError(
+            f"config.json of {source.path} is not JSON ({error}); fetch or copy the model again"
+        ) from error
     return config if isinstance(config, dict) else None
 
 
@@ -124,13 +134,16 @@ def _files(source: ModelSource) -> list[Path]:
     directory = Path(source.path)
     if not directory.is_dir():
         directory = Path(
-            snapshot_download(source.path, revision=source.revision, allow_patterns=["*.json", "*.safetensors", "*.bin.index*"])
+            snapshot_download(
+                source.path, revision=source.revision, allow_patterns=["*.json", "*.safetensors", "*.bin.index*"]
+            )
         )
     files = sorted(directory.glob("*.safetensors"))
     pickled = [path.name for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(kind))]
     if pickled and not files:
         raise ValueError(
-            f"the weights of {source.path} are pickled ({pickled[0]}), which can run code when they are read; convert them: "
+            f"the weights of {source.path} are pickled ({pickled[0]}), which can run code when they are read; convert "
+            "them: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         )
     return files

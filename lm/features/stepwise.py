@@ -1,11 +1,13 @@
 """Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads.
 
-Its cache holds, of the committed tokens, a prefix that was fed with what the target said (`kept`), and during a draft an extension that
-was fed with the draft's own outputs. Rolling back always drops the extension: what of it was accepted is fed again with the target's
-features, as it was in training. So the next forward feeds committed[kept:], whatever happened since.
+Its cache holds, of the committed tokens, a prefix that was fed with what the target said (`kept`), and during a draft
+an extension that was fed with the draft's own outputs. Rolling back always drops the extension: what of it was accepted
+is fed again with the target's features, as it was in training. So the next forward feeds committed[kept:], whatever
+happened since.
 
-In the first round of a generation the target has said nothing, and there is nothing to read: `max_length` is then 0, so that a drafter
-proposes nothing, and the verification of the empty draft is the target's reading of the prompt (law 4.4 counts it as any other).
+In the first round of a generation the target has said nothing, and there is nothing to read: `max_length` is then 0, so
+that a drafter proposes nothing, and the verification of the empty draft is the target's reading of the prompt (law 4.4
+counts it as any other).
 """
 
 from collections.abc import Sequence
@@ -166,18 +168,21 @@ class EagleModel(FeatureModel):
     ) -> tuple[Outputs, Float[Tensor, "node vocab"]]:
         """Nodes of a tree, appended to the extension of the cache: (what its nodes give, the logits that follow each).
 
-        The extension is empty after `forward(committed)`, whose `outputs` and logits are those of the root, the last committed token; it is
-        dropped by the next `roll_back`.
+        The extension is empty after `forward(committed)`, whose `outputs` and logits are those of the root, the last
+        committed token; it is dropped by the next `roll_back`.
 
         Args:
             tokens: of the nodes.
             states: `outputs.states` of each node's parent.
             depths: of each: 1 is below the root.
-            mask: which nodes of the extension each sees: those grown before, in their order, then these; itself included.
+            mask: which nodes of the extension each sees: those grown before, in their order, then these; itself
+                included.
         """
         num_nodes, num_grown = mask.shape[0], mask.shape[1] - mask.shape[0]
         num_kept = self._cache.get_seq_length() - num_grown
-        assert num_kept == self._length - 1, f"the extension has {self._cache.get_seq_length() - self._length + 1} nodes, not {num_grown}"
+        assert num_kept == self._length - 1, (
+            f"the extension has {self._cache.get_seq_length() - self._length + 1} nodes, not {num_grown}"
+        )
         seen = torch.cat([mask.new_ones(num_nodes, num_kept), mask], -1)[None, None]
         positions = (num_kept - 1 + depths)[None]
         outputs = self.draft(tokens[None], states[None], positions, cache=self._cache, mask=seen)

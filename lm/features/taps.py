@@ -1,8 +1,8 @@
 """A target whose states are kept for a draft that reads them: what a verification computes anyway, at no extra forward.
 
-Features follow law 4.5 as the cache does: one row for every token that was fed and not rolled back. They stay as long as the cache does, at
-a few percent of its size, since an outer level may roll a draft back to a token whose features it read long ago. A cache that goes back
-further than asked (`lm.caches.snapshots`) leaves the features where they are.
+Features follow law 4.5 as the cache does: one row for every token that was fed and not rolled back. They stay as long
+as the cache does, at a few percent of its size, since an outer level may roll a draft back to a token whose features it
+read long ago. A cache that goes back further than asked (`lm.caches.snapshots`) leaves the features where they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,9 @@ _REMEDY = "a draft that reads the target's states needs them; use a draft that i
 class TappedModel(CachedModel):
     """A `CachedModel` of the target of one feature draft."""
 
-    def __init__(self, model: PreTrainedModel, draft: FeatureDraft, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, draft: FeatureDraft, *, vocab_size: int | None = None, with_hidden: bool = False
+    ) -> None:
         """Args:
         model: the target.
         draft: says what it reads.
@@ -48,7 +50,9 @@ class TappedModel(CachedModel):
         for place in self._cached_layer_ids:
             if not isinstance(self._cache.layers[place], BufferLayer):
                 kind = type(self._cache.layers[place]).__name__
-                raise ValueError(f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {_REMEDY}")
+                raise ValueError(
+                    f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {_REMEDY}"
+                )
 
     def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
         """Of the tokens from `start` to before `end`."""
@@ -77,7 +81,9 @@ class TappedModel(CachedModel):
         super().roll_back(length)
         self.num_features = num_kept
 
-    def _logits_at(self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+    def _logits_at(
+        self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int
+    ) -> Float[Tensor, "rows vocab"]:
         start = len(self)
         has_states = self._reads_states and self._halves is not None  # the body runs in two halves, and leaves them
         with watched([] if has_states else self._read) as seen:
@@ -100,7 +106,11 @@ class TappedModel(CachedModel):
 
     def _make_room(self, length: int, like: Tensor) -> None:
         old = self._features
-        if old is not None and (old.dtype, old.device, old.shape[1]) == (like.dtype, like.device, like.shape[1]) and length <= len(old):
+        if (
+            old is not None
+            and (old.dtype, old.device, old.shape[1]) == (like.dtype, like.device, like.shape[1])
+            and length <= len(old)
+        ):
             return
         capacity = max(_CAPACITY, 2 * length)
         self._features = like.new_empty(capacity, like.shape[1])
@@ -109,7 +119,8 @@ class TappedModel(CachedModel):
 
 
 def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]:
-    """The parts of a target whose outputs are what its draft reads: some layers, or the body, whose output follows the final norm.
+    """The parts of a target whose outputs are what its draft reads: some layers, or the body, whose output follows the
+    final norm.
 
     Raises:
         ValueError: the target has no such layers.
@@ -119,7 +130,9 @@ def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]
         return [model.base_model]
     layers = layers_of(model) or nn.ModuleList()
     if max(layer_ids, default=0) > len(layers):
-        raise ValueError(f"the draft reads the target behind layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}")
+        raise ValueError(
+            f"the draft reads the target behind layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
+        )
     return [layers[place - 1] for place in layer_ids]
 
 

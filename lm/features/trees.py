@@ -1,7 +1,8 @@
-"""Trees of feature drafts, and the target that verifies them: EAGLE-2's, grown by an EAGLE draft, and CaPE's, a GliDe chain with siblings.
+"""Trees of feature drafts, and the target that verifies them: EAGLE-2's, grown by an EAGLE draft, and CaPE's, a GliDe
+chain with siblings.
 
-The target keeps the features of a tree's nodes as it keeps their keys and values, and moves those of the accepted path together with them
-(`lm.trees.cached`). An EAGLE draft feeds a node with the output of its parent.
+The target keeps the features of a tree's nodes as it keeps their keys and values, and moves those of the accepted path
+together with them (`lm.trees.cached`). An EAGLE draft feeds a node with the output of its parent.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,9 @@ class EagleTreeModel(EagleModel):
             assert self.outputs is not None
             self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
         if new.stop > new.start:
-            parents, depths, tokens = (torch.tensor(each[new], device=self.device) for each in (tree.parents, tree.depths, tree.tokens))
+            parents, depths, tokens = (
+                torch.tensor(each[new], device=self.device) for each in (tree.parents, tree.depths, tree.tokens)
+            )
             mask = torch.from_numpy(tree.sees()[new]).to(self.device)
             outputs, rows = self.grow(tokens, self._states[parents + 1], depths=depths, mask=mask)
             self._states = torch.cat([self._states, outputs.states[0]])
@@ -71,7 +74,9 @@ class GlideTreeModel(GlideModel):
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
-        """As `TreeModel.forward_tree`, of trees that are one chain: the siblings beside it are leaves, which no draft feeds."""
+        """As `TreeModel.forward_tree`, of trees that are one chain: the siblings beside it are leaves, which no draft
+        feeds.
+        """
         assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
         return self.forward([*token_ids, *tree.tokens])
 
@@ -80,6 +85,8 @@ TreeDraft = TreeModel | EagleTreeModel | GlideTreeModel
 """What drafts trees."""
 
 
-def feature_tree_model(draft: FeatureDraft, target: TappedTreeModel, *, vocab_size: int | None = None) -> EagleTreeModel | GlideTreeModel:
+def feature_tree_model(
+    draft: FeatureDraft, target: TappedTreeModel, *, vocab_size: int | None = None
+) -> EagleTreeModel | GlideTreeModel:
     """The model for this draft's kind, as `feature_model`."""
     return (EagleTreeModel if isinstance(draft, Eagle) else GlideTreeModel)(draft, target, vocab_size=vocab_size)

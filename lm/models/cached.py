@@ -1,9 +1,10 @@
 """Law 4.5: a causal model whose KV cache can append and roll back.
 
-The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a rejection, two after
-full acceptance, more after rounds without a draft. Rolling back is exact. Attention forgets positions by counting (`lm.caches.buffers`);
-a model with recurrent or convolutional layers goes back to an earlier copy of their state (`lm.caches.snapshots`), perhaps earlier than
-asked, and the tokens in between are fed again. A model whose cache does neither is refused (`lm.models.probe`).
+The cache always holds a prefix of committed[:-1]; the next forward feeds committed[len(cache):]: one token after a
+rejection, two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention forgets
+positions by counting (`lm.caches.buffers`); a model with recurrent or convolutional layers goes back to an earlier copy
+of their state (`lm.caches.snapshots`), perhaps earlier than asked, and the tokens in between are fed again. A model
+whose cache does neither is refused (`lm.models.probe`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,8 @@ class CachedModel:
     """One sequence through one causal model.
 
     Attributes:
-        hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows that the last
-            `forward` returned; may be None unless `with_hidden`.
+        hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows
+            that the last `forward` returned; may be None unless `with_hidden`.
         states: [fed, hidden] those of every row that it fed, where the model is its halves (`lm.models.halves`).
     """
 
@@ -50,10 +51,12 @@ class CachedModel:
         """Args:
         model: any transformers causal language model whose cache can be rolled back.
         vocab_size: width that logits are cut to (a padded vocabulary's extra ids get probability zero); None keeps all.
-        with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.models.halves`) pays with a hook.
+        with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.models.halves`) pays
+            with a hook.
 
         Raises:
-            ValueError: the model is in train mode, its cache cannot be rolled back, or its final hidden states cannot be had.
+            ValueError: the model is in train mode, its cache cannot be rolled back, or its final hidden states cannot
+                be had.
         """
         refuse_training(model)
         self.model = model
@@ -136,7 +139,9 @@ class CachedModel:
             return
         self._cache = make_cache(self.model, _CAPACITY)
         self._buffers = [layer for layer in self._cache.layers if isinstance(layer, BufferLayer)]
-        self._counted = [(place, layer) for place, layer in enumerate(self._cache.layers) if isinstance(layer, CacheLayerMixin)]
+        self._counted = [
+            (place, layer) for place, layer in enumerate(self._cache.layers) if isinstance(layer, CacheLayerMixin)
+        ]
         self._is_plain = len(self._buffers) == len(self._cache.layers)
         self._snapshots = None if self._is_plain else Snapshots(self._cache)
         self._length = 0
@@ -174,8 +179,12 @@ class CachedModel:
 
     @torch.inference_mode()
     def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Logits that follow a token which was drawn from the last row of the forward before: it never visits the host."""
-        assert not self.reads_again(self._length, self._length + 1), "the whole text is read again here, and its tokens are not known"
+        """Logits that follow a token which was drawn from the last row of the forward before: it never visits the
+        host.
+        """
+        assert not self.reads_again(self._length, self._length + 1), (
+            "the whole text is read again here, and its tokens are not known"
+        )
         return self._logits(token.view(1, 1).to(self._device), 1)
 
     def reads_again(self, start: int, end: int) -> bool:
@@ -216,7 +225,9 @@ class CachedModel:
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
         return self._logits_at({"position_ids": self._positions_of(ids.shape[1])}, ids, num_rows)
 
-    def _logits_at(self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
+    def _logits_at(
+        self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int
+    ) -> Float[Tensor, "rows vocab"]:
         """Feed tokens whose positions, and perhaps mask, are as `placed` says in the words of the model's forward."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
@@ -231,7 +242,9 @@ class CachedModel:
         self._check_lengths()
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
 
-    def _logits_of_whole(self, ids: Int[Tensor, "1 fed"], num_rows: int, placed: Mapping[str, Tensor]) -> Float[Tensor, "rows vocab"]:
+    def _logits_of_whole(
+        self, ids: Int[Tensor, "1 fed"], num_rows: int, placed: Mapping[str, Tensor]
+    ) -> Float[Tensor, "rows vocab"]:
         known: dict[str, Any] = {
             "past_key_values": self._cache,
             "cache_params": self._cache,

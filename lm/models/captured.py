@@ -1,9 +1,10 @@
-"""A function of tensors that stay where they are, compiled: calling it takes no arguments, checks nothing, and is the kernels alone.
+"""A function of tensors that stay where they are, compiled: calling it takes no arguments, checks nothing, and is the
+kernels alone.
 
-`torch.compile` finds out before every call whether what it compiled still holds, and gathers the tensors that it reads anew; with a small
-model that takes as long as the model. Here the first call keeps the compiled graph and the very tensors that it was given, and later ones
-call the one on the others: what a tensor holds may change, which tensors they are may not. Who makes a `Captured` knows when it no longer
-holds, and makes another.
+`torch.compile` finds out before every call whether what it compiled still holds, and gathers the tensors that it reads
+anew; with a small model that takes as long as the model. Here the first call keeps the compiled graph and the very
+tensors that it was given, and later ones call the one on the others: what a tensor holds may change, which tensors they
+are may not. Who makes a `Captured` knows when it no longer holds, and makes another.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int
 
 
 def holder(device: torch.device) -> tuple[int, Thread | None]:
-    """Whose a `Captured` is: it was compiled for so many threads, and its CUDA graphs belong to the thread that captured them.
+    """Whose a `Captured` is: it was compiled for so many threads, and its CUDA graphs belong to the thread that
+    captured them.
 
     A manager of each thread's own captures graphs, replays them and keeps their memory: another thread needs others.
     """
@@ -33,7 +35,8 @@ class Captured:
 
     def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:
         """Args:
-        function: every tensor that it reads is found through its closure; returns new tensors, and has no effects but on tensors.
+        function: every tensor that it reads is found through its closure; returns new tensors, and has no effects but
+            on tensors.
         device: of these tensors; on a GPU the kernels become a CUDA graph.
 
         Raises:
@@ -45,10 +48,14 @@ class Captured:
         self._inputs: tuple[Any, ...] = ()
         self._given: Sequence[Any] = ()
         self._places: list[int] = []
-        """Of what the function returns, among what the graph does: that has more where a forward sets an attribute of a module."""
+        """Of what the function returns, among what the graph does: that has more where a forward sets an attribute of a
+        module.
+        """
         assert isinstance(function, FunctionType)
         # with a code object of its own: torch.compile keeps what it compiled, and counts how often, by these
-        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+        own = FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+        )
         self._first = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self) -> Tensors:

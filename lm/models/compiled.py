@@ -1,20 +1,23 @@
 """A `CachedModel` whose forwards of a few tokens are compiled: draft steps and verifications, with Python taken out.
 
-The cache is a static one (`lm.caches.static`): one shape and one address for good, and rolling back is writing a smaller length into it.
-A feed is padded on the right up to one of a few widths, each compiled once; what padding writes lies beyond the length, where no query
-looks, and is overwritten by the next feed. Two tokens of which one row is asked (a draft after full acceptance) are two steps of one;
-longer feeds than the last width (the prompt) run eagerly on the same cache. On a GPU each width is captured as a CUDA graph; on a CPU it
-is C++ made by the compiler, and so is what calls it.
+The cache is a static one (`lm.caches.static`): one shape and one address for good, and rolling back is writing a
+smaller length into it. A feed is padded on the right up to one of a few widths, each compiled once; what padding writes
+lies beyond the length, where no query looks, and is overwritten by the next feed. Two tokens of which one row is asked
+(a draft after full acceptance) are two steps of one; longer feeds than the last width (the prompt) run eagerly on the
+same cache. On a GPU each width is captured as a CUDA graph; on a CPU it is C++ made by the compiler, and so is what
+calls it.
 
-What is compiled holds for the parameters that the model had then (`lm.models.captured`): their values may change, and a model with other
-ones, of another dtype, or elsewhere is compiled anew after the next `reset`. Do not change its structure while a `CompiledModel` is in use.
+What is compiled holds for the parameters that the model had then (`lm.models.captured`): their values may change, and a
+model with other ones, of another dtype, or elsewhere is compiled anew after the next `reset`. Do not change its
+structure while a `CompiledModel` is in use.
 
 A feed or its padding that would reach another set of rotary frequencies (`lm.frequencies`) runs eagerly too.
 
 `forward_then` compiles what a caller makes of the logits together with the forward.
 
-Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs time; it grows by
-doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those of any two kernels.
+Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs
+time; it grows by doubling, and each growth compiles anew. Numbers may differ from eager ones in the last bits, as those
+of any two kernels.
 """
 
 from collections.abc import Hashable, Sequence
@@ -55,7 +58,9 @@ class CompiledModel(CachedModel):
 
     remedy = "set decode.compile: false"
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False, capacity: int = 512) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False, capacity: int = 512
+    ) -> None:
         """Args:
         model: any transformers causal language model whose layers hold keys and values only.
         vocab_size: as for `CachedModel`.
@@ -78,7 +83,9 @@ class CompiledModel(CachedModel):
         self.reset()
 
     def _empty(self) -> None:
-        """Forget the sequence; the cache's memory and the compiled forwards stay, unless that is too small or the model is another."""
+        """Forget the sequence; the cache's memory and the compiled forwards stay, unless that is too small or the model
+        is another.
+        """
         made_for = self.model.dtype, self._device, tuple(map(id, self.model.parameters()))
         if self._made_for != made_for or self._cache.capacity < self._capacity:
             self._steps, self._feeds = {}, {}
@@ -132,14 +139,21 @@ class CompiledModel(CachedModel):
         return outputs
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """Compiled unless the feed is longer than every width, begins a sequence, or would be padded beyond the context or the bound."""
+        """Compiled unless the feed is longer than every width, begins a sequence, or would be padded beyond the context
+        or the bound.
+        """
         num_fed = len(token_ids) - self._length
         assert 1 <= num_rows <= num_fed, f"{num_rows} rows asked of {num_fed} fed tokens"
         if num_rows == 1 and num_fed == 2 and self._length > 0 and not self._spans(2):
             self._forward(token_ids[:-1], 1)
             return self._forward(token_ids, 1)
         width = 1 if num_fed == 1 else next((width for width in _WIDTHS if width >= num_fed), num_fed)
-        is_compiled = width in _WIDTHS and 0 < self._length <= self._max_length - width and not self._spans(width) and self._is_tried
+        is_compiled = (
+            width in _WIDTHS
+            and 0 < self._length <= self._max_length - width
+            and not self._spans(width)
+            and self._is_tried
+        )
         width = width if is_compiled else num_fed
         if self._length + width > self._capacity:
             self._grow(self._length + width)
@@ -191,8 +205,12 @@ class CompiledModel(CachedModel):
         return step()
 
     def _step(self, ids: Int[Tensor, "1 width"], tail: Tail | None = None) -> Tensors:
-        """Logits of every row of one forward, final hidden states after them if they are kept; or what the tail makes of both."""
-        output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=self.with_hidden)
+        """Logits of every row of one forward, final hidden states after them if they are kept; or what the tail makes
+        of both.
+        """
+        output = self.model(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=self.with_hidden
+        )
         logits = output.logits[0, :, : self.vocab_size]
         hidden = output.hidden_states[-1][0] if self.with_hidden else None
         if tail is not None:

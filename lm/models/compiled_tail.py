@@ -1,7 +1,7 @@
 """A `CachedModel` whose forwards stay eager, while what a caller makes of each is compiled (`decode.compile: stop`).
 
-A stop is some thirty calls on single rows, which take longer than what they compute; compiled they are one. Any model serves that a
-`CachedModel` does, on any cache, and what is compiled is small: seconds, where a model takes a minute.
+A stop is some thirty calls on single rows, which take longer than what they compute; compiled they are one. Any model
+serves that a `CachedModel` does, on any cache, and what is compiled is small: seconds, where a model takes a minute.
 """
 
 from collections.abc import Hashable, Sequence

@@ -1,10 +1,11 @@
 """A causal model as its two halves: the body, which ends in the final norm, and the output embeddings.
 
-transformers wraps both in a forward that builds two output objects and asks for losses, flags and outputs to record; with a small draft
-that is a tenth of the step. Called one after the other, and without what is wrapped around them, the halves give the same logits, and the
-final hidden state that heads read lies between them. Some models do more after the head (soft caps, scales): whether the halves are the
-whole is tried once per model, bit by bit, and a model of which they are not is called as a whole. A model that has been changed since (a
-new head, a hook, another forward) is tried again, or called as a whole.
+transformers wraps both in a forward that builds two output objects and asks for losses, flags and outputs to record;
+with a small draft that is a tenth of the step. Called one after the other, and without what is wrapped around them, the
+halves give the same logits, and the final hidden state that heads read lies between them. Some models do more after the
+head (soft caps, scales): whether the halves are the whole is tried once per model, bit by bit, and a model of which
+they are not is called as a whole. A model that has been changed since (a new head, a hook, another forward) is tried
+again, or called as a whole.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,9 @@ _SEEN: WeakKeyDictionary[PreTrainedModel, _Seen] = WeakKeyDictionary()
 
 
 def halves_of(model: PreTrainedModel) -> Halves | None:
-    """The halves of `model` as it is now, or None where they are not all of it: something follows the head, or hooks watch the model."""
+    """The halves of `model` as it is now, or None where they are not all of it: something follows the head, or hooks
+    watch the model.
+    """
     if _is_watched(model) or hasattr(model, "_hf_hook"):
         return None
     body, head = model.base_model, model.get_output_embeddings()
@@ -62,13 +65,23 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     """
     head = model.get_output_embeddings()
     if head is None:
-        raise ValueError(f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with AutoModelForCausalLM")
+        raise ValueError(
+            f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with "
+            "AutoModelForCausalLM"
+        )
     return head
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Would calling the bare forward of its class miss something: hooks, or a forward of this object's own (torch.compile, accelerate)?"""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module._compiled_call_impl is not None)
+    """Would calling the bare forward of its class miss something: hooks, or a forward of this object's own
+    (torch.compile, accelerate)?
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or module._compiled_call_impl is not None
+    )
 
 
 def _tried(model: PreTrainedModel, body: nn.Module, head: nn.Module) -> Halves | None:
@@ -77,7 +90,9 @@ def _tried(model: PreTrainedModel, body: nn.Module, head: nn.Module) -> Halves |
         return None
     bare = Halves(partial(unwrap(type(body).forward), body), head)
     wrapped = Halves(body, head)
-    return next((halves for halves in ([wrapped] if _is_watched(body) else [bare, wrapped]) if _is_whole(halves, model)), None)
+    return next(
+        (halves for halves in ([wrapped] if _is_watched(body) else [bare, wrapped]) if _is_whole(halves, model)), None
+    )
 
 
 @torch.inference_mode()
@@ -90,8 +105,11 @@ def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
         positions = torch.arange(first, end, device=device)[None]
         try:
             expected = model(input_ids=ids, past_key_values=whole, use_cache=True).logits
-            states = halves.body(input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions).last_hidden_state
-        except (AttributeError, KeyError, TypeError, ValueError):  # it needs what was wrapped around it, or another cache
+            states = halves.body(
+                input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions
+            ).last_hidden_state
+        # it needs what was wrapped around it, or another cache
+        except (AttributeError, KeyError, TypeError, ValueError):
             return False
         if states.device != expected.device or not torch.equal(halves.head(states), expected):
             return False

@@ -1,16 +1,19 @@
 """Whether a model's cache can be trusted: tried once per model, with one text, before the first sequence.
 
-transformers has models whose forward takes a cache and ignores it (RWKV), or another cache than the common one (xLSTM, Reformer), and
-models whose forward of several tokens is not the forwards of each of them (Mamba, Zamba2, a choice among keys that tie). Their output would
-be wrong without a word. So a text is fed through the cache as decoding feeds it (a prompt, single tokens, drafts of 20, roll-backs), and
-the logits of every row are held against those of one forward without a cache.
+transformers has models whose forward takes a cache and ignores it (RWKV), or another cache than the common one (xLSTM,
+Reformer), and models whose forward of several tokens is not the forwards of each of them (Mamba, Zamba2, a choice among
+keys that tie). Their output would be wrong without a word. So a text is fed through the cache as decoding feeds it (a
+prompt, single tokens, drafts of 20, roll-backs), and the logits of every row are held against those of one forward
+without a cache.
 
-An error is the largest difference of a row's logits, as a share of their standard deviation over the vocabulary. In float32 and float64 no
-row may show more than rounding: a float64 model's float32 parts leave 5e-5, and Zamba2's two forwards, which clamp their time steps
-differently, part by 5e-4 to 4e-2. In half precision, where many a row chooses another expert of a mixture, the median row of each feed must
-show less than a wrong cache leaves (0.3 and more); a model that keeps states, which recover from a wrong feed, may have no row that does.
+An error is the largest difference of a row's logits, as a share of their standard deviation over the vocabulary. In
+float32 and float64 no row may show more than rounding: a float64 model's float32 parts leave 5e-5, and Zamba2's two
+forwards, which clamp their time steps differently, part by 5e-4 to 4e-2. In half precision, where many a row chooses
+another expert of a mixture, the median row of each feed must show less than a wrong cache leaves (0.3 and more); a
+model that keeps states, which recover from a wrong feed, may have no row that does.
 
-A text of 150 tokens does not show everything: where a config says that keys are chosen in a way that ties, the model is refused by it.
+A text of 150 tokens does not show everything: where a config says that keys are chosen in a way that ties, the model is
+refused by it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +34,23 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionar
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
 _LENGTH = 150
 """Tokens of the text, where the model's context has room for them."""
-_FEEDS = ((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43), (43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104))
-"""(length to roll back to, length to feed up to), one after the other; what is rolled back was wrong. The rest of the text comes last: at
-once, or one by one into a model that keeps states, whose steps and longer feeds are two different computations.
+_FEEDS = (
+    (0, 30),
+    (30, 31),
+    (31, 32),
+    (32, 53),
+    (40, 41),
+    (41, 43),
+    (43, 64),
+    (60, 81),
+    (81, 102),
+    (81, 82),
+    (82, 103),
+    (103, 104),
+)
+"""(length to roll back to, length to feed up to), one after the other; what is rolled back was wrong. The rest of the
+text comes last: at once, or one by one into a model that keeps states, whose steps and longer feeds are two different
+computations.
 """
 _STEPWISE_LENGTH = 64
 """Tokens of the text that are fed again, one at a time, where longer feeds are wrong."""
@@ -47,7 +64,9 @@ _MANY_ROWS = 5
 _WRONG = 0.5
 """A cache that is wrong changes logits by their whole spread."""
 _MANY_HEADS = 16
-"""An indexer of h heads scores a key exactly 0 with a probability of 2^-h: from so many on, no two keys of a row tie."""
+"""An indexer of h heads scores a key exactly 0 with a probability of 2^-h: from so many on, no two keys of a row
+tie.
+"""
 
 
 @runtime_checkable
@@ -83,10 +102,11 @@ class _Feed(NamedTuple):
 
 
 def check_cache(cached: _Cached) -> None:
-    """Raise ValueError unless forwards through the cache give what forwards without one do; a model that passed is not tried again.
+    """Raise ValueError unless forwards through the cache give what forwards without one do; a model that passed is not
+    tried again.
 
-    Where feeds of several tokens fail, and a prompt followed by single tokens gives what transformers' own cache gives, `is_stepwise` is
-    set.
+    Where feeds of several tokens fail, and a prompt followed by single tokens gives what transformers' own cache gives,
+    `is_stepwise` is set.
     """
     model, passed = cached.model, _PASSED.setdefault(cached.model, {})
     if type(cached) not in passed:
@@ -99,14 +119,23 @@ def check_cache(cached: _Cached) -> None:
 
 
 def _check_choice_of_keys(cached: _Cached) -> None:
-    """Raise ValueError for attention to a few keys that tie: which of them it sees differs from one forward to another."""
+    """Raise ValueError for attention to a few keys that tie: which of them it sees differs from one forward to
+    another.
+    """
     config = cached.model.config.get_text_config()
     num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
-    if num_kept is not None and num_kept < cached.max_length:  # Doge scores keys by their values, which hold no position
-        raise _refusal(cached, f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens, and keys of equal tokens tie")
+    # Doge scores keys by their values, which hold no position
+    if num_kept is not None and num_kept < cached.max_length:
+        raise _refusal(
+            cached,
+            f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens, and keys of equal tokens tie",
+        )
     num_heads = getattr(config, "index_n_heads", _MANY_HEADS)
-    if num_indexed is not None and num_indexed < cached.max_length and num_heads < _MANY_HEADS:  # DeepSeek's indexer, which has a ReLU
-        what = f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {cached.max_length:.0f} tokens"
+    # DeepSeek's indexer, which has a ReLU
+    if num_indexed is not None and num_indexed < cached.max_length and num_heads < _MANY_HEADS:
+        what = (
+            f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {cached.max_length:.0f} tokens"
+        )
         raise _refusal(cached, f"{what}, and scores of 0 tie")
 
 
@@ -115,14 +144,17 @@ def _must_be_stepwise(cached: _Cached) -> bool:
     error, most = _tried(cached, 0), _most(cached)
     if not any(map(is_written, cached._cache.layers)):
         raise _refusal(cached, "its forward ignores the cache")
-    if error > most and cached.model.dtype == torch.float32:  # a choice of experts that ties up to rounding is in one text, not in two
+    # a choice of experts that ties up to rounding is in one text, not in two
+    if error > most and cached.model.dtype == torch.float32:
         error = min(error, _tried(cached, 1))
     if error <= most:
         return False
     cached.is_stepwise = True
     of_steps, of_generation = _tried_stepwise(cached)
     if of_steps > most or of_generation > _WRONG:
-        raise _refusal(cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+        raise _refusal(
+            cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread"
+        )
     return True
 
 
@@ -134,7 +166,9 @@ def _tried(cached: _Cached, seed: int) -> float:
 
 
 def _tried_stepwise(cached: _Cached) -> tuple[float, float]:
-    """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those against none."""
+    """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those
+    against none.
+    """
     with _failing_plainly(cached):
         tokens = _text(cached, _STEPWISE_LENGTH, 0)
         expected = _with_own_cache(cached, tokens)
@@ -158,7 +192,11 @@ def _most(cached: _Cached) -> float:
     """The most error that passes."""
     if cached.model.dtype not in _FULL_PRECISION:
         return _WRONG if _has_states(cached) else _MOST_IN_HALF_PRECISION
-    is_tf32 = cached.model.dtype == torch.float32 and cached.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_tf32 = (
+        cached.model.dtype == torch.float32
+        and cached.device.type == "cuda"
+        and torch.get_float32_matmul_precision() != "highest"
+    )
     return _MOST_TF32_ROUNDING if is_tf32 else _MOST_ROUNDING
 
 
@@ -171,7 +209,9 @@ def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
     return max((float(group.median()) for group in groups), default=0.0)
 
 
-def _errors(cached: _Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]) -> Iterator[Float[Tensor, " row"]]:
+def _errors(
+    cached: _Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]
+) -> Iterator[Float[Tensor, " row"]]:
     """The error of each row that follows right tokens only, feed by feed; the prompt's say nothing of the cache."""
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
@@ -204,7 +244,8 @@ def _feeds(length: int, *, has_states: bool) -> Iterator[_Feed]:
 def _text(cached: _Cached, length: int, seed: int) -> list[int]:
     """As many tokens as the context has room for, of a few low ids: a high one may stand for an image.
 
-    They all have the same rotary frequencies: beyond the bound, forwards with a cache and without are not meant to be equal.
+    They all have the same rotary frequencies: beyond the bound, forwards with a cache and without are not meant to be
+    equal.
     """
     num_ids, frequencies = cached.model.config.get_text_config().vocab_size, frequencies_of(cached.model)
     room = cached.max_length if frequencies is None else min(cached.max_length, frequencies.bound)
@@ -228,7 +269,9 @@ def _with_own_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "po
 
 
 def _logits(cached: _Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
-    """The model's own forward of tokens that begin at position `start`, which is said to a model that takes positions."""
+    """The model's own forward of tokens that begin at position `start`, which is said to a model that takes
+    positions.
+    """
     ids = torch.tensor([tokens], device=cached.device)
     positions = torch.arange(start, start + len(tokens), device=cached.device)[None]
     placed = {"position_ids": positions} if "position_ids" in signature(type(cached.model).forward).parameters else {}
@@ -250,4 +293,6 @@ def is_written(layer: Any) -> bool:
 
 
 def _refusal(cached: _Cached, why: str) -> ValueError:
-    return ValueError(f"{type(cached.model).__name__} cannot be decoded by a {type(cached).__name__}: {why}; {cached.remedy}")
+    return ValueError(
+        f"{type(cached.model).__name__} cannot be decoded by a {type(cached).__name__}: {why}; {cached.remedy}"
+    )

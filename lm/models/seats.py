@@ -1,9 +1,11 @@
-"""Law 4.5 for every sequence of a batch: one causal model, many sequences, each with its own length and its own roll-back.
+"""Law 4.5 for every sequence of a batch: one causal model, many sequences, each with its own length and its own
+roll-back.
 
-One padded forward feeds each sequence the tokens that its row of the cache lacks. Padding stands on the right; queries see the places of
-their own row up to their own position, so neither padding nor what was rolled back is ever seen. That is exact for full attention with
-positions that are told. Other models (windows, recurrent states, positions read off the mask) are refused, by kind of cache or because
-their logits in a batch are not those of each sequence alone, which is tried once per model.
+One padded forward feeds each sequence the tokens that its row of the cache lacks. Padding stands on the right; queries
+see the places of their own row up to their own position, so neither padding nor what was rolled back is ever seen. That
+is exact for full attention with positions that are told. Other models (windows, recurrent states, positions read off
+the mask) are refused, by kind of cache or because their logits in a batch are not those of each sequence alone, which
+is tried once per model.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,15 @@ from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
 
 _CATCH_UP = 4
-"""Tokens beyond those whose logits are asked that a forward takes along; sequences that lack more are fed them first, by themselves."""
+"""Tokens beyond those whose logits are asked that a forward takes along; sequences that lack more are fed them first,
+by themselves.
+"""
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
-_FEEDS = (((0, (1, 2, 3)), (0, (2, 1))), ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))), ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))))
+_FEEDS = (
+    ((0, (1, 2, 3)), (0, (2, 1))),
+    ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))),
+    ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))),
+)
 """Of two sequences: (length to roll back to, tokens to hold), one feed after the other."""
 
 
@@ -79,7 +87,9 @@ class Seats:
         self._cache = DynamicCache(config=self.model.config)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
         if others or not self._cache.layers:
-            raise _refusal(self.model, f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
+            raise _refusal(
+                self.model, f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}"
+            )
         self._cache.layers = [RaggedLayer(max(num, 2)) for _ in self._cache.layers]
         self.seats = [Seat(self, row, cached) for row in range(num)]
         if self.model not in _PASSED:
@@ -92,7 +102,9 @@ class Seats:
         return self._forward(asks) if self._frequencies is None else self._forward_apart(asks)
 
     def _forward_apart(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
-        """`_forward` of all that have the near frequencies, then of all that have the far ones: a forward's longest row decides for all."""
+        """`_forward` of all that have the near frequencies, then of all that have the far ones: a forward's longest row
+        decides for all.
+        """
         planned = [ask.seat._keys.feeds(len(ask.seat), len(ask.token_ids), ask.num_rows) for ask in asks]  # type: ignore[union-attr]
         parts: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in asks]
         for is_far in (False, True):
@@ -100,7 +112,9 @@ class Seats:
             for place, feed in going:
                 if asks[place].seat._keys.begin(feed):  # type: ignore[union-attr]
                     asks[place].seat._length = 0
-            some = [Ask(asks[place].seat, asks[place].token_ids[: feed.end], max(1, feed.num_rows)) for place, feed in going]
+            some = [
+                Ask(asks[place].seat, asks[place].token_ids[: feed.end], max(1, feed.num_rows)) for place, feed in going
+            ]
             for (place, feed), logits in zip(going, self._forward(some) if some else (), strict=True):
                 if feed.num_rows:
                     parts[place].append((logits, asks[place].seat.hidden))
@@ -109,11 +123,17 @@ class Seats:
         return [torch.cat([logits for logits, _ in rows]) for rows in parts]
 
     def _forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
-        """Logits that follow each of the last `num_rows` tokens, in one forward and another for those that lack many tokens."""
+        """Logits that follow each of the last `num_rows` tokens, in one forward and another for those that lack many
+        tokens.
+        """
         for ask in asks:
             num_fed = len(ask.token_ids) - len(ask.seat)
             assert 1 <= ask.num_rows <= num_fed, f"{ask.num_rows} rows asked of {num_fed} fed tokens"
-        behind = [ask for ask in asks if len(ask.token_ids) - len(ask.seat) - ask.num_rows > _CATCH_UP and not self._spans(ask)]
+        behind = [
+            ask
+            for ask in asks
+            if len(ask.token_ids) - len(ask.seat) - ask.num_rows > _CATCH_UP and not self._spans(ask)
+        ]
         if behind:
             self._hidden_states([ask._replace(token_ids=ask.token_ids[: -ask.num_rows]) for ask in behind])
             for ask in behind:
@@ -135,9 +155,13 @@ class Seats:
 
     def _spans(self, ask: Ask) -> bool:
         """Would what is fed before its rows have other frequencies than they have?"""
-        return self._frequencies is not None and len(ask.token_ids) - ask.num_rows <= self._frequencies.bound < len(ask.token_ids)
+        return self._frequencies is not None and len(ask.token_ids) - ask.num_rows <= self._frequencies.bound < len(
+            ask.token_ids
+        )
 
-    def _hidden_states(self, asks: Sequence[Ask]) -> tuple[Float[Tensor, "asks width hidden"], Float[Tensor, "asks width vocab"] | None]:
+    def _hidden_states(
+        self, asks: Sequence[Ask]
+    ) -> tuple[Float[Tensor, "asks width hidden"], Float[Tensor, "asks width vocab"] | None]:
         """Feed what is lacking: final hidden states, and logits where the model is more than its halves."""
         fed = [list(ask.token_ids[len(ask.seat) :]) for ask in asks]
         width = max(map(len, fed))
@@ -186,19 +210,24 @@ def _check(seats: Seats, cached: CachedModel) -> None:
         try:
             ours = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise _refusal(seats.model, f"its forward fails with ragged rows ({type(error).__name__}: {error})") from error
+            raise _refusal(
+                seats.model, f"its forward fails with ragged rows ({type(error).__name__}: {error})"
+            ) from error
         for tokens, logits in zip(texts, ours, strict=True):
             cached.reset()
             alone = cached.forward(tokens)
             spread = max(float(alone.float().std()), torch.finfo(torch.float32).tiny)
             share = float((logits - alone).abs().max()) / spread
             if share > (1e-2 if seats.model.dtype in (torch.float32, torch.float64) else 0.5):
-                raise _refusal(seats.model, f"its logits in a batch differ from those alone by {share:.2g} of their spread")
+                raise _refusal(
+                    seats.model, f"its logits in a batch differ from those alone by {share:.2g} of their spread"
+                )
     cached.reset()
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} cannot be decoded in batches: {why}; only full attention rolls back sequence by sequence: "
+        f"{type(model).__name__} cannot be decoded in batches: {why}; only full attention rolls back sequence by "
+        "sequence: "
         "decode one prompt at a time"
     )

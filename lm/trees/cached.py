@@ -1,10 +1,11 @@
 """Law 4.5 for a tree: a causal model whose cache holds a prefix of the text, and after it nodes of one tree.
 
-One forward feeds what the cache lacks of the text, and nodes. A node sees the text and the nodes of its own path (a mask of four
-dimensions), and has the position that it would have in its path. Nodes may be added level by level, as a draft does, or all at once, as the
-target does; then the accepted path's keys and values are moved together behind the text, and the other nodes are forgotten. That is exact
-for full attention with positions that are told; other models are refused, by their kind of cache, or because their logits differ from those
-of each path by itself, which is tried once per model.
+One forward feeds what the cache lacks of the text, and nodes. A node sees the text and the nodes of its own path (a
+mask of four dimensions), and has the position that it would have in its path. Nodes may be added level by level, as a
+draft does, or all at once, as the target does; then the accepted path's keys and values are moved together behind the
+text, and the other nodes are forgotten. That is exact for full attention with positions that are told; other models are
+refused, by their kind of cache, or because their logits differ from those of each path by itself, which is tried once
+per model.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from lm.models.cached import CachedModel
 from lm.trees.tree import Tree
 
 _MOST_PENDING = 32
-"""Tokens of the text that are fed together with nodes; of a longer text (the prompt) the rest goes before, by itself."""
+"""Tokens of the text that are fed together with nodes; of a longer text (the prompt) the rest goes before, by
+itself.
+"""
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
 
@@ -55,7 +58,9 @@ class TreeModel(CachedModel):
         self._tree = Tree()
 
     def check_reach(self, num_prompt: int, num_new: int) -> None:
-        """Raise ValueError if trees along a text of so many tokens, the last of which is never fed, could cross a change of frequencies."""
+        """Raise ValueError if trees along a text of so many tokens, the last of which is never fed, could cross a
+        change of frequencies.
+        """
         # the prompt's last token may be fed with the first tree
         if self._keys is not None and self._keys.frequencies.crosses(num_prompt - 1, num_prompt + num_new - 1):
             what = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
@@ -76,7 +81,9 @@ class TreeModel(CachedModel):
             if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
                 self._empty()
             num_pending = len(token_ids) - (len(self) - len(self._tree))
-            assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
+            assert num_pending == 0 or not len(self._tree), (
+                "a text that has grown leaves its tree behind: roll back first"
+            )
             if num_pending > _MOST_PENDING:
                 self.forward(token_ids[:-1])
                 num_pending = 1
@@ -120,17 +127,25 @@ class TreeModel(CachedModel):
 
 
 def _check(cached: TreeModel) -> None:
-    """Raise ValueError unless a tree's logits are those that each of its paths has by itself, before and after a path is kept."""
+    """Raise ValueError unless a tree's logits are those that each of its paths has by itself, before and after a path
+    is kept.
+    """
     num_ids = cached.model.config.get_text_config().vocab_size
     text = [token % num_ids for token in _TEXT]
-    tree = Tree([token % num_ids for token in _TREE.tokens], _TREE.parents) if num_ids > max(_TREE.tokens) else Tree([0, 1, 0], [-1, -1, 1])
+    tree = (
+        Tree([token % num_ids for token in _TREE.tokens], _TREE.parents)
+        if num_ids > max(_TREE.tokens)
+        else Tree([0, 1, 0], [-1, -1, 1])
+    )
     path = tree.path(len(tree) - 1)
     try:
         first = cached.forward_tree(text, tree)[1:]
         cached.keep(path[:1])
         second = cached.forward([*text, *tree.tokens_of(path)], 1)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(cached.model, f"its forward fails with a mask for a tree ({type(error).__name__}: {error})") from error
+        raise _refusal(
+            cached.model, f"its forward fails with a mask for a tree ({type(error).__name__}: {error})"
+        ) from error
     ours = [*zip(map(tree.path, range(len(tree))), first, strict=True), (path, second[0])]
     for alone, logits in ours:
         cached.reset()
@@ -138,9 +153,14 @@ def _check(cached: TreeModel) -> None:
         spread = max(float(expected.float().std()), torch.finfo(torch.float32).tiny)
         share = float((logits - expected).abs().max()) / spread
         if not share <= (1e-2 if cached.model.dtype in (torch.float32, torch.float64) else 0.5):
-            raise _refusal(cached.model, f"its logits in a tree differ from those of a path alone by {share:.2g} of their spread")
+            raise _refusal(
+                cached.model, f"its logits in a tree differ from those of a path alone by {share:.2g} of their spread"
+            )
     cached.reset()
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(f"{type(model).__name__} cannot hold a tree of drafts: {why}; only full attention can: draft chains with this model")
+    return ValueError(
+        f"{type(model).__name__} cannot hold a tree of drafts: {why}; only full attention can: draft chains with this "
+        "model"
+    )

@@ -31,12 +31,16 @@ class Tree:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             if not ROOT <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}; a parent is {ROOT} (the text's last token) or an earlier node")
+                raise ValueError(
+                    f"node {node} has parent {parent}; a parent is {ROOT} (the text's last token) or an earlier node"
+                )
             depths.append(1 if parent == ROOT else depths[parent] + 1)
             children.setdefault(parent, []).append(node)
         for parent, nodes in children.items():
             if len({self.tokens[node] for node in nodes}) < len(nodes):
-                raise ValueError(f"node {parent} has children {[self.tokens[node] for node in nodes]}; siblings are distinct tokens")
+                raise ValueError(
+                    f"node {parent} has children {[self.tokens[node] for node in nodes]}; siblings are distinct tokens"
+                )
         object.__setattr__(self, "depths", depths)
         object.__setattr__(self, "_children", children)
 

@@ -1,10 +1,12 @@
-"""Verification of a tree of candidates: law 4.2 with several candidates for each place (EAGLE-2, arXiv 2406.16858; SpecInfer, 2305.09781).
+"""Verification of a tree of candidates: law 4.2 with several candidates for each place (EAGLE-2, arXiv 2406.16858;
+SpecInfer, 2305.09781).
 
-From the root on, with p the target's law after the node (warped by the `Sampling`), for the node's children x in turn, each with a fresh
-uniform r: go on to x if r <= p(x); else p(x) <- 0, and p is renormalised. Where every child is refused the next token is drawn from what
-is left of p; where there is none, from p. A candidate was chosen, not drawn (its q is 1), so each place emits x with probability p(x)
-whatever the candidates were: exactly the target's law, as long as the tree depends on the text alone. The candidates' own values are part
-of a tree that is a function of the text, so a policy may look at them (unlike law 4.3's chains).
+From the root on, with p the target's law after the node (warped by the `Sampling`), for the node's children x in turn,
+each with a fresh uniform r: go on to x if r <= p(x); else p(x) <- 0, and p is renormalised. Where every child is
+refused the next token is drawn from what is left of p; where there is none, from p. A candidate was chosen, not drawn
+(its q is 1), so each place emits x with probability p(x) whatever the candidates were: exactly the target's law, as
+long as the tree depends on the text alone. The candidates' own values are part of a tree that is a function of the
+text, so a policy may look at them (unlike law 4.3's chains).
 
 At temperature 0 this comes to: the longest path of the target's most probable tokens, then the target's own.
 """
@@ -52,7 +54,9 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> Tre
 
 
 def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Draws) -> list[float]:
-    """p(x) of each node of a path, which is what verification accepts it with as a first child; 0 or 1 at temperature 0."""
+    """p(x) of each node of a path, which is what verification accepts it with as a first child; 0 or 1 at temperature
+    0.
+    """
     rows = [p[tree.parents[node] + 1] for node in path]
     tokens = tree.tokens_of(path)
     if isinstance(draws, GreedyDraws):
@@ -74,7 +78,9 @@ def _refusals(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Draws)
 
 
 def _left(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Draws) -> Float[Tensor, " vocab"]:
-    """The law without these tokens, renormalised; the law itself where nothing is left, which rounding alone can bring about."""
+    """The law without these tokens, renormalised; the law itself where nothing is left, which rounding alone can bring
+    about.
+    """
     if isinstance(draws, GreedyDraws):
         return law
     left = law.clone()

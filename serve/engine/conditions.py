@@ -1,7 +1,8 @@
 """What of vLLM the plugin supports: everything else ends the start with one line that says what to set.
 
-Stopping per request needs a scheduler that waits for the drafts (its asynchronous twin has put placeholders for a fixed number of tokens in
-their place), the V1 runner (V2 drafts a fixed number, and trims by values of drawn tokens), and one process that decides.
+Stopping per request needs a scheduler that waits for the drafts (its asynchronous twin has put placeholders for a fixed
+number of tokens in their place), the V1 runner (V2 drafts a fixed number, and trims by values of drawn tokens), and one
+process that decides.
 """
 
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from serve import KEY
 
 TRIED = ("0.32",)
-"""Releases of vLLM whose proposer has been read and tested; others are refused, since its methods are no public interface."""
+"""Releases of vLLM whose proposer has been read and tested; others are refused, since its methods are no public
+interface.
+"""
 _ONE_PROCESS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
 _MODES = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction", "disable_padded_drafter_batch")
 
@@ -31,7 +34,8 @@ def check(config: Any, version: str) -> None:
     if drafting is None or drafting.method != "draft_model":
         method = None if drafting is None else drafting.method
         _refuse(
-            f'it stops the drafts of a draft model, and the speculative method is {method}; set --speculative-config \'{{"method": '
+            f"it stops the drafts of a draft model, and the speculative method is {method}; set --speculative-config "
+            f'\'{{"method": '
             '"draft_model", "model": DRAFT, "num_speculative_tokens": 20, "draft_sample_method": "probabilistic"}\''
         )
     for name in _MODES:

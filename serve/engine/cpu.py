@@ -1,6 +1,8 @@
-"""Two faults of vLLM's CPU build that speculation meets, mended in the process that serves, in the releases of `conditions.TRIED` alone.
+"""Two faults of vLLM's CPU build that speculation meets, mended in the process that serves, in the releases of
+`conditions.TRIED` alone.
 
-expand_batch_to_tokens    its kernel writes into a copy, so that sampled verification reads temperature, top-k and top-p from memory that
+expand_batch_to_tokens    its kernel writes into a copy, so that sampled verification reads temperature, top-k and top-p
+                          from memory that
                           nobody wrote: the output has another law than the target's
 apply_top_k_only          asks for the largest k of no rows where a step verifies no drafts, which ends the engine
 """
@@ -22,7 +24,9 @@ def mend() -> None:
         topk_topp_sampler.apply_top_k_only = _of_rows(topk_topp_sampler.apply_top_k_only)
 
 
-def expanded(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float | int = 0, replace_to: float | int = 0) -> Tensor:
+def expanded(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float | int = 0, replace_to: float | int = 0
+) -> Tensor:
     """Each number of a batch as often as its request has tokens: [a, b] and ends [2, 3] give [a, a, b].
 
     Args:

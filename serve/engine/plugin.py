@@ -1,7 +1,7 @@
 """The entry point: vLLM calls `register` in each of its processes, before it makes anything.
 
-Nothing changes for a server whose `--additional-config` has no `acceptance_heads`. One that has it is checked where it is configured,
-before any model is loaded, so that what does not fit ends the start with one line.
+Nothing changes for a server whose `--additional-config` has no `acceptance_heads`. One that has it is checked where it
+is configured, before any model is loaded, so that what does not fit ends the start with one line.
 """
 
 from functools import wraps
@@ -11,7 +11,9 @@ from serve import KEY
 
 
 def register() -> None:
-    """Put the stopping proposer in the place of vLLM's, and the check behind its configuration; a second call changes nothing."""
+    """Put the stopping proposer in the place of vLLM's, and the check behind its configuration; a second call changes
+    nothing.
+    """
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode import draft_model

@@ -1,4 +1,6 @@
-"""The policies of a server, from vLLM's configuration: both where it is configured, which refuses, and in the process that drafts."""
+"""The policies of a server, from vLLM's configuration: both where it is configured, which refuses, and in the process
+that drafts.
+"""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +23,8 @@ def policies_of(config: Any) -> Policies:
     warn = logging.getLogger("vllm." + KEY).warning  # below vLLM's own, so that it prints where the server prints
     if drafting.draft_sample_method == "greedy":
         warn(
-            '%s: drafts are greedy, and accepted less often at temperature > 0; set "draft_sample_method": "probabilistic" in '
+            '%s: drafts are greedy, and accepted less often at temperature > 0; set "draft_sample_method": '
+            '"probabilistic" in '
             "--speculative-config",
             KEY,
         )
@@ -36,4 +39,8 @@ def policies_of(config: Any) -> Policies:
 
 def _description(model: Any, role: str) -> Callable[[], dict[str, Any]]:
     source = ModelSource(path=model.model, revision=model.revision)
-    return lambda: {"role": role, "path": model.model, **describe_model(source, trust_remote_code=model.trust_remote_code)}
+    return lambda: {
+        "role": role,
+        "path": model.model,
+        **describe_model(source, trust_remote_code=model.trust_remote_code),
+    }

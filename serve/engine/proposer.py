@@ -1,12 +1,12 @@
 """vLLM's proposer of a draft model, with drafts that end request by request.
 
-Four of its methods are overridden. `prepare_next_token_ids_padded` is where a step's verified tokens pass by; `propose` drafts for
-the whole batch; `_sample_draft_tokens`, once per draft step, sees hidden states and logits of every row, and leaves the loop once
-no row goes on. The first draft forward runs even where no row drafts, since it keeps the draft's cache in step. The runner takes
-lists of lists for drafts, and cuts the draft's probabilities to their lengths.
+Four of its methods are overridden. `prepare_next_token_ids_padded` is where a step's verified tokens pass by; `propose`
+drafts for the whole batch; `_sample_draft_tokens`, once per draft step, sees hidden states and logits of every row, and
+leaves the loop once no row goes on. The first draft forward runs even where no row drafts, since it keeps the draft's
+cache in step. The runner takes lists of lists for drafts, and cuts the draft's probabilities to their lengths.
 
-The class is made from vLLM's own at run time, so that this file can be imported without vLLM; and a server that does not ask for it loads
-nothing more of the project than this.
+The class is made from vLLM's own at run time, so that this file can be imported without vLLM; and a server that does
+not ask for it loads nothing more of the project than this.
 """
 
 from contextlib import suppress
@@ -23,7 +23,9 @@ class _NoneGoesOnError(Exception):
 
 
 def stopping(base: type) -> type:
-    """The proposer `base`, with drafts that end where policies say; without a configuration for them it is as it was."""
+    """The proposer `base`, with drafts that end where policies say; without a configuration for them it is as it
+    was.
+    """
 
     class StoppingProposer(base):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:

@@ -1,7 +1,7 @@
 """vLLM's batch, request by request, as the rows of a round.
 
-The runner asks for drafts before its bookkeeping, so that a request's own record lacks the tokens that the step has just sampled; they are
-counted from the step's output here.
+The runner asks for drafts before its bookkeeping, so that a request's own record lacks the tokens that the step has
+just sampled; they are counted from the step's output here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,11 @@ from serve.settings import Policies
 
 
 def rows_of(
-    sampled: Sequence[Sequence[int]], requests: Mapping[str, Any], batch: Any, is_discarded: Sequence[bool], policies: Policies
+    sampled: Sequence[Sequence[int]],
+    requests: Mapping[str, Any],
+    batch: Any,
+    is_discarded: Sequence[bool],
+    policies: Policies,
 ) -> list[Row]:
     """One row for each request of the batch.
 
@@ -56,4 +60,6 @@ def sampling_of(params: Any) -> Sampling:
     """A request's `SamplingParams` as the project writes a sampling."""
     if params.temperature < 1e-5:  # what vLLM takes for greedy
         return Sampling(temperature=0.0)
-    return Sampling(params.temperature, params.top_k if params.top_k > 0 else None, params.top_p if params.top_p < 1 else None)
+    return Sampling(
+        params.temperature, params.top_k if params.top_k > 0 else None, params.top_p if params.top_p < 1 else None
+    )

@@ -27,7 +27,10 @@ def refuse(config: Config) -> None:
 @pytest.fixture
 def yaml(tmp_path: Path) -> str:
     path = tmp_path / "experiment.yaml"
-    path.write_text("pair:\n  target: {path: big}\n  draft: {path: small}\n  sampling: {temperature: 0.5}\ntrainer: {max_epochs: 2}\n")
+    path.write_text(
+        "pair:\n  target: {path: big}\n  draft: {path: small}\n  sampling: {temperature: 0.5}\ntrainer: {max_epochs: "
+        "2}\n"
+    )
     return str(path)
 
 
@@ -49,7 +52,9 @@ def test_the_default_command_runs_without_a_name(yaml: str):
     assert (config.pair.draft.path, flag) == ("small", 1)
 
 
-@pytest.mark.parametrize("argument", [["--pair.tarqet.path", "x"], ["--heads.depths", "deep"], ["--pair.sampling.temperature", "warm"]])
+@pytest.mark.parametrize(
+    "argument", [["--pair.tarqet.path", "x"], ["--heads.depths", "deep"], ["--pair.sampling.temperature", "warm"]]
+)
 def test_an_unknown_key_or_a_wrong_type_exits_with_2(yaml: str, argument: list[str], capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         run({"show": show}, argv=["show", "--config", yaml, *argument])
@@ -62,7 +67,9 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.C
     assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
 
 
-def test_a_file_that_the_system_refuses_is_one_line_with_its_name(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_file_that_the_system_refuses_is_one_line_with_its_name(
+    yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     with pytest.raises(SystemExit, match="2"):
         run({"read": lambda config: tmp_path.read_text()}, argv=["read", "--config", yaml])
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}: Is a directory; check the path")
@@ -80,7 +87,9 @@ def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.Capt
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
     parser = parser_for(show)
-    assert config_of(parser, parser.parse_args(["--config", str(printed)])) == config_of(parser, parser.parse_args(["--config", yaml]))
+    assert config_of(parser, parser.parse_args(["--config", str(printed)])) == config_of(
+        parser, parser.parse_args(["--config", yaml])
+    )
 
 
 def test_a_command_without_a_config_parameter_takes_its_own_flags_only():
@@ -99,7 +108,10 @@ def test_without_a_config_the_message_says_where_to_start(capsys: pytest.Capture
 
 def test_a_reader_that_has_seen_enough_leaves_no_traceback():
     """As in `python -m data_gen stats … | head -1`."""
-    talk = "from configs.command import run; run({'talk': lambda: [print('x' * 1000) for _ in range(1000)]}, argv=['talk'])"
+    talk = (
+        "from configs.command import run; run({'talk': lambda: [print('x' * 1000) for _ in range(1000)]}, "
+        "argv=['talk'])"
+    )
     process = subprocess.Popen([sys.executable, "-c", talk], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
     process.stdout.close()

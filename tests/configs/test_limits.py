@@ -1,4 +1,6 @@
-"""Settings beyond their limits: every number of the YAML has one, and each is refused in one line before a command begins."""
+"""Settings beyond their limits: every number of the YAML has one, and each is refused in one line before a command
+begins.
+"""
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -81,8 +83,14 @@ def test_a_directory_that_is_a_file_is_refused(section: str, tmp_path: Path):
 
 def test_the_command_line_checks_limits_before_the_command_begins(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
-        run({"show": lambda config: 1 / 0}, argv=["show", "--pair.target.path", "a", "--pair.draft.path", "b", "--heads.batch_size", "0"])
-    assert capsys.readouterr().err == "error: heads.batch_size is 0; it must be a number, at least 1 and at most 1,000,000,000\n"
+        run(
+            {"show": lambda config: 1 / 0},
+            argv=["show", "--pair.target.path", "a", "--pair.draft.path", "b", "--heads.batch_size", "0"],
+        )
+    assert (
+        capsys.readouterr().err
+        == "error: heads.batch_size is 0; it must be a number, at least 1 and at most 1,000,000,000\n"
+    )
 
 
 def test_defaults_and_a_run_limited_by_steps_are_within_the_limits():

@@ -1,4 +1,6 @@
-"""URLs where a path belongs: each is refused in one line before anything is made, and names with a colon in them are no URLs."""
+"""URLs where a path belongs: each is refused in one line before anything is made, and names with a colon in them are no
+URLs.
+"""
 
 import os
 import re
@@ -35,15 +37,48 @@ from store.shards import write_atomic
 ROOT = Path(__file__, "../../..").resolve()
 PAIR = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"), micro=ModelSource(path="tiny"))
 CONFIG = Config(pair=PAIR)
-URLS = ("s3://bucket/run", "gs://bucket", "hf://owner/name", "https://host/x.jsonl", "file:///data/run", "S3://bucket", "s3:/bucket/run")
-NAMES = ("data/run", "C:/run", "C:\\run", "run:2/seed:0", "a:b", "../x", "/data/s3:/run", "2:/run", "owner/name", "~/run", "head:best")
-NO_PATHS = {f"pair.{model}.{name}" for model in ("target", "draft", "micro") for name in ("revision", "device_map")} | {"pair.gpus"}
-NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", "columns")} | {"data.template", "data.ray.address"}
+URLS = (
+    "s3://bucket/run",
+    "gs://bucket",
+    "hf://owner/name",
+    "https://host/x.jsonl",
+    "file:///data/run",
+    "S3://bucket",
+    "s3:/bucket/run",
+)
+NAMES = (
+    "data/run",
+    "C:/run",
+    "C:\\run",
+    "run:2/seed:0",
+    "a:b",
+    "../x",
+    "/data/s3:/run",
+    "2:/run",
+    "owner/name",
+    "~/run",
+    "head:best",
+)
+NO_PATHS = {f"pair.{model}.{name}" for model in ("target", "draft", "micro") for name in ("revision", "device_map")} | {
+    "pair.gpus"
+}
+NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", "columns")} | {
+    "data.template",
+    "data.ray.address",
+}
 NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_key_variable")}
 NO_PATHS |= {"heads.scalars", "decode.grid", "trainer"}
 """Settings that hold text and are no paths; `trainer` is Lightning's, which reads and writes URLs itself."""
-NO_PATH_FLAGS = {"data_gen import": {"split", "draft_key", "target_key"}, "data_gen stats": {"split"}, "heads push": {"repo"}}
-NO_PATH_FLAGS |= {"heads export": {"head", "metric"}, "decode generate": {"prompt", "policy"}, "evaluation replay_policy": {"policy"}}
+NO_PATH_FLAGS = {
+    "data_gen import": {"split", "draft_key", "target_key"},
+    "data_gen stats": {"split"},
+    "heads push": {"repo"},
+}
+NO_PATH_FLAGS |= {
+    "heads export": {"head", "metric"},
+    "decode generate": {"prompt", "policy"},
+    "evaluation replay_policy": {"policy"},
+}
 NO_PATH_FLAGS |= {
     "evaluation bench": {"batch", "policies", "families"},
     "evaluation evaluate": {"batch"},
@@ -94,7 +129,10 @@ def test_every_text_of_the_schema_is_a_path_or_known_to_be_none():
 @pytest.mark.parametrize("name", PATHS)
 def test_no_config_with_a_url_for_a_path_can_be_made(name: str):
     for url in URLS:
-        with pytest.raises(ValueError, match=rf"{name.removesuffix('.path') if 'prompts' in name else name} is '{url}', a URL, and only"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name.removesuffix('.path') if 'prompts' in name else name} is '{url}', a URL, and only",
+        ):
             with_text(name, url)
     for plain in NAMES:
         with_text(name, plain)
@@ -102,12 +140,18 @@ def test_no_config_with_a_url_for_a_path_can_be_made(name: str):
 
 def test_the_line_says_what_to_do():
     for value, name, remedy in (
-        ("s3://bucket/run", "data.dir", "only paths on this machine are taken; mount what s3:// leads to and name the mounted path"),
+        (
+            "s3://bucket/run",
+            "data.dir",
+            "only paths on this machine are taken; mount what s3:// leads to and name the mounted path",
+        ),
         ("file:///data/run", "data.dir", "only paths on this machine are taken; write the plain path, /data/run"),
     ):
         with pytest.raises(ValueError, match=remedy):
             check_local(value, name)
-    with pytest.raises(ValueError, match=r"only paths on this machine and hub ids \(owner/name\) are taken; write owner/name alone"):
+    with pytest.raises(
+        ValueError, match=r"only paths on this machine and hub ids \(owner/name\) are taken; write owner/name alone"
+    ):
         check_local("hf://owner/name", "pair.draft.path", may_be_on_hub=True)
     assert [local_path(name, "--out") for name in NAMES] == [Path(name) for name in NAMES]
 
@@ -136,7 +180,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothing(what: str, tmp_path: Path, monkeypatch):
+def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothing(
+    what: str, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is 's3:/+bucket/run', a URL, and only paths on this machine"):
         CALLS[what]()
@@ -144,12 +190,19 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
 
 
 def test_every_flag_that_holds_text_is_among_them_or_is_no_path():
-    rooms = {"data_gen": [import_data, make, plan, responses, stats, check], "heads": [export, import_, inspect_head, push]}
-    for room, commands in (rooms | {"evaluation": list(EVALUATION.values()), "decode": [generate], "recipes": [tiny]}).items():
+    rooms = {
+        "data_gen": [import_data, make, plan, responses, stats, check],
+        "heads": [export, import_, inspect_head, push],
+    }
+    for room, commands in (
+        rooms | {"evaluation": list(EVALUATION.values()), "decode": [generate], "recipes": [tiny]}
+    ).items():
         for command in commands:
             name = f"{room} {command.__name__.rstrip('_')}"
             hints = get_type_hints(command)
-            texts = {flag for flag in hints if flag != "return" and re.search(r"\bstr\b|<class 'str'>", str(hints[flag]))}
+            texts = {
+                flag for flag in hints if flag != "return" and re.search(r"\bstr\b|<class 'str'>", str(hints[flag]))
+            }
             for flag in texts - NO_PATH_FLAGS.get(name, set()):
                 assert any(call.startswith(name) and call.endswith(f"--{flag}") for call in CALLS), (name, flag)
 
@@ -166,7 +219,13 @@ def test_every_flag_that_holds_text_is_among_them_or_is_no_path():
 )
 def test_the_command_line_refuses_a_url_with_one_line_and_exit_code_2(argv: list[str], tmp_path: Path):
     argv = [str(ROOT / argument) if argument.endswith(".py") else argument for argument in argv]
-    done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "is 's3://bucket/run', a URL" in done.stderr
@@ -175,7 +234,10 @@ def test_the_command_line_refuses_a_url_with_one_line_and_exit_code_2(argv: list
 
 def test_a_url_in_the_yaml_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture):
     path = tmp_path / "experiment.yaml"
-    path.write_text("pair:\n  target: {path: big}\n  draft: {path: small}\ndata: {prompts: [stories, {path: 's3://bucket/x.jsonl'}]}\n")
+    path.write_text(
+        "pair:\n  target: {path: big}\n  draft: {path: small}\ndata: {prompts: [stories, {path: "
+        "'s3://bucket/x.jsonl'}]}\n"
+    )
     with pytest.raises(SystemExit, match="2"):
         run({"show": lambda config: 1 / 0}, argv=["show", "--config", str(path)])
     assert capsys.readouterr().err.startswith(

@@ -1,4 +1,6 @@
-"""README and the pages of docs do not go stale: their commands parse, targets exist, and the script imports and calls what there is."""
+"""README and the pages of docs do not go stale: their commands parse, targets exist, and the script imports and calls
+what there is.
+"""
 
 import ast
 import inspect
@@ -33,12 +35,16 @@ def parse(commands: dict[str, Any], *, default: str | None = None, argv: list[st
     return name
 
 
-@pytest.mark.parametrize(("program", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+@pytest.mark.parametrize(
+    ("program", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
 def test_every_command_of_the_readme_parses(program: str, argv: list[str], monkeypatch: pytest.MonkeyPatch):
     assert program in PROGRAMS, f"{program} has a command line of its own, which would run here"
     parsed = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv})))
+    monkeypatch.setattr(
+        "configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv}))
+    )
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     else:
@@ -51,7 +57,10 @@ def test_every_room_has_a_command_in_the_readme():
 
 
 def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyPatch):
-    for argv in (["exprot", "--config", "configs/tiny.yaml"], ["export", "--config", "configs/tiny.yaml", "--heed", "x"]):
+    for argv in (
+        ["exprot", "--config", "configs/tiny.yaml"],
+        ["export", "--config", "configs/tiny.yaml", "--heed", "x"],
+    ):
         with pytest.raises((AssertionError, ArgumentError), match=r"exprot|heed"):
             test_every_command_of_the_readme_parses("heads", argv, monkeypatch)
 
@@ -75,4 +84,8 @@ def test_the_script_of_the_readme_imports_and_calls_what_there_is():
     policy = calls["HeadPolicy"]
     inspect.signature(names["HeadPolicy"]).bind(*policy.args, **{keyword.arg: None for keyword in policy.keywords})
     given = {keyword.arg for keyword in calls["target.generate"].keywords} & {"draft_model", "policy"}
-    assert given == {"draft_model", "policy"} <= inspect.signature(import_module("decode").speculative_generate).parameters.keys()
+    assert (
+        given
+        == {"draft_model", "policy"}
+        <= inspect.signature(import_module("decode").speculative_generate).parameters.keys()
+    )

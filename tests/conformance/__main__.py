@@ -1,8 +1,10 @@
-"""Print the table of families as Markdown: `python -m tests.conformance [--backend inductor | aot_eager | none] [family …]`.
+"""Print the table of families as Markdown: `python -m tests.conformance [--backend inductor | aot_eager | none] [family
+…]`.
 
-Every family of `families` is built as a tiny random model in float64 on the CPU and held against plain `generate` (`checks`), eager and
-compiled: with inductor, which decoding uses, half a minute a family on an idle core; aot_eager captures the same graphs and makes no C++ of
-them, which takes seconds. What is not exact ends the command with exit code 1.
+Every family of `families` is built as a tiny random model in float64 on the CPU and held against plain `generate`
+(`checks`), eager and compiled: with inductor, which decoding uses, half a minute a family on an idle core; aot_eager
+captures the same graphs and makes no C++ of them, which takes seconds. What is not exact ends the command with exit
+code 1.
 """
 
 import argparse
@@ -30,11 +32,15 @@ from tests.conformance.checks import (
 from tests.conformance.families import FAMILIES, WINDOW, Family, build
 
 CAPTION = (
-    f"float64 on the CPU, transformers {transformers.__version__}, torch {torch.__version__}. Exact: greedy output is plain `generate`'s "
-    "token by token, with a draft that is rejected and with the model as its own draft; sampled with itself as draft, every token is "
+    f"float64 on the CPU, transformers {transformers.__version__}, torch {torch.__version__}. Exact: greedy output is "
+    "plain `generate`'s "
+    "token by token, with a draft that is rejected and with the model as its own draft; sampled with itself as draft, "
+    "every token is "
     f"accepted. Prompts of {', '.join(str(case.num_prompt_tokens) for case in CASES)} tokens, answers of "
-    f"{', '.join(str(case.num_new_tokens) for case in CASES)}, drafts of {', '.join(str(case.draft_length) for case in CASES)}; eager "
-    f"through `SpeculativeDecoder` and, the texts with drafts of {LONG_DRAFT_LENGTH}, through `generate(custom_generate="
+    f"{', '.join(str(case.num_new_tokens) for case in CASES)}, drafts of "
+    f"{', '.join(str(case.draft_length) for case in CASES)}; eager "
+    f"through `SpeculativeDecoder` and, the texts with drafts of {LONG_DRAFT_LENGTH}, through "
+    "`generate(custom_generate="
     f"speculative_generate)`; compiled through the decoder. Windows and chunks are {WINDOW}."
 )
 _CAPACITY = 160
@@ -43,7 +49,9 @@ STEPWISE = "exact, one token at a time"
 
 
 class Row(NamedTuple):
-    """The outcome of one family; a cell is `exact`, perhaps with how, `refused: why`, `fails to compile: why` or WRONG."""
+    """The outcome of one family; a cell is `exact`, perhaps with how, `refused: why`, `fails to compile: why` or
+    WRONG.
+    """
 
     family: str
     cache: str
@@ -55,7 +63,9 @@ class Row(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; none: all")
-    parser.add_argument("--backend", choices=["inductor", "aot_eager", "none"], default="inductor", help="what compiles; none: nothing")
+    parser.add_argument(
+        "--backend", choices=["inductor", "aot_eager", "none"], default="inductor", help="what compiles; none: nothing"
+    )
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -73,8 +83,13 @@ def in_short(rows: Sequence[Row]) -> str:
     """The table with one row for each kind of cache and outcome."""
     outcomes: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        outcomes.setdefault((row.cache, *(cell.split(":")[0] for cell in (row.eager, row.compiled))), []).append(row.family)
-    lines = (f"| {cache} | {eager} | {compiled} | {', '.join(names)} |" for (cache, eager, compiled), names in outcomes.items())
+        outcomes.setdefault((row.cache, *(cell.split(":")[0] for cell in (row.eager, row.compiled))), []).append(
+            row.family
+        )
+    lines = (
+        f"| {cache} | {eager} | {compiled} | {', '.join(names)} |"
+        for (cache, eager, compiled), names in outcomes.items()
+    )
     return "\n".join(["| cache | eager | compiled | families |", "| --- | --- | --- | --- |", *lines])
 
 
@@ -86,9 +101,15 @@ def _print_row(family: Family, *, is_compiling: bool) -> Row:
     compiled = "not tried"
     if is_compiling:
         kind = partial(CompiledModel, capacity=_CAPACITY)
-        compiled = eager if eager.startswith("refused") else _cell(lambda: refusal_of(model, kind), lambda: assert_exact(model, kind))
+        compiled = (
+            eager
+            if eager.startswith("refused")
+            else _cell(lambda: refusal_of(model, kind), lambda: assert_exact(model, kind))
+        )
         torch._dynamo.reset()
-    num_runs = NUM_GENERATIONS * (len(CASES) * (eager.startswith("exact") + (compiled == "exact")) + len(LONG) * eager.startswith("exact"))
+    num_runs = NUM_GENERATIONS * (
+        len(CASES) * (eager.startswith("exact") + (compiled == "exact")) + len(LONG) * eager.startswith("exact")
+    )
     eager = STEPWISE if eager == "exact" and CachedModel(model).is_stepwise else eager
     row = Row(family.name, family.cache, eager, compiled, num_runs)
     print(f"| {' | '.join(map(str, row))} |", flush=True)

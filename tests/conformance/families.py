@@ -1,4 +1,5 @@
-"""Tiny random models of the families that transformers builds from a config, by kind of cache; windows and chunks are 8 tokens.
+"""Tiny random models of the families that transformers builds from a config, by kind of cache; windows and chunks are 8
+tokens.
 
 Of a few families there are two rows: their exactness depends on a size in their config.
 """
@@ -25,11 +26,37 @@ _SIZES = {
 _GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _MIXED = ["sliding_attention", "full_attention"]
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_NAMED_EXPERTS = {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
-_DEEPSEEK = _MLA | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+_NAMED_EXPERTS = {
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_MLA = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = _MLA | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _INDEXER = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 16}
-_MAMBA_2 = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_MAMBA_2 = {
+    "mamba_d_state": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+}
 _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _HYBRID = ["linear_attention", "full_attention"]
 
@@ -80,7 +107,10 @@ FULL = [
     Family("phi", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
     Family("stablelm", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
     Family("persimmon", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
-    *(Family(name, "full", {}) for name in ("apertus", "arcee", "bitnet", "diffllama", "ernie4_5", "glm", "hyperclovax", "jais2")),
+    *(
+        Family(name, "full", {})
+        for name in ("apertus", "arcee", "bitnet", "diffllama", "ernie4_5", "glm", "hyperclovax", "jais2")
+    ),
     *(Family(name, "full", {"head_dim": 8}) for name in ("nanochat", "olmo", "seed_oss")),
     *(Family(name, "full", {**_GPT2, "rotary_dim": 4}) for name in ("gptj", "codegen")),
     Family("gpt_neox_japanese", "full", {}),
@@ -92,7 +122,11 @@ FULL = [
     Family("gpt2", "full", _GPT2, "learned positions"),
     Family("opt", "full", {"ffn_dim": 32, "word_embed_proj_dim": 16}, "learned positions"),
     Family("gpt_bigcode", "full", _GPT2, "multi-query"),
-    Family("gpt_neo", "full", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
+    Family(
+        "gpt_neo",
+        "full",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
     Family("biogpt", "full", {}),
     Family("roberta", "full", {"is_decoder": True, "type_vocab_size": 1}, "offset positions"),
     Family("bloom", "full", {"n_layer": 2, "n_head": 4}, "ALiBi"),
@@ -108,24 +142,48 @@ EXPERTS = [
 ]
 EXPERTS += [
     Family(name, "full", _MOE | _NAMED_EXPERTS, "experts")
-    for name in ("glm4_moe", "ernie4_5_moe", "granitemoeshared", "flex_olmo", "minimax_m2", "phimoe", "solar_open", "hy_v3", "laguna")
+    for name in (
+        "glm4_moe",
+        "ernie4_5_moe",
+        "granitemoeshared",
+        "flex_olmo",
+        "minimax_m2",
+        "phimoe",
+        "solar_open",
+        "hy_v3",
+        "laguna",
+    )
 ]
 LATENT = [
     Family("deepseek_v2", "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     Family("deepseek_v3", "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     Family("minicpm3", "latent (MLA)", _MLA),
-    *(Family(name, "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1}) for name in ("glm4_moe_lite", "axk1", "youtu")),
+    *(
+        Family(name, "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1})
+        for name in ("glm4_moe_lite", "axk1", "youtu")
+    ),
 ]
 WINDOWS = [
     Family("mistral", "sliding", {"sliding_window": WINDOW}),
     Family("starcoder2", "sliding", {"sliding_window": WINDOW}),
     Family("phi3", "sliding", {"sliding_window": WINDOW}),
     *(Family(name, "sliding", {"sliding_window": WINDOW, "head_dim": 8}) for name in ("ministral", "ministral3")),
-    *(Family(name, "sliding", _MOE | {"sliding_window": WINDOW, "head_dim": 8}, "experts") for name in ("afmoe", "exaone_moe")),
+    *(
+        Family(name, "sliding", _MOE | {"sliding_window": WINDOW, "head_dim": 8}, "experts")
+        for name in ("afmoe", "exaone_moe")
+    ),
     Family("gemma2", "mixed", {"sliding_window": WINDOW, "head_dim": 8}, "soft-capped logits"),
     Family("gemma3_text", "mixed", {"sliding_window": WINDOW, "head_dim": 8, "layer_types": _MIXED}),
-    Family("qwen2", "mixed", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}, "max_window_layers"),
-    *(Family(name, "mixed", {"sliding_window": WINDOW, "head_dim": 8}) for name in ("cwm", "granite_swa", "vaultgemma")),
+    Family(
+        "qwen2",
+        "mixed",
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+        "max_window_layers",
+    ),
+    *(
+        Family(name, "mixed", {"sliding_window": WINDOW, "head_dim": 8})
+        for name in ("cwm", "granite_swa", "vaultgemma")
+    ),
     *(
         Family(name, "mixed", _MOE | _NAMED_EXPERTS | {"sliding_window": WINDOW, "head_dim": 8}, "experts")
         for name in ("granitemoe_swa", "cohere2_moe", "mimo_v2_flash")
@@ -145,7 +203,10 @@ WINDOWS = [
     Family("olmo3", "mixed", {"sliding_window": WINDOW, "layer_types": _MIXED}),
     Family("exaone4", "mixed", {"sliding_window": WINDOW, "layer_types": _MIXED}),
     Family(
-        "gpt_oss", "mixed", {"sliding_window": WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "sinks, experts"
+        "gpt_oss",
+        "mixed",
+        {"sliding_window": WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "sinks, experts",
     ),
     Family("modernbert-decoder", "mixed", {"local_attention": WINDOW, "layer_types": _MIXED}),
     Family(
@@ -166,8 +227,16 @@ STATES = [
     Family("mamba", "recurrent", {"state_size": 4}),
     Family("mamba2", "recurrent", {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4}),
     Family("falcon_mamba", "recurrent", {"state_size": 4}),
-    Family("recurrent_gemma", "recurrent and sliding", {"num_hidden_layers": 3, "attention_window_size": WINDOW, "lru_width": 16}),
-    Family("jamba", "recurrent and full", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}),
+    Family(
+        "recurrent_gemma",
+        "recurrent and sliding",
+        {"num_hidden_layers": 3, "attention_window_size": WINDOW, "lru_width": 16},
+    ),
+    Family(
+        "jamba",
+        "recurrent and full",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+    ),
     Family("bamba", "recurrent and full", {**_MAMBA_2, "attn_layer_indices": [1]}),
     Family(
         "granitemoehybrid",
@@ -206,11 +275,18 @@ STATES = [
     ),
     Family("olmo_hybrid", "recurrent and full", {"layer_types": _HYBRID}),
     Family("qwen3_5_text", "recurrent and full", {**_LINEAR, "head_dim": 8, "layer_types": _HYBRID}),
-    Family("qwen3_5_moe_text", "recurrent and full", {**_LINEAR, **_MOE, "head_dim": 8, "layer_types": _HYBRID}, "experts"),
+    Family(
+        "qwen3_5_moe_text", "recurrent and full", {**_LINEAR, **_MOE, "head_dim": 8, "layer_types": _HYBRID}, "experts"
+    ),
 ]
 OTHERS = [
     Family("deepseek_v32", "indexed", {**_DEEPSEEK, **_INDEXER, "first_k_dense_replace": 1}),
-    Family("deepseek_v32", "indexed", {**_DEEPSEEK, **_INDEXER, "index_n_heads": 4, "first_k_dense_replace": 1}, "few index heads"),
+    Family(
+        "deepseek_v32",
+        "indexed",
+        {**_DEEPSEEK, **_INDEXER, "index_n_heads": 4, "first_k_dense_replace": 1},
+        "few index heads",
+    ),
     Family("glm_moe_dsa", "indexed", {**_DEEPSEEK, **_INDEXER}),
     Family("deepseek_v4", "compressed", {}),
     Family(

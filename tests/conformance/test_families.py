@@ -10,12 +10,21 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, CompiledModel, Sampling, eos_ids_of
-from tests.conformance.checks import SHORT, Case, assert_exact, assert_greedy_in_transformers, plain, refusal_of, stranger
+from tests.conformance.checks import (
+    SHORT,
+    Case,
+    assert_exact,
+    assert_greedy_in_transformers,
+    plain,
+    refusal_of,
+    stranger,
+)
 from tests.conformance.families import FAMILIES, Family, build
 
 EXACT = [
-    "llama (grouped queries)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "bloom (ALiBi)", "mixtral (experts)", "deepseek_v3",
-    "mistral", "gemma2 (soft-capped logits)", "gemma3_text", "qwen2 (max_window_layers)", "gpt_oss (sinks, experts)", "llama4_text",
+    "llama (grouped queries)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "bloom (ALiBi)",
+    "mixtral (experts)", "deepseek_v3", "mistral", "gemma2 (soft-capped logits)", "gemma3_text",
+    "qwen2 (max_window_layers)", "gpt_oss (sinks, experts)", "llama4_text",
     "lfm2", "mamba", "mamba2", "jamba", "falcon_h1 (both in each layer)", "qwen3_next", "glm_moe_dsa", "gemma3n_text",
 ]  # fmt: skip
 COMPILED = [
@@ -44,7 +53,8 @@ def test_speculative_output_is_plain_generates(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))]
+    ("name", "case"),
+    [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))],
 )
 def test_speculative_generates_output_is_plain_generates(name, case):
     assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)
@@ -72,16 +82,22 @@ def test_a_compiled_model_refuses_states_that_padding_would_spoil():
     assert "decode.compile: false" in refusal
 
 
-@pytest.mark.parametrize("kind", [int, lambda id_: [39, id_], lambda id_: (id_, 39), lambda id_: torch.tensor([id_, 39])])
+@pytest.mark.parametrize(
+    "kind", [int, lambda id_: [39, id_], lambda id_: (id_, 39), lambda id_: torch.tensor([id_, 39])]
+)
 def test_generation_ends_at_any_of_the_models_eos_ids_however_they_are_given(kind):
     model = build(Family("llama", "full", {}))
     expected = plain(model, [5, 9, 3], 12)
     last = expected[4]
     eos = kind(last)
-    assert last in eos_ids_of(PretrainedConfig(eos_token_id=eos) if not isinstance(eos, torch.Tensor) else with_eos(eos))
+    assert last in eos_ids_of(
+        PretrainedConfig(eos_token_id=eos) if not isinstance(eos, torch.Tensor) else with_eos(eos)
+    )
     model.generation_config.eos_token_id = eos
     for target in (model, CachedModel(model)):
-        decoder = SpeculativeDecoder(target, ModelDrafter(stranger(), FixedLength(3)), sampling=Sampling(temperature=0.0))
+        decoder = SpeculativeDecoder(
+            target, ModelDrafter(stranger(), FixedLength(3)), sampling=Sampling(temperature=0.0)
+        )
         assert list(decoder.generate([5, 9, 3], 12).token_ids) == expected[: expected.index(last) + 1]
 
 
@@ -95,6 +111,8 @@ def test_padding_of_a_vocabulary_is_never_emitted():
     model = build(Family("llama", "full", {}))
     width = 20
     drafter = ModelDrafter(stranger(), FixedLength(3), vocab_size=width)
-    decoder = SpeculativeDecoder(model, drafter, sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset())
+    decoder = SpeculativeDecoder(
+        model, drafter, sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset()
+    )
     suppressed = list(range(width, 40))
     assert list(decoder.generate([5, 9, 3], 12).token_ids) == plain(model, [5, 9, 3], 12, suppress_tokens=suppressed)

@@ -1,4 +1,6 @@
-"""A toy pair on disk: two random Llamas of a few thousand parameters with one byte-level tokenizer, logits wide enough to be uneven."""
+"""A toy pair on disk: two random Llamas of a few thousand parameters with one byte-level tokenizer, logits wide enough
+to be uneven.
+"""
 
 import json
 from dataclasses import replace
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
 
 CHAT = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{{ m['content'] }}<end>{% else %}<u>{{ m['content'] }}\n{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{{ m['content'] }}<end>{% else %}<u>{{ m['content'] "
+    "}}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -69,7 +72,8 @@ def prompts_file(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         "".join(
-            json.dumps({"id": f"p{i}", "instruction": "Say it " + "again " * (i % 5), "input": "x" * (i % 3)}) + "\n" for i in range(12)
+            json.dumps({"id": f"p{i}", "instruction": "Say it " + "again " * (i % 5), "input": "x" * (i % 3)}) + "\n"
+            for i in range(12)
         )
     )
     return path
@@ -79,7 +83,11 @@ def prompts_file(tmp_path: Path) -> Path:
 def toy_config(toy_pair: Path, prompts_file: Path, tmp_path: Path) -> Config:
     """Eight training and four test prompts in shards of three, ten tokens each."""
     return Config(
-        pair=PairConfig(target=ModelSource(path=str(toy_pair / "target")), draft=ModelSource(path=str(toy_pair / "draft")), num_threads=1),
+        pair=PairConfig(
+            target=ModelSource(path=str(toy_pair / "target")),
+            draft=ModelSource(path=str(toy_pair / "draft")),
+            num_threads=1,
+        ),
         data=DataConfig(
             dir=str(tmp_path / "data"),
             prompts=str(prompts_file),

@@ -1,6 +1,7 @@
 """Mutants of the data stage: each breaks one law of 4.6.
 
-MUTANTS maps a name to the three arguments of `monkeypatch.setattr`; test_data_mutants.py says which test each of them fails.
+MUTANTS maps a name to the three arguments of `monkeypatch.setattr`; test_data_mutants.py says which test each of them
+fails.
 """
 
 import torch
@@ -77,7 +78,9 @@ def _drawn_before_warping(q_logits, uniform, sampling):
 
 def _cross_entropy_swapped(q, p, *, q_logits, p_logits):
     """H(p, q) instead of H(q, p)."""
-    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._replace(cross_entropy=cross_entropy(p_logits.float(), q_logits.float()))
+    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._replace(
+        cross_entropy=cross_entropy(p_logits.float(), q_logits.float())
+    )
 
 
 def _eos_dropped(self, requests, seed, progress):
@@ -111,10 +114,18 @@ MUTANTS = {
     "drawn_before_warping": (laws, "label_draft", _drawn_before_warping),
     "cross_entropy_swapped": (labeller, "label_joint", _cross_entropy_swapped),
     "draws_shared_by_shards": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
-    "responses_shared_by_shards": (conversation, "seed_of", lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn)),
+    "responses_shared_by_shards": (
+        conversation,
+        "seed_of",
+        lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn),
+    ),
     "coins_of_the_drafts_draws": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
     "coins_shared_by_mixes": (stages, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
-    "uniforms_shared_by_rows": (in_process, "uniforms", lambda seed, rows, steps: uniforms(seed, 1, steps).expand(rows, steps)),
+    "uniforms_shared_by_rows": (
+        in_process,
+        "uniforms",
+        lambda seed, rows, steps: uniforms(seed, 1, steps).expand(rows, steps),
+    ),
     "greedy_responses": (in_process, "draw", lambda probs, uniform: probs.argmax(-1)),
     "eos_dropped": (TargetInProcess, "respond", _eos_dropped),
     "padding_seen": (in_process, "left_padded", _padding_seen),

@@ -1,4 +1,6 @@
-"""A quick selection of `benchmarks.fuzz`: what users write, broken in some ways, is read or refused in a line that names the file."""
+"""A quick selection of `benchmarks.fuzz`: what users write, broken in some ways, is read or refused in a line that
+names the file.
+"""
 
 import pytest
 

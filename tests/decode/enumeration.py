@@ -1,8 +1,9 @@
-"""The exact law of a loop's output: walk every branch of its random choices with its probability, and toy models to walk on.
+"""The exact law of a loop's output: walk every branch of its random choices with its probability, and toy models to
+walk on.
 
-A `Branches` answers a loop's draws from a script and records what else it might have answered; `law_of` reruns the loop, depth first, until
-every branch was taken. The toys are context-dependent, and they really cache: logits depend on what was fed, not on what was asked, so that
-a cache that is off by one position changes the law.
+A `Branches` answers a loop's draws from a script and records what else it might have answered; `law_of` reruns the
+loop, depth first, until every branch was taken. The toys are context-dependent, and they really cache: logits depend on
+what was fed, not on what was asked, so that a cache that is off by one position changes the law.
 """
 
 import math
@@ -53,7 +54,11 @@ class Branches(Draws):
 
     def _answer(self, weights: list[float]) -> int:
         depth = len(self.answers)
-        answer = self._script[depth] if depth < len(self._script) else next(i for i, weight in enumerate(weights) if weight > 0)
+        answer = (
+            self._script[depth]
+            if depth < len(self._script)
+            else next(i for i, weight in enumerate(weights) if weight > 0)
+        )
         self.weights.append(weights)
         self.answers.append(answer)
         return answer
@@ -136,19 +141,25 @@ class ToyModel(CachedModel):
         self.fed += new
         prefixes = [tuple(self.fed[: len(self.fed) - num_rows + 1 + row]) for row in range(num_rows)]
         self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
-        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[:, : self.vocab_size]
+        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
+            :, : self.vocab_size
+        ]
 
     def forward_drawn(self, token: Tensor) -> Tensor:
         return self.forward([*self.fed, int(token)])
 
-    def law(self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]) -> dict[tuple[int, ...], float]:
+    def law(
+        self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]
+    ) -> dict[tuple[int, ...], float]:
         """The law of what this model alone generates: products of its probabilities over every sequence."""
         law: dict[tuple[int, ...], float] = {}
         open_ = {(): 1.0}
         for _ in range(length):
             grown = {}
             for tokens, probability in open_.items():
-                probs = sampling.probs(_logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size])
+                probs = sampling.probs(
+                    _logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size]
+                )
                 for token, prob in enumerate(probs.tolist()):
                     if prob > 0:
                         (law if token in eos_ids else grown)[(*tokens, token)] = probability * prob

@@ -1,4 +1,5 @@
-"""The loop, broken on purpose: each entry replaces one attribute of the real code, as `monkeypatch.setattr(*MUTANTS[name])` takes it.
+"""The loop, broken on purpose: each entry replaces one attribute of the real code, as
+`monkeypatch.setattr(*MUTANTS[name])` takes it.
 
 test_mutants.py says which named test each of them fails.
 """
@@ -72,7 +73,9 @@ def _drop_by_value(self, committed, max_tokens):
 
 
 def _learn_ahead(self, committed, max_tokens):
-    """A draft ends before the first token of which its own verification will reveal that it is likelier rejected than not."""
+    """A draft ends before the first token of which its own verification will reveal that it is likelier rejected than
+    not.
+    """
     proposal = _propose(self, committed, max_tokens)
     fed = committed + proposal.tokens
     p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)

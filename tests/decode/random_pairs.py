@@ -11,7 +11,13 @@ from transformers import (
     Qwen2Config,
 )
 
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 IDS = {"eos_token_id": None, "bos_token_id": 0, "pad_token_id": 0}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, **IDS, intermediate_size=32),
@@ -23,7 +29,9 @@ CONFIGS = {
 
 
 def random_pair(architecture: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A random target in float64 and a draft that is the same with noise on its weights, so that some drafts are accepted."""
+    """A random target in float64 and a draft that is the same with noise on its weights, so that some drafts are
+    accepted.
+    """
     target, draft = (AutoModelForCausalLM.from_config(CONFIGS[architecture]).double().eval() for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -40,7 +40,9 @@ def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
 def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
     prompts = PROMPTS * copies
-    source = TargetInProcess(model(1, 2), sampling, vocab_size=VOCAB, eos_ids=frozenset({EOS}), max_new_tokens=LIMIT, batch_size=64)
+    source = TargetInProcess(
+        model(1, 2), sampling, vocab_size=VOCAB, eos_ids=frozenset({EOS}), max_new_tokens=LIMIT, batch_size=64
+    )
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
     exchanges = [
         Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)

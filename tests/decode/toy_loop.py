@@ -1,4 +1,6 @@
-"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, every policy, every sampling."""
+"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, every policy,
+every sampling.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -111,19 +113,27 @@ class ToySeats:
     """A batch of toys, each of which feeds itself."""
 
     def __init__(self, model, num):
-        self.seats = [ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)]
+        self.seats = [
+            ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)
+        ]
 
     def forward(self, asks: list[Ask]):
         return [ask.seat.forward(ask.token_ids, ask.num_rows) for ask in asks]
 
 
-def decoder_of(policy: Policy, *, sampling: Sampling | None = None, eos_ids: Sequence[int] = (2,), length: int = 20) -> SpeculativeDecoder:
+def decoder_of(
+    policy: Policy, *, sampling: Sampling | None = None, eos_ids: Sequence[int] = (2,), length: int = 20
+) -> SpeculativeDecoder:
     """The real loop on two toys that disagree."""
     drafter = ModelDrafter(ToyModel(2), policy)
-    return SpeculativeDecoder(ToyModel(1), drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)
+    return SpeculativeDecoder(
+        ToyModel(1), drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length
+    )
 
 
-def law(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
+def law(
+    decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT
+) -> dict[tuple[int, ...], float]:
     """The loop's law, exactly; law 4.4 holds on every branch."""
 
     def play(draws: Draws) -> tuple[int, ...]:

@@ -37,7 +37,9 @@ class ToyTreeModel(ToyModel, TreeModel):
         self.forwards.append(len(new) + len(nodes))
         self.tree = tree
         self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
-        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[:, : self.vocab_size]
+        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
+            :, : self.vocab_size
+        ]
 
     def keep(self, path: list[int]) -> None:
         self.fed += self.tree.tokens_of(path)

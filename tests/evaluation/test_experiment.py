@@ -1,4 +1,6 @@
-"""What a config names is settled in one place: heads apart by name, each checked at every entrance, one way to override."""
+"""What a config names is settled in one place: heads apart by name, each checked at every entrance, one way to
+override.
+"""
 
 import json
 from dataclasses import replace
@@ -17,7 +19,16 @@ from heads.model.provenance import Provenance
 COMMANDS = GENERATE | MEASURE
 ROOT = Path(__file__, "../../..").resolve()
 FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
-SMALL = ["--decode.num_dev", "1", "--decode.num_test", "1", "--decode.max_new_tokens", "8", "--decode.max_draft_length", "4"]
+SMALL = [
+    "--decode.num_dev",
+    "1",
+    "--decode.num_test",
+    "1",
+    "--decode.max_new_tokens",
+    "8",
+    "--decode.max_draft_length",
+    "4",
+]
 TIMES = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05"]
 
 
@@ -84,14 +95,26 @@ def test_a_foreign_head_is_refused_at_every_entrance_before_anything_is_written(
     assert problem.startswith("error: the head ")
     assert "allow_foreign_heads" in problem
     assert (
-        ("0.25" in problem and "1.0" in problem) if what == "sampling" else ("somewhere/else" in problem and "checkpoints/tiny" in problem)
+        ("0.25" in problem and "1.0" in problem)
+        if what == "sampling"
+        else ("somewhere/else" in problem and "checkpoints/tiny" in problem)
     )
     assert not (tmp_path / "decode").exists()
 
 
 def test_one_setting_lets_foreign_heads_in(tmp_path, capsys):
-    path = saved(tmp_path / "head", draft=FOREIGN, target=FOREIGN, sampling={"temperature": 0.25, "top_k": None, "top_p": None})
-    argv = ["generate", *flags(tmp_path, path), *ENTRANCES["generate"], "--decode.allow_foreign_heads", "true", "--json", "true"]
+    path = saved(
+        tmp_path / "head", draft=FOREIGN, target=FOREIGN, sampling={"temperature": 0.25, "top_k": None, "top_p": None}
+    )
+    argv = [
+        "generate",
+        *flags(tmp_path, path),
+        *ENTRANCES["generate"],
+        "--decode.allow_foreign_heads",
+        "true",
+        "--json",
+        "true",
+    ]
     run(COMMANDS, argv=argv)
     assert json.loads(capsys.readouterr().out)["policy"] == "head"
 
@@ -122,7 +145,14 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_split
     file = tmp_path / "foreign.jsonl"
     file.write_text("".join(json.dumps({"id": i, "prompt": f"Prompt {i}"}) + "\n" for i in range(7)))
     parser = parser_for(COMMANDS["evaluate"])
-    where = ["--decode.datasets", json.dumps(["stories", str(file)]), "--decode.num_dev", "50", "--decode.num_test", "2"]
+    where = [
+        "--decode.datasets",
+        json.dumps(["stories", str(file)]),
+        "--decode.num_dev",
+        "50",
+        "--decode.num_test",
+        "2",
+    ]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where])))
     dev, test = (settled.prompts("foreign", split) for split in ("dev", "test"))
     assert (len(dev), len(test)) == (3, 2)
@@ -136,7 +166,16 @@ def test_every_set_of_several_to_train_on_is_home_and_keeps_its_splits(tmp_path)
         file.write_text("".join(json.dumps({"id": i, "question_": f"Prompt {i}"}) + "\n" for i in range(40)))
     homes = [{"path": str(files[name]), "columns": {"prompt": "question_"}, "weight": 2} for name in ("one", "two")]
     parser = parser_for(COMMANDS["evaluate"])
-    where = ["--data.prompts", json.dumps(homes), "--data.split_weights", "[2, 1, 1]", "--decode.num_dev", "1", "--decode.num_test", "2"]
+    where = [
+        "--data.prompts",
+        json.dumps(homes),
+        "--data.split_weights",
+        "[2, 1, 1]",
+        "--decode.num_dev",
+        "1",
+        "--decode.num_test",
+        "2",
+    ]
     every = ["--decode.datasets", json.dumps([str(file) for file in files.values()])]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *every])))
     assert [settled.is_home(name) for name in settled.datasets] == [True, True, False]

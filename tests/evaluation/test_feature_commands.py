@@ -1,4 +1,6 @@
-"""Commands on a feature draft: those of chains take it, hierarchies refuse it in one line, and so do settings that it cannot keep."""
+"""Commands on a feature draft: those of chains take it, hierarchies refuse it in one line, and so do settings that it
+cannot keep.
+"""
 
 import json
 from pathlib import Path
@@ -34,10 +36,29 @@ def called(name: str, kind: str, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), [("eagle", "null"), ("glide", "null"), ("eagle", "eagle1"), ("eagle", "eagle2"), ("glide", "cape"), ("draft", "cape")]
+    ("kind", "tree"),
+    [
+        ("eagle", "null"),
+        ("glide", "null"),
+        ("eagle", "eagle1"),
+        ("eagle", "eagle2"),
+        ("glide", "cape"),
+        ("draft", "cape"),
+    ],
 )
 def test_generate_writes_what_the_target_writes(kind, tree, capsys):
-    flags = ["--prompt", TEXT, "--max_new_tokens", "24", "--policy", "entropy:max_sqrt_entropy=0.4", "--json", "true", "--tree", tree]
+    flags = [
+        "--prompt",
+        TEXT,
+        "--max_new_tokens",
+        "24",
+        "--policy",
+        "entropy:max_sqrt_entropy=0.4",
+        "--json",
+        "true",
+        "--tree",
+        tree,
+    ]
     called("generate", kind, *flags, "--pair.sampling.temperature", "0", "--pair.target.dtype", "float32")
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     source = ModelSource(path="checkpoints/tiny/target", dtype="float32")
@@ -48,8 +69,26 @@ def test_generate_writes_what_the_target_writes(kind, tree, capsys):
 
 
 def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(capsys, tmp_path):
-    flags = ["--policies", "[fixed_length:k=2, heuristic]", "--num_prompts", "1", "--num_tokens", "4", "--samplings", "[sampled]"]
-    times = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05", "--decode.dir", str(tmp_path), "--heads.dir", str(tmp_path)]
+    flags = [
+        "--policies",
+        "[fixed_length:k=2, heuristic]",
+        "--num_prompts",
+        "1",
+        "--num_tokens",
+        "4",
+        "--samplings",
+        "[sampled]",
+    ]
+    times = [
+        "--decode.t_draft_s",
+        "0.01",
+        "--decode.t_target_s",
+        "0.05",
+        "--decode.dir",
+        str(tmp_path),
+        "--heads.dir",
+        str(tmp_path),
+    ]
     called("bench", "eagle", *flags, *times)
     (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert [arm["family"] for arm in cell["arms"]] == ["target_alone", "fixed_length", "heuristic"]
@@ -63,7 +102,11 @@ REFUSED = {
         ["--prompt", TEXT, "--pair.draft.path", "checkpoints/tiny/glide", "--tree", "eagle2"],
         "use CaPE's tree",
     ),
-    "compiled trees": ("generate", ["--prompt", TEXT, "--decode.compile", "true", "--tree", "eagle2"], "drafted eagerly"),
+    "compiled trees": (
+        "generate",
+        ["--prompt", TEXT, "--decode.compile", "true", "--tree", "eagle2"],
+        "drafted eagerly",
+    ),
     "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "true"], "runs eagerly"),
     "extra layers": ("generate", ["--prompt", TEXT, "--pair.draft.extra_layers", "2"], "extra_layers"),
 }
@@ -81,7 +124,14 @@ def test_what_a_feature_draft_cannot_do_is_refused_in_one_line(what, capsys, tmp
 
 
 def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_written(capsys, tmp_path):
-    flags = ["--config", "configs/tiny.yaml", "--pair.draft.path", "checkpoints/tiny/glide", "--data.dir", str(tmp_path / "data")]
+    flags = [
+        "--config",
+        "configs/tiny.yaml",
+        "--pair.draft.path",
+        "checkpoints/tiny/glide",
+        "--data.dir",
+        str(tmp_path / "data"),
+    ]
     with pytest.raises(SystemExit):
         run({"make": make}, default="make", argv=[*flags, "--data.mode", "sequential"])
     assert "a feature draft" in capsys.readouterr().err
@@ -89,8 +139,17 @@ def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_wri
 
 
 def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
-    small = [*("--data.num_train", "4"), *("--data.num_dev", "2"), *("--data.num_test", "2"), *("--data.max_new_tokens", "24")]
-    places = [*("--data.dir", str(tmp_path / "data")), *("--heads.dir", str(tmp_path / "run")), *("--decode.dir", str(tmp_path / "decode"))]
+    small = [
+        *("--data.num_train", "4"),
+        *("--data.num_dev", "2"),
+        *("--data.num_test", "2"),
+        *("--data.max_new_tokens", "24"),
+    ]
+    places = [
+        *("--data.dir", str(tmp_path / "data")),
+        *("--heads.dir", str(tmp_path / "run")),
+        *("--decode.dir", str(tmp_path / "decode")),
+    ]
     flags = ["--config", "configs/tiny.yaml", "--pair.draft.path", "checkpoints/tiny/eagle", *small, *places]
     run({"make": make}, default="make", argv=flags)
     written = {path: path.read_bytes() for path in sorted((tmp_path / "data").rglob("*.safetensors"))}
@@ -98,7 +157,11 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
         path.unlink()
     run({"make": make}, default="make", argv=flags)
     assert {path: path.read_bytes() for path in written} == written
-    sweep = [*("--heads.depths", "[0]"), *("--heads.reject_weights", "[1]"), *("--heads.timings", "[fed, drawn, candidate]")]
+    sweep = [
+        *("--heads.depths", "[0]"),
+        *("--heads.reject_weights", "[1]"),
+        *("--heads.timings", "[fed, drawn, candidate]"),
+    ]
     sweep += [*("--heads.embeddings", "[true]"), *("--heads.specdec", "false")]
     run(
         {"train": train},

@@ -1,4 +1,6 @@
-"""Intervals of predictions: prompts, the choice on dev and the times are drawn anew together, for all competitors alike."""
+"""Intervals of predictions: prompts, the choice on dev and the times are drawn anew together, for all competitors
+alike.
+"""
 
 import numpy as np
 import pytest
@@ -49,9 +51,15 @@ def test_a_family_of_several_policies_is_the_best_of_them_on_dev():
 
 def test_an_unsure_time_widens_what_depends_on_it_and_nothing_else():
     drafting = noisy(3.0, 7)
-    plain, looking = (SplitWork(*[work(drafting, stopping=share, kind=kind)] * 2) for share, kind in ((0.0, ""), (0.3, "entropy")))
+    plain, looking = (
+        SplitWork(*[work(drafting, stopping=share, kind=kind)] * 2) for share, kind in ((0.0, ""), (0.3, "entropy"))
+    )
     spread = {}
-    for name, errors in {"sure": CERTAIN, "stop": TimeErrors(stopping={"entropy": 0.5}), "draft": TimeErrors(drafting=0.2)}.items():
+    for name, errors in {
+        "sure": CERTAIN,
+        "stop": TimeErrors(stopping={"entropy": 0.5}),
+        "draft": TimeErrors(drafting=0.2),
+    }.items():
         resamples = Resamples(NUM, NUM, errors)
         base, own = resamples.throughput([plain]), resamples.throughput([looking])
         spread[name] = gain_of(0.0, base, own).standard_error, base.std()
@@ -61,16 +69,22 @@ def test_an_unsure_time_widens_what_depends_on_it_and_nothing_else():
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
-    """Two families of one setting each, true gain 10 %: of 300 intervals at 95 %, fewer than 273 or more than 297 has probability 0.2 %."""
+    """Two families of one setting each, true gain 10 %: of 300 intervals at 95 %, fewer than 273 or more than 297 has
+    probability 0.2 %.
+    """
     hits = 0
     for seed in range(300):
         generator = np.random.default_rng(seed)
         base = generator.gamma(9.0, size=(1, NUM)) + 1
         own = base / 1.1 * generator.normal(1.0, 0.05, size=(1, NUM))
-        competitors = [SplitWork(*[Work(np.full((1, NUM), 10), each, 0 * each, 0 * each, "")] * 2) for each in (base, own)]
+        competitors = [
+            SplitWork(*[Work(np.full((1, NUM), 10), each, 0 * each, 0 * each, "")] * 2) for each in (base, own)
+        ]
         resamples = Resamples(NUM, NUM, CERTAIN, num=800, seed=seed)
         gain = gain_of(0.1, *(resamples.throughput([one]) for one in competitors))
-        low, high = np.percentile(resamples.throughput([competitors[1]]) / resamples.throughput([competitors[0]]) - 1, [2.5, 97.5])
+        low, high = np.percentile(
+            resamples.throughput([competitors[1]]) / resamples.throughput([competitors[0]]) - 1, [2.5, 97.5]
+        )
         assert gain.low <= low <= high <= gain.high
         hits += low <= 0.1 <= high
     assert 273 <= hits <= 297

@@ -1,5 +1,5 @@
-"""Every trace of a pair of toys with its probability, enumerated by its definition (law 4.10): a response from p; outcomes min(1, q/p);
-rejected draws from norm(max(0, q - p)); branches from q. All become rows of one trace.
+"""Every trace of a pair of toys with its probability, enumerated by its definition (law 4.10): a response from p;
+outcomes min(1, q/p); rejected draws from norm(max(0, q - p)); branches from q. All become rows of one trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,10 @@ class Toys:
         if accepted < 1 - 1e-12:
             for token, prob in enumerate(residual_probs(q=p, p=q).tolist()):
                 if prob > 0:
-                    variants += [((1 - accepted) * prob * weight, branch) for weight, branch in self.branches(prefix, token, room)]
+                    variants += [
+                        ((1 - accepted) * prob * weight, branch)
+                        for weight, branch in self.branches(prefix, token, room)
+                    ]
         return variants
 
     def branches(self, prefix: tuple[int, ...], token: int, room: int) -> Iterator[Variant]:
@@ -71,7 +74,10 @@ class Toys:
             return
         for follower, prob in enumerate(self.probs("q", (*prefix, token)).tolist()):
             if prob > 0:
-                yield from ((prob * weight, (first, *rest)) for weight, rest in self.branches((*prefix, token), follower, room - 1))
+                yield from (
+                    (prob * weight, (first, *rest))
+                    for weight, rest in self.branches((*prefix, token), follower, room - 1)
+                )
 
     def trace(self) -> tuple[np.ndarray, Trace]:
         """The probability of each row, and the trace that has them all."""

@@ -1,4 +1,6 @@
-"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads have something to learn."""
+"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads have
+something to learn.
+"""
 
 import json
 import os
@@ -88,7 +90,8 @@ def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, *
         pair=PairConfig(target=ModelSource(path="made-up/target"), draft=ModelSource(path="made-up/draft")),
         data=DataConfig(dir=str(data_dir)),
         heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
-        trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"} | (trainer or {}),
+        trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
+        | (trainer or {}),
     )
 
 
@@ -115,9 +118,17 @@ def command(config: Config, folder: Path) -> list[str]:
 
 def environment(*folders: Path) -> dict[str, str]:
     """Of a process that runs `command`, and finds modules in some folders as well."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "heads", *folders)))}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "heads", *folders))),
+    }
 
 
 def train_by_command(config, folder: Path, *flags: str) -> dict[str, Any]:
     """What `python train.py --config FILE FLAGS` returns, in this process."""
-    return run({"train": train}, default="train", argv=["--config", str(write_yaml(config, folder)), *flags], trainer=pl.Trainer)
+    return run(
+        {"train": train},
+        default="train",
+        argv=["--config", str(write_yaml(config, folder)), *flags],
+        trainer=pl.Trainer,
+    )

@@ -55,7 +55,9 @@ def modules() -> dict[str, Module]:
 
 
 def imported(module: Module, known: dict[str, Module]) -> set[str]:
-    """Names of the project's modules that a module imports; a package's `__init__` counts only where a name is taken from it directly."""
+    """Names of the project's modules that a module imports; a package's `__init__` counts only where a name is taken
+    from it directly.
+    """
     names = set()
     for full in module.imports():
         owner = full if full in known else full.rpartition(".")[0]

@@ -1,4 +1,6 @@
-"""The page of the laws and the code that cites them belong together: no citation without a law, no law without its files and its tests."""
+"""The page of the laws and the code that cites them belong together: no citation without a law, no law without its
+files and its tests.
+"""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ def citing_files() -> Iterator[Path]:
 
 
 def test_every_law_that_the_code_cites_stands_on_the_page():
-    unknown = {str(path.relative_to(ROOT)): cited(path.read_text(encoding="utf-8")) - LAWS.keys() for path in citing_files()}
+    unknown = {
+        str(path.relative_to(ROOT)): cited(path.read_text(encoding="utf-8")) - LAWS.keys() for path in citing_files()
+    }
     assert {path: numbers for path, numbers in unknown.items() if numbers} == {}
 
 
@@ -59,4 +63,9 @@ def names_of_tests() -> Iterator[str]:
 
 
 def test_a_citation_of_several_laws_is_read_whole():
-    assert cited("the loop (laws 4.2, 4.4 and 4.8b) and law 4.12, but not version 4.13") == {"4.2", "4.4", "4.8b", "4.12"}
+    assert cited("the loop (laws 4.2, 4.4 and 4.8b) and law 4.12, but not version 4.13") == {
+        "4.2",
+        "4.4",
+        "4.8b",
+        "4.12",
+    }

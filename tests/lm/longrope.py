@@ -1,4 +1,6 @@
-"""Tiny random models whose rotary frequencies change at 16 tokens, and what plain `generate` says of any text (`lm.frequencies`)."""
+"""Tiny random models whose rotary frequencies change at 16 tokens, and what plain `generate` says of any text
+(`lm.frequencies`).
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -44,10 +46,17 @@ def said_by_generate(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequ
     """Plain generate's logits after the prompt, and after each of `tokens`, which it is made to say."""
     said = [*tokens, 0]
     forced = lambda _, ids: [said[len(ids) - len(prompt)]]  # noqa: E731
-    how: dict[str, Any] = {"max_new_tokens": len(said), "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    how: dict[str, Any] = {
+        "max_new_tokens": len(said),
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     return torch.cat(model.generate(torch.tensor([list(prompt)]), prefix_allowed_tokens_fn=forced, **how).logits)
 
 
 def greedy_of(model: PreTrainedModel, prompt: Sequence[int], length: int) -> tuple[int, ...]:
     """What plain generate says."""
-    return tuple(model.generate(torch.tensor([list(prompt)]), max_new_tokens=length, do_sample=False)[0, len(prompt) :].tolist())
+    return tuple(
+        model.generate(torch.tensor([list(prompt)]), max_new_tokens=length, do_sample=False)[0, len(prompt) :].tolist()
+    )

@@ -1,8 +1,10 @@
-"""Devices that are not here: tensors that compute on the CPU, say that they are elsewhere, and refuse to meet one from another place.
+"""Devices that are not here: tensors that compute on the CPU, say that they are elsewhere, and refuse to meet one from
+another place.
 
-Under `Places` every tensor has a place, a device in name only. What a factory is asked to make on a device is there, `to` moves, results
-are where their arguments are, and arguments from two places raise, as on real devices; so do `numpy` anywhere but on the CPU, a generator
-of another place, and float64 on MPS. Numbers are real, so a run over several places can be held against one on the CPU.
+Under `Places` every tensor has a place, a device in name only. What a factory is asked to make on a device is there,
+`to` moves, results are where their arguments are, and arguments from two places raise, as on real devices; so do
+`numpy` anywhere but on the CPU, a generator of another place, and float64 on MPS. Numbers are real, so a run over
+several places can be held against one on the CPU.
 """
 
 import torch
@@ -95,9 +97,15 @@ class Places(TorchFunctionMode):
         if func in _FROM_ANYWHERE and tensors:
             return place_of(tensors[0])
         indices = tensors[1:] if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else []
-        met = {place_of(each) for each in tensors if each.dim() > 0 and not any(each is one and place_of(one) == CPU for one in indices)}
+        met = {
+            place_of(each)
+            for each in tensors
+            if each.dim() > 0 and not any(each is one and place_of(one) == CPU for one in indices)
+        }
         if len(met) > 1:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but {func.__name__} was given {sorted(map(str, met))}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {func.__name__} was given {sorted(map(str, met))}"
+            )
         return met.pop() if met else (place_of(tensors[0]) if tensors else CPU)
 
 

@@ -8,7 +8,9 @@ from tests.conformance.families import FAMILIES, build
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["llama (tied)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "mixtral (experts)", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama (tied)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "mixtral (experts)", "qwen3"]
+)
 def test_branches_of_full_attention_are_what_they_are_alone(name):
     model = build(BY_NAME[name])
     check_branches(model)

@@ -63,11 +63,19 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
         places = {"attention_mask": mask, "position_ids": torch.tensor([[4], [6]]), "past_key_values": cache}
         ours = model(torch.tensor([[11], [12]]), **places).logits[:, 0]
-        alone = [model(torch.cat([row, torch.tensor([token])])[None]).logits[0, -1] for row, token in ((short, 11), (long, 12))]
+        alone = [
+            model(torch.cat([row, torch.tensor([token])])[None]).logits[0, -1]
+            for row, token in ((short, 11), (long, 12))
+        ]
         torch.testing.assert_close(ours, torch.stack(alone), rtol=0, atol=1e-6)
         keep(cache, torch.tensor([0]))
         forget(cache, 2)
-        ours = model(torch.tensor([[12]]), attention_mask=torch.ones(1, 6).long(), position_ids=torch.tensor([[5]]), past_key_values=cache)
+        ours = model(
+            torch.tensor([[12]]),
+            attention_mask=torch.ones(1, 6).long(),
+            position_ids=torch.tensor([[5]]),
+            past_key_values=cache,
+        )
         alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
         torch.testing.assert_close(ours.logits[0, 0], alone.logits[0, -1], rtol=0, atol=1e-6)
 
@@ -88,7 +96,9 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
 def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype(kind, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = model_of(LLAMA)
-    decoder = SpeculativeDecoder(kind(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset())
+    decoder = SpeculativeDecoder(
+        kind(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset()
+    )
     first = decoder.generate([1, 2, 3], 8).token_ids
     model.float()
     assert decoder.generate([1, 2, 3], 8).token_ids == first

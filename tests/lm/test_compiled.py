@@ -1,4 +1,6 @@
-"""The compiled step, really compiled: in a process of its own, since what checks shapes in this one does not compile."""
+"""The compiled step, really compiled: in a process of its own, since what checks shapes in this one does not
+compile.
+"""
 
 import os
 import shutil
@@ -38,6 +40,10 @@ print("alike")
 def test_compiled_forwards_are_those_of_their_own_model_width_and_capacity():
     """Two models that differ where no guard looks (the norm), two widths, a growth, weights that change."""
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert found.stdout.split()[-1:] == ["alike"], found.stderr[-2000:]

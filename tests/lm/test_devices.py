@@ -1,4 +1,6 @@
-"""Models on devices that are not here (`places`): a draft and a target apart, a target over two, and what is left of a batch."""
+"""Models on devices that are not here (`places`): a draft and a target apart, a target over two, and what is left of a
+batch.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,9 @@ def spread(model):
 
 def _taken_along(device):
     def moved(value):
-        return torch.utils._pytree.tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value)
+        return torch.utils._pytree.tree_map(
+            lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value
+        )
 
     return lambda _module, args, kwargs: (moved(args), {name: moved(each) for name, each in kwargs.items()})
 
@@ -89,7 +93,9 @@ def test_draws_are_the_same_where_there_is_no_float64():
     with Places():
         there = probs.to("mps")
         assert [RandomDraws(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
-        assert [draw(there[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)] == drawn
+        assert [
+            draw(there[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)
+        ] == drawn
 
 
 def test_tensors_of_two_devices_do_not_meet():
@@ -145,7 +151,13 @@ class Moves(Places):
 def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_draft, num_crossings):
     exchanges = [Exchange("a", "", [2, 3], [4, 5, 6], "length"), Exchange("b", "", [7], [8, 9], "length")]
     known = {"draft_ids": torch.tensor([4, 5, 7, 8, 10]), "log_q": torch.full((5,), -2.0)}
-    settings = {"sampling": Sampling(), "vocab_size": 20, "batch_size": 2, "chunk_mb": 1, "feature_dtype": torch.float32}
+    settings = {
+        "sampling": Sampling(),
+        "vocab_size": 20,
+        "batch_size": 2,
+        "chunk_mb": 1,
+        "feature_dtype": torch.float32,
+    }
 
     def labelled(target, draft):
         labeller = Labeller(draft=draft, target=target, **settings)
@@ -186,13 +198,17 @@ def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
     + [(HeadPolicy(AcceptanceHead(16, 1, timing, True).double(), 0.999), 1) for timing in ("fed", "drawn")],
 )
 def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_round(policy, num_per_token, sampling):
-    """Of a policy that looks at no token: tokens of the whole draft, verdicts, next token; else those of the draft come one by one."""
+    """Of a policy that looks at no token: tokens of the whole draft, verdicts, next token; else those of the draft come
+    one by one.
+    """
     target, draft = model_of(0), model_of(1)
     for module in (target, draft, policy.fed_head, policy.drawn_head):
         if module is not None:
             put(module, FIRST)
     with Places() as places:
-        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, max_draft_length=5, eos_ids=frozenset())
+        decoder = SpeculativeDecoder(
+            target, ModelDrafter(draft, policy), sampling=sampling, max_draft_length=5, eos_ids=frozenset()
+        )
         num_before = places.num_host_reads
         generation = decoder.generate(PROMPT, 8, generator=torch.Generator().manual_seed(0))
         num_reads = places.num_host_reads - num_before
@@ -201,7 +217,9 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
 
 
 @pytest.mark.parametrize("place", ["cpu", FIRST])
-@pytest.mark.parametrize("places", [("cpu", FIRST, SECOND), (FIRST, "cpu", "cpu"), (SECOND, SECOND, SECOND), (FIRST, FIRST, SECOND)])
+@pytest.mark.parametrize(
+    "places", [("cpu", FIRST, SECOND), (FIRST, "cpu", "cpu"), (SECOND, SECOND, SECOND), (FIRST, FIRST, SECOND)]
+)
 def test_a_token_is_verified_wherever_its_law_is_and_however_narrow(places, place):
     laws = [torch.rand(width).double() for width in (6, 4, 6)]
     laws, p = [law / law.sum() for law in laws], torch.rand(4, 6).double().softmax(-1)
@@ -212,7 +230,10 @@ def test_a_token_is_verified_wherever_its_law_is_and_however_narrow(places, plac
     with Places():
         there = [law.to(each) for law, each in zip(laws, places, strict=True)]
         p = p.to(place)
-        assert (revealed_probs(3, tokens, there, p, draws[0]), [verify(tokens, there, p, each) for each in draws]) == expected
+        assert (
+            revealed_probs(3, tokens, there, p, draws[0]),
+            [verify(tokens, there, p, each) for each in draws],
+        ) == expected
 
 
 def interleaved(small, medium, target):
@@ -225,7 +246,9 @@ def timeless(rounds):
     return [(one.drafted, one.emitted) for one in rounds]
 
 
-@pytest.mark.parametrize("places", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")])
+@pytest.mark.parametrize(
+    "places", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")]
+)
 def test_models_that_draft_in_turns_may_be_on_several_devices(places):
     expected = timeless(interleaved(model_of(1), model_of(2), model_of(0)))
     models = [model_of(seed) for seed in (1, 2, 0)]

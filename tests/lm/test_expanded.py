@@ -1,4 +1,6 @@
-"""Function-preserving expansion: not a bit of the output moves, caches get their layers, and what cannot be expanded is refused."""
+"""Function-preserving expansion: not a bit of the output moves, caches get their layers, and what cannot be expanded is
+refused.
+"""
 
 from functools import partial
 
@@ -21,7 +23,12 @@ EXPANDED = [
     "gpt_oss (sinks, experts)",
 ]
 STATIC = ["llama (grouped queries)", "gemma2 (soft-capped logits)", "gpt_neox (partial rotary)"]
-REFUSED = {"recurrent_gemma": "output changes", "gemma3n_text": "fails with them", "rwkv": "output changes", "xlstm": "fails without"}
+REFUSED = {
+    "recurrent_gemma": "output changes",
+    "gemma3n_text": "fails with them",
+    "rwkv": "output changes",
+    "xlstm": "fails without",
+}
 TOKENS = [(7 * place + place * place) % VOCAB_SIZE for place in range(30)]
 FEEDS = ((0, 12, 3), (12, 13, 1), (10, 14, 4), (14, 30, 2))
 """(length to roll back to, length to feed up to, rows to look at)."""
@@ -43,11 +50,16 @@ def rows_of(model, kind):
         yield cached.hidden.clone()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in EXPANDED), *((name, "bfloat16") for name in STATIC)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in EXPANDED), *((name, "bfloat16") for name in STATIC)]
+)
 def test_no_bit_of_logits_or_hidden_states_moves(name, dtype, tmp_path):
     plain, slow = (loaded(tmp_path, name, extra_layers=extra, dtype=dtype) for extra in (0, 3))
     assert slow.config.num_hidden_layers == plain.config.num_hidden_layers + 3
-    assert all(torch.equal(ours, expected) for ours, expected in zip(rows_of(slow, CachedModel), rows_of(plain, CachedModel), strict=True))
+    assert all(
+        torch.equal(ours, expected)
+        for ours, expected in zip(rows_of(slow, CachedModel), rows_of(plain, CachedModel), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -56,7 +68,9 @@ def test_a_static_cache_gives_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     plain, slow = (loaded(tmp_path, name, extra_layers=extra) for extra in (0, 3))
     kind = partial(CompiledModel, capacity=48)
-    assert all(torch.equal(ours, expected) for ours, expected in zip(rows_of(slow, kind), rows_of(plain, kind), strict=True))
+    assert all(
+        torch.equal(ours, expected) for ours, expected in zip(rows_of(slow, kind), rows_of(plain, kind), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", EXPANDED)
@@ -73,7 +87,9 @@ def test_new_layers_are_copies_in_memory_of_their_own_but_for_the_zeros(tmp_path
     for place, layer in enumerate(layers[2:], 2):
         for (name, new), old in zip(layer.named_parameters(), layers[place % 2].parameters(), strict=True):
             assert new.data_ptr() != old.data_ptr()
-            assert torch.equal(new, torch.zeros_like(old) if name.endswith(("o_proj.weight", "down_proj.weight")) else old)
+            assert torch.equal(
+                new, torch.zeros_like(old) if name.endswith(("o_proj.weight", "down_proj.weight")) else old
+            )
         assert layer.self_attn.config is layers[0].self_attn.config
 
 

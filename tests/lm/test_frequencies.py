@@ -1,4 +1,6 @@
-"""A forward never gives other laws than plain `generate` where rotary frequencies change with the length of the text."""
+"""A forward never gives other laws than plain `generate` where rotary frequencies change with the length of the
+text.
+"""
 
 import os
 import shutil
@@ -27,7 +29,12 @@ PROMPTS = (10, BOUND - 1, BOUND, BOUND + 1, 20)
 def test_whether_a_text_is_read_again_is_what_generate_does(kind):
     found = frequencies_of(model_of(kind))
     assert (found.bound, found.reads_again, found.is_dynamic) == (BOUND, kind in ("phi3", "phimoe"), False)
-    assert frequencies_of(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=8, num_attention_heads=1))) is None
+    assert (
+        frequencies_of(
+            LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=8, num_attention_heads=1))
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +69,10 @@ def test_tokens_that_stay_on_the_device_have_the_laws_of_generate(kind, num_prom
     model, text = model_of(kind), text_of(num_prompt + 5)
     expected = said_by_generate(model, text[:num_prompt], text[num_prompt:]).double()
     cached = CachedModel(model)
-    rows = [cached.forward(text[:num_prompt]), *(cached.forward_drawn(torch.tensor([token])) for token in text[num_prompt:])]
+    rows = [
+        cached.forward(text[:num_prompt]),
+        *(cached.forward_drawn(torch.tensor([token])) for token in text[num_prompt:]),
+    ]
     assert not cached.reads_again(num_prompt, len(text))
     torch.testing.assert_close(torch.cat(rows), expected, **CLOSE)
 
@@ -80,7 +90,10 @@ def test_rows_of_a_batch_are_those_of_generate_beside_any_other(kind):
     model = model_of(kind)
     prompts = [text_of(length, seed=length) for length in (4, BOUND - 2, BOUND, BOUND + 1, 30)]
     texts = [[*prompt, *text_of(6, seed=2)] for prompt in prompts]
-    expected = [said_by_generate(model, prompt, text[len(prompt) :]).double() for prompt, text in zip(prompts, texts, strict=True)]
+    expected = [
+        said_by_generate(model, prompt, text[len(prompt) :]).double()
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
     seats = Seats(CachedModel(model), len(prompts))
     for num_drafted in (3, 4, 6):
         asks = [
@@ -105,7 +118,9 @@ def test_a_tree_on_one_side_of_the_bound_has_the_laws_of_generate(kind, num_text
 
 @pytest.mark.parametrize("num_text", [BOUND - 2, BOUND, BOUND + 1])
 def test_a_tree_on_both_sides_of_the_bound_is_refused(num_text):
-    with pytest.raises(ValueError, match=f"Phi3ForCausalLM changes the rotary frequencies .* beyond {BOUND} .*: draft chains"):
+    with pytest.raises(
+        ValueError, match=f"Phi3ForCausalLM changes the rotary frequencies .* beyond {BOUND} .*: draft chains"
+    ):
         TreeModel(model_of("phi3")).forward_tree(text_of(num_text), Tree((5, 6, 7), (-1, 0, 1)))
 
 
@@ -115,7 +130,9 @@ def test_whole_texts_on_either_side_of_the_bound_have_the_laws_of_generate_in_on
     rows = [text_of(length, seed=length) for length in (BOUND, 30, 9, BOUND + 8)]
     starts = [BOUND - 6, 24, 3, BOUND + 2]
     states = hidden_states(model, rows, starts)
-    expected = torch.cat([said_by_generate(model, row[: start + 1], row[start + 1 :]) for row, start in zip(rows, starts, strict=True)])
+    expected = torch.cat(
+        [said_by_generate(model, row[: start + 1], row[start + 1 :]) for row, start in zip(rows, starts, strict=True)]
+    )
     torch.testing.assert_close(logits_of(model, states, 40), expected.double(), **CLOSE)
 
 
@@ -142,7 +159,12 @@ def test_layers_that_change_at_two_lengths_are_refused():
 def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_below():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = LlamaConfig(
-        num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=40, num_attention_heads=1, max_position_embeddings=BOUND
+        num_hidden_layers=1,
+        hidden_size=8,
+        intermediate_size=8,
+        vocab_size=40,
+        num_attention_heads=1,
+        max_position_embeddings=BOUND,
     )
     config.rope_parameters = rope
     model, text = LlamaForCausalLM(config).eval(), text_of(BOUND + 1)

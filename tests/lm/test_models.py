@@ -14,12 +14,19 @@ from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tok
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
 CONFIG = LlamaConfig(
-    vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
 )
 
 
 def tiny_pair(**changes) -> PairConfig:
-    return PairConfig(**({"target": ModelSource(path=str(TINY / "target")), "draft": ModelSource(path=str(TINY / "draft"))} | changes))
+    return PairConfig(
+        **({"target": ModelSource(path=str(TINY / "target")), "draft": ModelSource(path=str(TINY / "draft"))} | changes)
+    )
 
 
 def test_the_embedded_trio_loads_and_fits():
@@ -40,13 +47,20 @@ def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monke
             load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))
 
 
-@pytest.mark.parametrize(("offloaded", "part"), [("lm_head", "output layer"), ("model.embed_tokens", "input embeddings")])
+@pytest.mark.parametrize(
+    ("offloaded", "part"), [("lm_head", "output layer"), ("model.embed_tokens", "input embeddings")]
+)
 def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded, part, tmp_path):
     """accelerate leaves a weight on `meta` and brings it for the module's own forward alone."""
     LlamaForCausalLM(CONFIG).save_pretrained(tmp_path)
     modules = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-    source = ModelSource(path=str(tmp_path), device_map={name: "disk" if name == offloaded else "cpu" for name in modules})
-    with pytest.raises(ValueError, match=rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free"):
+    source = ModelSource(
+        path=str(tmp_path), device_map={name: "disk" if name == offloaded else "cpu" for name in modules}
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free",
+    ):
         load_model(source)
 
 
@@ -86,7 +100,11 @@ def saved_with_one_more_token(source, path):
 
 def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
     """As Gemma-3 1B's, whose id for images has no logit."""
-    pair = load_pair(tiny_pair(**{name: saved_with_one_more_token(TINY / name, path_of(tmp_path, name)) for name in ("target", "draft")}))
+    pair = load_pair(
+        tiny_pair(
+            **{name: saved_with_one_more_token(TINY / name, path_of(tmp_path, name)) for name in ("target", "draft")}
+        )
+    )
     assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
 
 
@@ -110,7 +128,9 @@ def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():
 @pytest.mark.slow
 @pytest.mark.parametrize("with_hidden", [False, True])
 def test_the_compiled_step_gives_the_logits_of_the_eager_one(with_hidden, monkeypatch):
-    """Left uncompiled (shape checks do not compile): padding, the static cache, roll back, growth and hidden states are what is tested."""
+    """Left uncompiled (shape checks do not compile): padding, the static cache, roll back, growth and hidden states are
+    what is tested.
+    """
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
     ours = CompiledModel(model, vocab_size=20, with_hidden=with_hidden, capacity=8)

@@ -16,13 +16,24 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def llama(max_position_embeddings=256):
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=max_position_embeddings)).double().eval()
+    return (
+        AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=max_position_embeddings))
+        .double()
+        .eval()
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)]
+    ("name", "dtype"),
+    [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)],
 )
 def test_a_model_whose_longer_feeds_are_not_its_steps_is_fed_one_token_at_a_time(name, dtype):
     assert CachedModel(build(BY_NAME[name]).to(dtype)).is_stepwise

@@ -10,7 +10,8 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], 
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.7), Sampling(1.3, top_k=2), Sampling(top_p=0.8), Sampling(0.9, top_k=4, top_p=0.6)]
+    "sampling",
+    [Sampling(), Sampling(0.7), Sampling(1.3, top_k=2), Sampling(top_p=0.8), Sampling(0.9, top_k=4, top_p=0.6)],
 )
 def test_probs_are_those_that_transformers_generate_draws_from(sampling):
     model = AutoModelForCausalLM.from_config(
@@ -52,7 +53,8 @@ def test_impossible_tokens_stay_impossible():
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"temperature": -0.1}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.2}, "top_p"),
+    [({"temperature": -0.1}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
+     ({"top_p": 1.2}, "top_p"),
      ({"temperature": float("nan")}, "temperature")],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(settings, said):

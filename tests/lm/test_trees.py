@@ -36,15 +36,25 @@ def test_a_tree_is_refused_that_is_none():
 
 
 def _model() -> TreeModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 12}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 12,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, initializer_range=0.4, max_position_embeddings=128))
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**sizes, initializer_range=0.4, max_position_embeddings=128)
+        )
     return TreeModel(model.double().eval(), with_hidden=True)
 
 
 def assert_tree_is_its_paths(cached: TreeModel) -> None:
-    """Trees fed at once and level by level, kept and rolled back, give the logits and hidden states of each path alone."""
+    """Trees fed at once and level by level, kept and rolled back, give the logits and hidden states of each path
+    alone.
+    """
     alone, text = CachedModel(cached.model, with_hidden=True), [1, 2, 3, 4] * 10  # longer than what is fed with a tree
     tree = Tree((5, 6, 7, 5, 8, 2), (-1, -1, 0, 1, 1, 3))
     for turn in range(3):
@@ -83,7 +93,9 @@ def _unmoved(self, length, places):
     self.length = length + len(places)
 
 
-@pytest.mark.parametrize("mutant", [(Tree, "sees", _seen_siblings), (lm.caches.buffers.BufferLayer, "gather", _unmoved)])
+@pytest.mark.parametrize(
+    "mutant", [(Tree, "sees", _seen_siblings), (lm.caches.buffers.BufferLayer, "gather", _unmoved)]
+)
 def test_mutants_of_the_cache_change_the_logits(mutant, monkeypatch):
     cached = _model()
     monkeypatch.setattr(*mutant)
@@ -93,7 +105,13 @@ def test_mutants_of_the_cache_change_the_logits(mutant, monkeypatch):
 
 def test_a_model_with_more_than_full_attention_is_refused_in_one_line():
     config = Gemma2Config(
-        vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
     )
     with pytest.raises(ValueError, match=r"cannot hold a tree of drafts: its cache has WindowLayer; .*draft chains"):
         TreeModel(AutoModelForCausalLM.from_config(config).eval())

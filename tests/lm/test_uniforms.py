@@ -42,7 +42,9 @@ def test_draws_of_a_seed_are_the_same_each_time_and_those_of_tokens_and_acceptan
 
 
 def test_uniforms_are_uniform():
-    """Kolmogorov and Smirnov's test at a false-alarm probability of 1e-4, over one stream and over the first numbers of many."""
+    """Kolmogorov and Smirnov's test at a false-alarm probability of 1e-4, over one stream and over the first numbers of
+    many.
+    """
     assert kstest(uniforms(1, 300, 200).flatten().numpy(), "uniform").pvalue > 1e-4
     assert kstest([float(uniforms(seed, 1)) for seed in range(20_000)], "uniform").pvalue > 1e-4
 

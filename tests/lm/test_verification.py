@@ -5,7 +5,16 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from lm import GreedyDraws, RandomDraws, acceptance_prob, acceptance_rate, next_law, num_accepted, residual_probs, verify
+from lm import (
+    GreedyDraws,
+    RandomDraws,
+    acceptance_prob,
+    acceptance_rate,
+    next_law,
+    num_accepted,
+    residual_probs,
+    verify,
+)
 
 
 class Scripted:

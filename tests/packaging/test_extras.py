@@ -10,10 +10,16 @@ from data_gen.pipeline.command import make
 
 
 @pytest.mark.parametrize(
-    ("module", "setting", "extra"), [("ray", ["--data.engine", "ray"], "ray"), ("openai", ["--data.source", "server"], "serving")]
+    ("module", "setting", "extra"),
+    [("ray", ["--data.engine", "ray"], "ray"), ("openai", ["--data.source", "server"], "serving")],
 )
 def test_a_missing_extra_is_one_line_that_names_it(
-    module: str, setting: list[str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    module: str,
+    setting: list[str],
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ):
     for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)  # another test of this process may have imported it

@@ -1,4 +1,6 @@
-"""The wheel holds everything, and works where there is no checkout: in an environment of its own, from another directory."""
+"""The wheel holds everything, and works where there is no checkout: in an environment of its own, from another
+directory.
+"""
 
 import os
 import shutil
@@ -19,7 +21,8 @@ IMPORT_EVERYTHING = """
 import sys
 from importlib import import_module
 from importlib.metadata import files
-modules = [path.with_suffix("") for path in files("acceptance-heads") if path.suffix == ".py" and path.stem != "__main__"]
+paths = files("acceptance-heads")
+modules = [path.with_suffix("") for path in paths if path.suffix == ".py" and path.stem != "__main__"]
 for module in modules:
     parts = module.parts[:-1] if module.name == "__init__" else module.parts
     place = import_module(".".join(parts)).__file__
@@ -32,7 +35,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since setuptools leaves its work beside the source, and takes up what an older build left there."""
+    """Built from a copy, since setuptools leaves its work beside the source, and takes up what an older build left
+    there.
+    """
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*PACKAGES, TRIO]:
         shutil.copytree(path, source / path.relative_to(ROOT), ignore=shutil.ignore_patterns("__pycache__"))
@@ -48,7 +53,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     pip("--python", str(environment), "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel))
-    # A folder named in a .pth file is searched, but its own .pth files are not read: this environment's editable install stays behind.
+    # A folder named in a .pth file is searched, but its own .pth files are not read: this environment's editable
+    # install stays behind.
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     packages = next(environment.glob("lib/python*/site-packages"))
     (packages / "dependencies.pth").write_text("\n".join(sorted(installed)) + "\n")
@@ -57,7 +63,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     """Run this environment's pip."""
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], env=ENVIRONMENT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], env=ENVIRONMENT, check=True
+    )
 
 
 def run(python: Path, *arguments: str, at: Path) -> str:
@@ -68,8 +76,15 @@ def run(python: Path, *arguments: str, at: Path) -> str:
 
 
 def test_every_file_of_every_package_and_the_trio_is_in_the_wheel(wheel: Path):
-    wanted = {path for folder in [*PACKAGES, TRIO] for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert {"configs/tiny.yaml", "evaluation/report/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(wanted)
+    wanted = {
+        path
+        for folder in [*PACKAGES, TRIO]
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"configs/tiny.yaml", "evaluation/report/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(
+        wanted
+    )
     missing = names_of(wanted | {ROOT / "train.py"}) - set(ZipFile(wheel).namelist())
     assert not missing
 

@@ -1,4 +1,6 @@
-"""A serving engine in miniature: a continuous batch that drafts in lockstep through `serve.lanes`, and may make requests wait."""
+"""A serving engine in miniature: a continuous batch that drafts in lockstep through `serve.lanes`, and may make
+requests wait.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +39,16 @@ class Asked:
 class FakeEngine:
     """Models of the engine, and its batch."""
 
-    def __init__(self, target: LlamaForCausalLM, draft: LlamaForCausalLM, *, sampling: Sampling, eos: int, num_rows: int, longest: int):
+    def __init__(
+        self,
+        target: LlamaForCausalLM,
+        draft: LlamaForCausalLM,
+        *,
+        sampling: Sampling,
+        eos: int,
+        num_rows: int,
+        longest: int,
+    ):
         self.target, self.draft, self.sampling, self.eos = target, draft, sampling, eos
         self.num_rows, self.longest = num_rows, longest
         self.lanes, self.signals = Lanes(), BatchSignals(draft.get_input_embeddings())
@@ -67,7 +78,9 @@ class FakeEngine:
         self.seen: list[list[AfterDraw]] = [[] for _ in batch]
         rooms = [min(self.longest, asked.end - len(asked.committed) - 1) for asked in batch]
         stops = frozenset({self.eos})
-        rows = [Row(a.id, a.policy, a.verified, a.num_accepted, room, stops) for a, room in zip(batch, rooms, strict=True)]
+        rows = [
+            Row(a.id, a.policy, a.verified, a.num_accepted, room, stops) for a, room in zip(batch, rooms, strict=True)
+        ]
         fed = [list(asked.committed) for asked in batch]
         goes_on, position = self.lanes.begin(rows, alive), 0
         while goes_on:
@@ -81,14 +94,20 @@ class FakeEngine:
             goes_on, position = self.lanes.step(tokens, drawn), position + 1
 
     def steps(self, batch: list[Asked], fed: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Logits, hidden state and token of each row; one that has stopped gets any token, and draws none of its own."""
+        """Logits, hidden state and token of each row; one that has stopped gets any token, and draws none of its
+        own.
+        """
         for place, (asked, ids) in enumerate(zip(batch, fed, strict=True)):
             output = self.draft(torch.tensor([ids]), output_hidden_states=True)
             logits = output.logits[0, -1]
             law = self.sampling.laws_after(logits[None], ids)[0]
             is_going = self.lanes._rows[place].is_going
             asked.laws.append(law)
-            yield logits, output.hidden_states[-1][0, -1], asked.draws.token(law) if is_going else (7 * place) % len(law)
+            yield (
+                logits,
+                output.hidden_states[-1][0, -1],
+                asked.draws.token(law) if is_going else (7 * place) % len(law),
+            )
 
     def verified(self, asked: Asked, tokens: list[int], drawn: list[AfterDraw]) -> bool:
         """Verify a draft; True if the request has ended."""

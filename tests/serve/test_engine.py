@@ -1,4 +1,6 @@
-"""The vLLM side, against stand-ins for vLLM's own objects: what is refused at the start, and what a step of its runner becomes."""
+"""The vLLM side, against stand-ins for vLLM's own objects: what is refused at the start, and what a step of its runner
+becomes.
+"""
 
 from types import SimpleNamespace as Some
 
@@ -58,7 +60,15 @@ def test_what_is_not_supported_is_one_line_that_says_what_to_set(changes: dict, 
 
 
 def params(**changes) -> Some:
-    known = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 10, "ignore_eos": False, "stop_token_ids": [7], "extra_args": None}
+    known = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_tokens": 10,
+        "ignore_eos": False,
+        "stop_token_ids": [7],
+        "extra_args": None,
+    }
     return Some(**known | {"all_stop_token_ids": {7, 9}} | changes)
 
 
@@ -97,7 +107,14 @@ def test_a_step_of_the_runner_becomes_a_row():
 
 @pytest.mark.parametrize(
     "ended",
-    [{"is_discarded": True}, {"sampled": (3, 9, -1)}, {"sampled": (9, 4, 5)}, {"max_tokens": 4}, {"max_tokens": 5}, {"sampled": (-1, -1)}],
+    [
+        {"is_discarded": True},
+        {"sampled": (3, 9, -1)},
+        {"sampled": (9, 4, 5)},
+        {"max_tokens": 4},
+        {"max_tokens": 5},
+        {"sampled": (-1, -1)},
+    ],
 )
 def test_a_request_that_has_ended_or_not_begun_has_no_room(ended: dict):
     assert step(**ended).room == 0
@@ -148,7 +165,8 @@ def served(monkeypatch: pytest.MonkeyPatch):
 
 def prepare(served, specs: list[str]) -> None:
     requests = {
-        str(i): Some(sampling_params=params(max_tokens=100, extra_args={KEY: spec}), num_prompt_tokens=4) for i, spec in enumerate(specs)
+        str(i): Some(sampling_params=params(max_tokens=100, extra_args={KEY: spec}), num_prompt_tokens=4)
+        for i, spec in enumerate(specs)
     }
     batch = Some(req_ids=list(requests), num_tokens_no_spec=[4] * len(specs), spec_token_ids=[[] for _ in specs])
     sampled, discarded = torch.tensor([[3]] * len(specs)), torch.zeros(len(specs), dtype=torch.bool)

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import AdaEDL, AfterDraw, CumulativeTokenProb, Entropy, FixedLength, Heuristic, MaxProb, Policy, SelfVerify, TokenProb
+from decode.policies import (
+    AdaEDL,
+    AfterDraw,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    Heuristic,
+    MaxProb,
+    Policy,
+    SelfVerify,
+    TokenProb,
+)
 from decode.policies.auto import Auto
 from decode.policies.batch import batched
 from decode.policies.confidence import LearnedMaxProb, LearnedProb
@@ -69,12 +80,21 @@ def draws(place: int) -> RandomDraws:
 
 def asked(policies: list[Policy], **how) -> list[Asked]:
     return [
-        Asked(str(i), policy, list(prompt), LIMIT, draws(i) if not how.get("greedy") else GreedyDraws(), how.get("waits", frozenset()))
+        Asked(
+            str(i),
+            policy,
+            list(prompt),
+            LIMIT,
+            draws(i) if not how.get("greedy") else GreedyDraws(),
+            how.get("waits", frozenset()),
+        )
         for i, (policy, prompt) in enumerate(zip(policies, PROMPTS, strict=False))
     ]
 
 
-def served(policies: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()) -> list[Asked]:
+def served(
+    policies: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()
+) -> list[Asked]:
     engine = FakeEngine(model(1, 2), model(2), sampling=sampling, eos=EOS, num_rows=num_rows, longest=LENGTH)
     requests = asked(policies, greedy=sampling.is_greedy, waits=waits)
     engine.run(requests)
@@ -92,7 +112,9 @@ def check_alone(requests: list[Asked], sampling: Sampling) -> None:
         for (_, shown), expected in zip(request.rounds, drafter.seen, strict=True):
             for there, here in zip(shown, expected, strict=True):
                 names = ("position", *request.policy.signals)
-                assert [getattr(there, name) for name in names] == pytest.approx([getattr(here, name) for name in names], abs=1e-4)
+                assert [getattr(there, name) for name in names] == pytest.approx(
+                    [getattr(here, name) for name in names], abs=1e-4
+                )
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(0.7, top_p=0.9)])
@@ -112,12 +134,20 @@ def test_a_request_that_had_to_wait_goes_on_as_if_it_had_not():
 
 
 def test_requests_under_the_batchs_rule_get_the_tokens_that_they_get_alone_beside_others():
-    policies = [batched(Auto(DRAWN, 1.0, 4.0), 1), batched(Auto(FED, 1.0, 4.0), 1), FixedLength(3), HeadPolicy(DRAWN, 0.5)] * 3
+    policies = [
+        batched(Auto(DRAWN, 1.0, 4.0), 1),
+        batched(Auto(FED, 1.0, 4.0), 1),
+        FixedLength(3),
+        HeadPolicy(DRAWN, 0.5),
+    ] * 3
     requests = served(policies, GREEDY, waits=frozenset({2}))
     for place, request in enumerate(requests):
-        decoder = SpeculativeDecoder(model(1, 2), ModelDrafter(model(2), FixedLength(0)), sampling=GREEDY, max_draft_length=LENGTH)
+        decoder = SpeculativeDecoder(
+            model(1, 2), ModelDrafter(model(2), FixedLength(0)), sampling=GREEDY, max_draft_length=LENGTH
+        )
         assert request.committed == [*PROMPTS[place], *decoder.generate(PROMPTS[place], LIMIT).token_ids]
-    assert {len(tokens) for request in requests[::4] for tokens, _ in request.rounds} > {1}  # the rule drafts, and not one length
+    # the rule drafts, and not one length
+    assert {len(tokens) for request in requests[::4] for tokens, _ in request.rounds} > {1}
 
 
 def test_lanes_remember_the_living_alone():
@@ -156,7 +186,9 @@ def test_a_row_without_room_drafts_nothing_and_learns_nothing():
         ((0, 0), 0, 2),  # the engine verified something else
     ],
 )
-def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(verified: tuple[int, ...], num_accepted: int, expected: int):
+def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
+    verified: tuple[int, ...], num_accepted: int, expected: int
+):
     lane = Lane(Heuristic(2))
     lane.begin(5, STOPS)
     for token in (4, 5):

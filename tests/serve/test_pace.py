@@ -1,4 +1,6 @@
-"""The rule of a batch in a running engine (law 4.13): as fast as it can be, by times that nobody told it, and when they change."""
+"""The rule of a batch in a running engine (law 4.13): as fast as it can be, by times that nobody told it, and when they
+change.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,7 +107,9 @@ def best_fixed(num_rows: int, token_s: float) -> float:
     ("num_rows", "token_s", "gain"),
     [(1, 0.0, 1.12), (1, 0.002, 1.12), (4, 0.0, 1.01), (4, 0.002, 1.01), (16, 0.0, 0.98), (16, 0.002, 0.98)],
 )
-def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_it_measures(num_rows: int, token_s: float, gain: float):
+def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_it_measures(
+    num_rows: int, token_s: float, gain: float
+):
     engine = Engine(steps, verification(token_s))
     engine.run([Known()] * num_rows, 10)
     assert engine.run([Known()] * num_rows, 1600 // num_rows) > gain * best_fixed(num_rows, token_s)

@@ -64,7 +64,9 @@ def test_a_head_that_is_not_there_is_refused_by_its_path(tmp_path: Path):
         made({"policy": f"head:{tmp_path / 'missing'}"})
 
 
-@pytest.mark.parametrize(("role", "other"), [("draft", DRAFT | {"weights": "3"}), ("target", TARGET | {"weights": "3"})])
+@pytest.mark.parametrize(
+    ("role", "other"), [("draft", DRAFT | {"weights": "3"}), ("target", TARGET | {"weights": "3"})]
+)
 def test_a_head_of_another_model_is_refused_unless_it_is_allowed(path: str, role: str, other: dict):
     with pytest.raises(ValueError, match=rf"was trained with {role} .* where the {role} is .*allow_foreign_heads"):
         made({"policy": f"head:{path}"}, **{role: other})

@@ -1,4 +1,6 @@
-"""What is kept is found again under an equal key; the last of a key counts; a torn line is no entry, a broken one is named."""
+"""What is kept is found again under an equal key; the last of a key counts; a torn line is no entry, a broken one is
+named.
+"""
 
 import json
 
@@ -32,7 +34,9 @@ def test_a_line_that_a_killed_writer_left_is_no_entry_and_the_next_writer_cuts_i
     assert [json.loads(line)["value"]["x"] for line in store.path.read_text().splitlines()] == [1, 3]
 
 
-@pytest.mark.parametrize("broken", ['{"key": {"a"', '{"key": {}}', '{"key": {}, "value": {}}', '{"key": 1, "value": {"x": 1}}', "[]", ""])
+@pytest.mark.parametrize(
+    "broken", ['{"key": {"a"', '{"key": {}}', '{"key": {}, "value": {}}', '{"key": 1, "value": {"x": 1}}', "[]", ""]
+)
 def test_a_line_that_was_broken_by_hand_is_named_with_the_remedy(store, broken):
     store.keep([({"a": 1}, {"x": 1})])
     with store.path.open("a") as file:

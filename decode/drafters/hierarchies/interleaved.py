@@ -1,20 +1,23 @@
-"""Chen's hierarchical variant (Algorithm 2): m times (n tokens of the small model, then one of the medium), then the target verifies all.
+"""Chen's hierarchical variant (Algorithm 2): m times (n tokens of the small model, then one of the medium), then the
+target verifies all.
 
-Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution that it was drawn
-from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by a draw from the residual of that same
-proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so the output has the target's law although the proposals
-alternate.
+Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
+that it was drawn
+from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by a draw from the
+residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so the output has the
+target's law although the proposals alternate.
 
 As printed, the replacement is drawn from plain p instead. Then a drafted position has, whatever proposed it, the law
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
-which is p only if q = p: the paper admits that "the distribution of outputs may differ". `PrintedDecoder` is that loop, so that the bias
-can be shown and tested.
+which is p only if q = p: the paper admits that "the distribution of outputs may differ". `PrintedDecoder` is that loop,
+so that the bias can be shown and tested.
 
-Departures. The printed k is the place of the first rejected token; the listing returns x_1 … x_k, the rejected token among them, and draws
-the next from p_{k+1}, where Table A.1 and Theorem 3.2 count k tokens in all. Mended, as they count: k - 1 tokens are accepted, and the
-replacement is drawn at the rejected place. A draft may end inside a block, at EOS or at the length limit.
+Departures. The printed k is the place of the first rejected token; the listing returns x_1 … x_k, the rejected token
+among them, and draws the next from p_{k+1}, where Table A.1 and Theorem 3.2 count k tokens in all. Mended, as they
+count: k - 1 tokens are accepted, and the replacement is drawn at the rejected place. A draft may end inside a block, at
+EOS or at the length limit.
 """
 
 from jaxtyping import Float
@@ -54,7 +57,8 @@ class InterleavedDrafter:
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         self.small, self.medium = (
-            CachedModel(model, vocab_size=vocab_size) if isinstance(model, PreTrainedModel) else model for model in (small, medium)
+            CachedModel(model, vocab_size=vocab_size) if isinstance(model, PreTrainedModel) else model
+            for model in (small, medium)
         )
         self.m, self.n = m, n
 

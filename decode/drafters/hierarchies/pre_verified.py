@@ -1,19 +1,23 @@
-"""Design 4.12: a drafter whose proposals a second model has already verified, so that hierarchies are drafters made of drafters.
+"""Design 4.12: a drafter whose proposals a second model has already verified, so that hierarchies are drafters made of
+drafters.
 
-One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 … y_k with the rows q' that
-they were drawn from, `model` gives its rows q in one forward, y_i passes with probability min(1, q(y_i) / q'(y_i)), the first that fails
-is replaced by a draw from norm(max(0, q - q')), and after full acceptance the row q_{k+1} yields a free token, if `InnerRounds.bonus`. A
-round in which the inner drafter proposed nothing always draws that token: it is then plain drafting by `model`.
+One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 … y_k with
+the rows q' that they were drawn from, `model` gives its rows q in one forward, y_i passes with probability min(1,
+q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance the
+row q_{k+1} yields a free token, if `InnerRounds.bonus`. A round in which the inner drafter proposed nothing always
+draws that token: it is then plain drafting by `model`.
 
-Why the whole stays lossless. Given everything before it, a token that leaves an inner round has the law q of `model` at its position
-(law 4.2), so q is the row handed on, and the outer verification sees a draft like any other; by induction this holds at any depth.
+Why the whole stays lossless. Given everything before it, a token that leaves an inner round has the law q of `model` at
+its position (law 4.2), so q is the row handed on, and the outer verification sees a draft like any other; by induction
+this holds at any depth.
 
-Why the stops are legal (law 4.3). The policy of this level is asked at each emitted position with the signals of `model`: before the
-token, of distributions and earlier tokens alone, or after it, and then the token is kept. Tokens further on that this inner round had
-verified are dropped unseen. What the policies are told of dropped tokens (how far the inner verification got) moves only later stops,
-never the token it is about.
+Why the stops are legal (law 4.3). The policy of this level is asked at each emitted position with the signals of
+`model`: before the token, of distributions and earlier tokens alone, or after it, and then the token is kept. Tokens
+further on that this inner round had verified are dropped unseen. What the policies are told of dropped tokens (how far
+the inner verification got) moves only later stops, never the token it is about.
 
-Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed; `num_micro_forwards`
+Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
+`num_micro_forwards`
 forwards of all levels below together.
 """
 
@@ -58,7 +62,9 @@ class InnerRounds:
 
 
 class PreVerifiedDrafter:
-    """What the inner drafter proposes and `model` lets pass, until the policy of this level says stop, or a context is full."""
+    """What the inner drafter proposes and `model` lets pass, until the policy of this level says stop, or a context is
+    full.
+    """
 
     def __init__(
         self,
@@ -77,7 +83,9 @@ class PreVerifiedDrafter:
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
         self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)) if isinstance(model, PreTrainedModel) else model
+            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
+            if isinstance(model, PreTrainedModel)
+            else model
         )
         self.inner = inner
         self.policy = policy
@@ -102,7 +110,8 @@ class PreVerifiedDrafter:
             room = limit - len(proposal.tokens)
             if room < 1 or proposal.stop_reason != "limit":
                 break
-            # A bonus token may follow the inner draft, and needs room too; the model's forward over both must fit its context.
+            # A bonus token may follow the inner draft, and needs room too; the model's forward over both must fit its
+            # context.
             self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
         return proposal
 
@@ -124,12 +133,16 @@ class PreVerifiedDrafter:
         count = num_accepted(inner.tokens, inner.laws, q, self._session.draws)
         inner.reveal(count, q, self._session.draws)
         for row, token_id in enumerate(inner.tokens[:count]):
-            if not self._emit(ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]):
+            if not self._emit(
+                ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]
+            ):
                 break
         else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
                 law = next_law(count, inner.laws, q, self._session.draws)
-                token_id, drawn = self._signals.draw(len(self._proposal.tokens), logits[count], law, self._session.draws, row=count)
+                token_id, drawn = self._signals.draw(
+                    len(self._proposal.tokens), logits[count], law, self._session.draws, row=count
+                )
                 self._emit(ids, token_id, drawn, q[count])
         self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)
         if window > 0:
@@ -137,7 +150,9 @@ class PreVerifiedDrafter:
         self._count(inner)
 
     def _emit(self, ids: list[int], token_id: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """Ask the policy about one position and, unless it stops before, add the token; False when the draft ends here."""
+        """Ask the policy about one position and, unless it stops before, add the token; False when the draft ends
+        here.
+        """
         proposal = self._proposal
         if self.policy.stop_before(self._state, drawn.before):
             proposal.stop_reason = "policy"

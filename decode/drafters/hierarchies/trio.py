@@ -1,4 +1,6 @@
-"""Target, draft and micro of a hierarchy, loaded when they are first needed: what is already decoded is read without them."""
+"""Target, draft and micro of a hierarchy, loaded when they are first needed: what is already decoded is read without
+them.
+"""
 
 from collections.abc import Callable
 from functools import cached_property

@@ -1,18 +1,22 @@
 """PEARL (arXiv 2408.11850): the draft drafts its next tokens while the target verifies, each on a device of its own.
 
-A step has both at work at once: the draft adds gamma tokens to the text, and the target runs on the text as it was before them.
+A step has both at work at once: the draft adds gamma tokens to the text, and the target runs on the text as it was
+before them.
 
-    pre-verify    no token waits. The target knows its law at the first new token, which is tested: rejected, it is replaced (residual) and
+    pre-verify    no token waits. The target knows its law at the first new token, which is tested: rejected, it is
+                  replaced (residual) and
                   the rest of the draft is dropped; accepted, it is emitted, and the others *wait*.
-    post-verify   the tokens that wait are tested, and then the first new one. All pass: they are emitted, and the other new ones wait. At
-                  the first that fails: those before it and its replacement are emitted, whatever was drafted after it is dropped, and the
-                  next step pre-verifies.
+    post-verify   the tokens that wait are tested, and then the first new one. All pass: they are emitted, and the other
+                  new ones wait. At
+                  the first that fails: those before it and its replacement are emitted, whatever was drafted after it
+                  is dropped, and the next step pre-verifies.
 
-Tests are law 4.2's, with the law that each token was drawn from; a step in which all pass has no bonus token, since the draft is ahead
-of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369): every test has a draw of its own
-(theirs seeds the generator anew, so that the test of a step's first token and the first test of the step after share one draw, which
-changes the law of the two tokens); prompts may be short; nothing untested is ever emitted. Where no new token can be drafted (EOS, length
-limit, the draft's context) a step is plain verification, with its bonus token if there is room.
+Tests are law 4.2's, with the law that each token was drawn from; a step in which all pass has no bonus token, since the
+draft is ahead of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369):
+every test has a draw of its own (theirs seeds the generator anew, so that the test of a step's first token and the
+first test of the step after share one draw, which changes the law of the two tokens); prompts may be short; nothing
+untested is ever emitted. Where no new token can be drafted (EOS, length limit, the draft's context) a step is plain
+verification, with its bonus token if there is room.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,14 +42,18 @@ Law = Float[Tensor, " vocab"]
 
 @dataclass(frozen=True)
 class Step(Round):
-    """One step: `drafted` are its new tokens, `num_accepted` the tests that passed; `emitted` may hold tokens drafted a step before."""
+    """One step: `drafted` are its new tokens, `num_accepted` the tests that passed; `emitted` may hold tokens drafted a
+    step before.
+    """
 
     strategy: Literal["pre-verify", "post-verify"] = "pre-verify"
     num_tested: int = 0
 
     @property
     def next_kind(self) -> str | None:
-        """residual, bonus (nothing new was drafted), or None where every test was passed and there is no token of the target's own."""
+        """residual, bonus (nothing new was drafted), or None where every test was passed and there is no token of the
+        target's own.
+        """
         if len(self.emitted) == self.num_accepted:
             return None
         return "residual" if self.num_accepted < self.num_tested else "bonus"
@@ -90,10 +98,13 @@ class PearlDecoder(SpeculativeDecoder):
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
         drafter = ModelDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
-        super().__init__(target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size)
+        super().__init__(
+            target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size
+        )
         if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
-                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set pair.draft.device_map to "
+                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set "
+                "pair.draft.device_map to "
                 "another one, or read the predicted times"
             )
         # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.models.captured`), the
@@ -123,7 +134,8 @@ class PearlDecoder(SpeculativeDecoder):
         count = num_accepted(tested.tokens, tested.laws, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
-        if not is_passed or not new.tokens:  # a token of the target's own: in place of the rejected one, or where nothing was drafted
+        # a token of the target's own: in place of the rejected one, or where nothing was drafted
+        if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.laws, p, draws))]
         self._waiting = _Drafted(new.tokens[1:], new.laws[1:]) if is_passed else _Drafted([], [])

@@ -1,7 +1,7 @@
 """The lossless loop with trees of drafts (laws 4.2, 4.4, 4.5): a tree, one forward of the target, the accepted path.
 
-As `SpeculativeDecoder`, with a `TreeDrafter` in it. Of law 4.4 N_draft counts every node that is verified; the nodes beside the accepted
-path are discarded. A level of a tree is one forward of the draft.
+As `SpeculativeDecoder`, with a `TreeDrafter` in it. Of law 4.4 N_draft counts every node that is verified; the nodes
+beside the accepted path are discarded. A level of a tree is one forward of the draft.
 """
 
 from dataclasses import dataclass
@@ -35,14 +35,18 @@ class TreeRound(Round):
 
     @property
     def next_kind(self) -> str | None:
-        """residual where candidates were refused, bonus where there were none, None where the draft's EOS ended the generation."""
+        """residual where candidates were refused, bonus where there were none, None where the draft's EOS ended the
+        generation.
+        """
         if len(self.emitted) == self.num_accepted:
             return None
         return "residual" if (self.path[-1] if self.path else ROOT) in self.parents else "bonus"
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """The likeliest of the candidates after the accepted path, and the likeliest path below it: siblings come in that order."""
+        """The likeliest of the candidates after the accepted path, and the likeliest path below it: siblings come in
+        that order.
+        """
         tree, path = Tree(self.drafted, self.parents), [self.path[-1] if self.path else ROOT]
         while below := tree.children(path[-1]):
             path.append(below[0])
@@ -75,7 +79,8 @@ class TreeDecoder(SpeculativeDecoder):
         """
         if not isinstance(drafter, TreeDrafter):
             raise ValueError(
-                f"a {type(drafter).__name__} drafts chains, and a TreeDecoder verifies trees; use a SpeculativeDecoder, or a TreeDrafter"
+                f"a {type(drafter).__name__} drafts chains, and a TreeDecoder verifies trees; use a "
+                "SpeculativeDecoder, or a TreeDrafter"
             )
         model = TreeModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
         super().__init__(model, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
@@ -118,14 +123,20 @@ class TreeDecoder(SpeculativeDecoder):
         return TreeRound(tuple(tree.tokens), len(path), tuple(emitted), proposal.stop_reason, counts, *times_s, *found)
 
     def _forget(self, committed: list[int], path: list[int], counts: Counts) -> None:
-        """The target's cache keeps the accepted path, and holds committed[:-1]; N_discarded is observed as what it gives back."""
+        """The target's cache keeps the accepted path, and holds committed[:-1]; N_discarded is observed as what it
+        gives back.
+        """
         num_held = len(self.target)
         self._tree_target.keep(path)
         self.target.roll_back(len(committed) - 1)
         num_beyond = num_held - len(self.target)
-        assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+        assert counts.num_discarded == num_beyond, (
+            f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+        )
 
-    def _laws(self, logits: Float[Tensor, "rows vocab"], committed: list[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+    def _laws(
+        self, logits: Float[Tensor, "rows vocab"], committed: list[int], tree: Tree
+    ) -> Float[Tensor, "rows vocab"]:
         """The target's laws after the text, and after each node."""
         if self.sampling.sees_no_tokens:
             return self.sampling.laws_after(logits, ())

@@ -1,13 +1,15 @@
 """Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
 
-At every level the best candidate is the one of the largest sum of log q. The policy is shown the draft steps of its path, as if the path
-had been drafted as a chain: entropies, probabilities and heads' scores of its tokens; where another path takes the lead, it is shown that
-one from its beginning, so that no score of one path counts for another. `after` that says stop makes this level the last; `stop_before`
-drops the level, its forward paid; `limit` is a number of levels. `read_every` = 2 heeds a stop after every second level only, as SVIP's
-paper has it on EAGLE-2. The paper does not say whose entropy it reads in a tree; the best path's is read here.
+At every level the best candidate is the one of the largest sum of log q. The policy is shown the draft steps of its
+path, as if the path had been drafted as a chain: entropies, probabilities and heads' scores of its tokens; where
+another path takes the lead, it is shown that one from its beginning, so that no score of one path counts for another.
+`after` that says stop makes this level the last; `stop_before` drops the level, its forward paid; `limit` is a number
+of levels. `read_every` = 2 heeds a stop after every second level only, as SVIP's paper has it on EAGLE-2. The paper
+does not say whose entropy it reads in a tree; the best path's is read here.
 
-The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with p(x), for which
-candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), estimate a survival from above here.
+The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with
+p(x), for which candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q),
+estimate a survival from above here.
 """
 
 from dataclasses import dataclass, field
@@ -77,8 +79,8 @@ class TreeDrafter:
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`) reads the very
-                target that verifies.
+            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`)
+                reads the very target that verifies.
             policy: when to stop.
             shape: how the tree branches; None: EAGLE-2's.
             read_every: levels after which the policy's stop is heeded.
@@ -90,11 +92,16 @@ class TreeDrafter:
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
         with_hidden = bool(policy.heads)
-        self.model = TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden) if isinstance(model, PreTrainedModel) else model
+        self.model = (
+            TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden)
+            if isinstance(model, PreTrainedModel)
+            else model
+        )
         self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
         if isinstance(self.model, GlideTreeModel) and self.shape.num_expanded > 1:
             raise ValueError(
-                f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; use CaPE's tree"
+                f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
+                "use CaPE's tree"
             )
         self._signals = reader_of(policy, self.model)
         self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.nothing_learned)
@@ -189,5 +196,8 @@ class TreeDrafter:
         if not self.proposal.takes_lessons:
             return ()
         accepted = set(self.proposal.accepted)
-        num_revealed = next((place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted), len(self.proposal.best))
+        num_revealed = next(
+            (place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted),
+            len(self.proposal.best),
+        )
         return lessons_of(self.policy, self._seen.seen[:num_revealed], self.proposal.acceptance_probs)

@@ -1,7 +1,8 @@
-"""One tree of drafts while it grows, level by level, from the draft's distributions alone: a function of the text, so any policy is legal.
+"""One tree of drafts while it grows, level by level, from the draft's distributions alone: a function of the text, so
+any policy is legal.
 
-Candidates are numbered as they are made, parents first. Those that are expanded are fed to the draft; the candidates that are verified are
-chosen at the end, and since no child is likelier than its parent, they make up a tree.
+Candidates are numbered as they are made, parents first. Those that are expanded are fed to the draft; the candidates
+that are verified are chosen at the end, and since no child is likelier than its parent, they make up a tree.
 """
 
 from collections.abc import Sequence, Set
@@ -54,7 +55,9 @@ class Growth:
                     self.scores.append(before + min(value, 0.0))
                     self.places.append((*places[row], rank))
         if start == len(self.tokens):
-            raise ValueError("a distribution to choose candidates from is not finite; load the model in float32 or check its weights")
+            raise ValueError(
+                "a distribution to choose candidates from is not finite; load the model in float32 or check its weights"
+            )
         self.level = list(range(start, len(self.tokens)))
         self.depth += 1
 
@@ -65,7 +68,9 @@ class Growth:
         self.level, self.depth = [], self.depth - 1
 
     def expand(self) -> Tree | None:
-        """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is nothing to expand."""
+        """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is
+        nothing to expand.
+        """
         open_ = [node for node in self.open if self._shape.num_children(self.places[node], 0.0)]
         self.expanded = sorted(self._best(open_, self._shape.num_expanded))
         self._fed += self.expanded

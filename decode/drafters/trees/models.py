@@ -8,7 +8,9 @@ from lm.trees.cached import TreeModel
 
 
 class TreeModels(NamedTuple):
-    """What a `TreeDecoder` and its `TreeDrafter` are given; chains can be drafted with them too. A feature draft reads this very target."""
+    """What a `TreeDecoder` and its `TreeDrafter` are given; chains can be drafted with them too. A feature draft reads
+    this very target.
+    """
 
     target: TreeModel
     draft: TreeDraft
@@ -24,4 +26,6 @@ def tree_models_of(pair: Pair, *, with_hidden: bool = False) -> TreeModels:
     if isinstance(drafting, FeatureDraft):
         target = TappedTreeModel(pair.target, drafting, vocab_size=width)
         return TreeModels(target, feature_tree_model(drafting, target, vocab_size=width))
-    return TreeModels(TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=with_hidden))
+    return TreeModels(
+        TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=with_hidden)
+    )

@@ -1,14 +1,17 @@
 """How a tree of drafts branches: EAGLE-1's static tree, EAGLE-2's dynamic one, and CaPE's expansion of a greedy chain.
 
-EAGLE-1 (arXiv 2401.15077; `mc_sim_7b_63` of SafeAILab/EAGLE at cb7e084)   25 candidates whose places never change: (0, 2) is the third most
-        probable child of the most probable token. The code draws them from q where the temperature is above 0; here they are the most
-        probable at any temperature, as in EAGLE-2.
-EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084)   every level offers the `width` most probable children of each
-        expanded node; of these the `width` best by the sum of log q along their path are expanded next; of all candidates the best
-        `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
-CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a)  a greedy chain (published: of 4); each of its tokens stands
-        beside siblings, the more the less sure the draft is: 8 candidates where the largest probability is below .3, 6 below .6, 4 below
-        .8, else 2, the chain's own token among them. All are verified.
+EAGLE-1 (arXiv 2401.15077; `mc_sim_7b_63` of SafeAILab/EAGLE at cb7e084)   25 candidates whose places never change: (0,
+    2) is the third most
+        probable child of the most probable token. The code draws them from q where the temperature is above 0; here
+        they are the most probable at any temperature, as in EAGLE-2.
+EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084)   every level offers the `width` most probable
+    children of each
+        expanded node; of these the `width` best by the sum of log q along their path are expanded next; of all
+        candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
+CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a)  a greedy chain (published: of 4); each of
+its tokens stands
+        beside siblings, the more the less sure the draft is: 8 candidates where the largest probability is below .3, 6
+        below .6, 4 below .8, else 2, the chain's own token among them. All are verified.
 """
 
 from dataclasses import dataclass
@@ -57,7 +60,10 @@ class Static:
         for place in self.places:
             before = [place[:-1], *((*place[:-1], rank) for rank in range(place[-1]))] if place else [None]
             if missing := [other for other in before if other not in known]:
-                raise ValueError(f"places has {place} and not {missing[0]}; a candidate stands behind its parent and beside likelier ones")
+                raise ValueError(
+                    f"places has {place} and not {missing[0]}; a candidate stands behind its parent and beside "
+                    "likelier ones"
+                )
 
     @property
     def num_expanded(self) -> int:
@@ -83,7 +89,9 @@ class Dynamic:
         if self.width < 1:
             raise ValueError(f"width is {self.width}; every level of a tree has at least 1 candidate")
         if self.num_nodes is not None and self.num_nodes < 1:
-            raise ValueError(f"num_nodes is {self.num_nodes}; a tree has at least 1 node, or null to verify all candidates")
+            raise ValueError(
+                f"num_nodes is {self.num_nodes}; a tree has at least 1 node, or null to verify all candidates"
+            )
 
     @property
     def num_expanded(self) -> int:

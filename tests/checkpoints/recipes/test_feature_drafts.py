@@ -1,4 +1,6 @@
-"""The recipe of the feature drafts (same seed, same bytes; released layouts; taught as they draft), and those in the repository."""
+"""The recipe of the feature drafts (same seed, same bytes; released layouts; taught as they draft), and those in the
+repository.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, NUM_DEPTHS, Told, acceptance_rates, new_feature_draft, said
+from checkpoints.recipes.feature_drafts import (
+    FEATURE_DRAFTS,
+    NUM_DEPTHS,
+    Told,
+    acceptance_rates,
+    new_feature_draft,
+    said,
+)
 from checkpoints.recipes.recipe import Recipe, make_feature_drafts
 from checkpoints.recipes.training import Batch, encode_story, padded
 from configs.schema import ModelSource, PairConfig

@@ -1,4 +1,6 @@
-"""Laws of the recipe (same seed, same bytes) and of the trio in the repository: it loads, fits, is small, and is accepted unevenly."""
+"""Laws of the recipe (same seed, same bytes) and of the trio in the repository: it loads, fits, is small, and is
+accepted unevenly.
+"""
 
 import hashlib
 from pathlib import Path
@@ -18,7 +20,14 @@ from lm import Pair, load_pair
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 TOY = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
 TOY_RECIPE = Recipe(
-    target=TOY, draft=TOY, micro=TOY, vocab_size=300, num_tokenizer_stories=40, batch_size=4, target_steps=5, distil_steps=3
+    target=TOY,
+    draft=TOY,
+    micro=TOY,
+    vocab_size=300,
+    num_tokenizer_stories=40,
+    batch_size=4,
+    target_steps=5,
+    distil_steps=3,
 )
 
 
@@ -95,7 +104,9 @@ def test_a_digit_is_a_token_and_any_text_survives(trio):
 
 
 def test_the_chat_template_ends_where_the_target_speaks(trio):
-    text = trio.tokenizer.apply_chat_template([{"role": "user", "content": "Work out 2 + 3."}], add_generation_prompt=True, tokenize=False)
+    text = trio.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Work out 2 + 3."}], add_generation_prompt=True, tokenize=False
+    )
     assert text == f"<|user|>\nWork out 2 + 3.\n{ASSISTANT}\n"
     assert trio.tokenizer.eos_token == END
     assert trio.eos_ids == {trio.tokenizer.eos_token_id}

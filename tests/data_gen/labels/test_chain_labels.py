@@ -21,7 +21,13 @@ CHANCE = uniforms(3, 8, LENGTH)
 
 
 def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES) -> LabelledDrafts:
-    how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "chunk_mb": 64, "feature_dtype": torch.float64}
+    how = {
+        "vocab_size": VOCAB,
+        "eos_ids": frozenset({EOS}),
+        "draft_length": LENGTH,
+        "chunk_mb": 64,
+        "feature_dtype": torch.float64,
+    }
     labeller = ChainLabeller(draft=draft(kind), target=target(), sampling=WARM, **how)
     return labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
 
@@ -65,7 +71,11 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
             assert drafts.rows["acceptance_prob"][first + start] == drafts.columns["acceptance_prob"][at]
             for place, step in enumerate(steps):
                 for name, value in step["numbers"].items():
-                    assert float(drafts.columns[name][at + place]) == pytest.approx(value, abs=1e-6), (name, start, place)
+                    assert float(drafts.columns[name][at + place]) == pytest.approx(value, abs=1e-6), (
+                        name,
+                        start,
+                        place,
+                    )
                 for timing in ("drawn", "fed"):
                     assert torch.allclose(drafts.hidden[timing][at + place], step[timing], atol=1e-10)
             at += length
@@ -92,7 +102,8 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp
         assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
         assert [len(row.token) for row in rows] == [sum(row) for row in drafts.lengths[first:last]]
         assert (
-            torch.cat([row.token for row in rows]).tolist() == drafts.columns["draft_ids"].tolist()[-sum(len(row.token) for row in rows) :]
+            torch.cat([row.token for row in rows]).tolist()
+            == drafts.columns["draft_ids"].tolist()[-sum(len(row.token) for row in rows) :]
         )
 
 

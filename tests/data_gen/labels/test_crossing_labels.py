@@ -1,4 +1,6 @@
-"""Responses and labels are those that decoding meets where rotary frequencies change with the length of a text, or they are refused."""
+"""Responses and labels are those that decoding meets where rotary frequencies change with the length of a text, or they
+are refused.
+"""
 
 import json
 import shutil
@@ -21,7 +23,9 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def source_of(kind: str, **how) -> TargetInProcess:
-    return TargetInProcess(model_of(kind), GREEDY, vocab_size=40, **({"eos_ids": frozenset(), "max_new_tokens": 8, "batch_size": 4} | how))
+    return TargetInProcess(
+        model_of(kind), GREEDY, vocab_size=40, **({"eos_ids": frozenset(), "max_new_tokens": 8, "batch_size": 4} | how)
+    )
 
 
 def said(source: TargetInProcess, prompts: list[list[int]]) -> list[list[int]]:
@@ -36,7 +40,9 @@ def test_short_and_long_prompts_asked_together_are_answered_as_by_generate(kind)
 
 
 def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other():
-    """One prompt of 9 tokens ends when nobody waits, and stays beside seven that began later: its place would grow to 17."""
+    """One prompt of 9 tokens ends when nobody waits, and stays beside seven that began later: its place would grow to
+    17.
+    """
     model = model_of("phi3")
     eos_ids = frozenset(range(3, 12))
     by_end: dict[tuple[int, int], list[list[int]]] = {}
@@ -76,11 +82,17 @@ def test_labels_of_a_response_across_the_bound_are_refused():
             labelled(num_prompt, num_new)
 
 
-def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_asked(toy_config, toy_pair: Path, with_data, tmp_path):
+def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_asked(
+    toy_config, toy_pair: Path, with_data, tmp_path
+):
     shutil.copytree(toy_pair / "target", tmp_path / "target")
     path = tmp_path / "target" / "config.json"
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}))
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}
+        )
+    )
     config = replace(toy_config, pair=replace(toy_config.pair, target=ModelSource(path=str(tmp_path / "target"))))
     with pytest.raises(
         ValueError, match=r"max_new_tokens is 70, and LlamaForCausalLM changes .* beyond 64 .*lower one of the two"

@@ -1,6 +1,7 @@
 """Each mutant of the data stage fails the test that KILLERS names.
 
-In its own module that test runs on the real stage, and passes; here it runs on the mutant, and must raise AssertionError.
+In its own module that test runs on the real stage, and passes; here it runs on the mutant, and must raise
+AssertionError.
 """
 
 import inspect
@@ -27,7 +28,10 @@ KILLERS = {
     "log_q_untruncated": (INDEPENDENT, TRUNCATED),
     "log_p_untruncated": (INDEPENDENT, TRUNCATED),
     "entropy_truncated": (INDEPENDENT, TRUNCATED),
-    "drawn_before_warping": (laws.test_draft_tokens_follow_the_q_of_the_sampling, {"sampling": Sampling(temperature=0.6, top_k=3)}),
+    "drawn_before_warping": (
+        laws.test_draft_tokens_follow_the_q_of_the_sampling,
+        {"sampling": Sampling(temperature=0.6, top_k=3)},
+    ),
     "cross_entropy_swapped": (INDEPENDENT, PLAIN),
     "draws_shared_by_shards": (SEEDS, {}),
     "responses_shared_by_shards": (SEEDS, {}),
@@ -45,7 +49,9 @@ KILLERS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_mutant_of_the_data_stage_fails_its_named_test(mutant, request, monkeypatch):
     test, arguments = KILLERS[mutant]
-    arguments = arguments | {name: request.getfixturevalue(name) for name in inspect.signature(test).parameters if name not in arguments}
+    arguments = arguments | {
+        name: request.getfixturevalue(name) for name in inspect.signature(test).parameters if name not in arguments
+    }
     monkeypatch.setattr(*MUTANTS[mutant])
     with pytest.raises(AssertionError):
         test(**arguments)

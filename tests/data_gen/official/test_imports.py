@@ -32,8 +32,18 @@ def official(tmp_path):
 
 
 def item(**changes):
-    lists = {"prefix": [1, 5], "tokens": [7, 8, 9], "draft": [7, 3, 9], "log_p_7b": [-0.5, -1.0, -2.0], "log_p_70b": [-1.5, -0.25, -2.0]}
-    return {"prompt": "[INST] hi [/INST]", "continuation": "x"} | {name: str(values) for name, values in lists.items()} | changes
+    lists = {
+        "prefix": [1, 5],
+        "tokens": [7, 8, 9],
+        "draft": [7, 3, 9],
+        "log_p_7b": [-0.5, -1.0, -2.0],
+        "log_p_70b": [-1.5, -0.25, -2.0],
+    }
+    return (
+        {"prompt": "[INST] hi [/INST]", "continuation": "x"}
+        | {name: str(values) for name, values in lists.items()}
+        | changes
+    )
 
 
 def test_the_official_json_becomes_rows(official):
@@ -65,8 +75,17 @@ def test_an_official_json_of_another_shape_is_refused(official, items, complaint
 def as_official(config: Config, split: str, folder: Path) -> str:
     """The rows of one split as the official code would have written them."""
     rows = [row for path in list_shards(config.data.dir, split) for row in read_rows(path).to_pylist()]
-    names = {"prefix": "prompt_ids", "tokens": "response_ids", "draft": "draft_ids", "log_p_7b": "log_q", "log_p_70b": "log_p"}
-    items = [{"prompt": row["prompt"], "continuation": ""} | {ours: str(row[theirs]) for ours, theirs in names.items()} for row in rows]
+    names = {
+        "prefix": "prompt_ids",
+        "tokens": "response_ids",
+        "draft": "draft_ids",
+        "log_p_7b": "log_q",
+        "log_p_70b": "log_p",
+    }
+    items = [
+        {"prompt": row["prompt"], "continuation": ""} | {ours: str(row[theirs]) for ours, theirs in names.items()}
+        for row in rows
+    ]
     path = folder / f"{split}.json"
     path.write_text(json.dumps(items))
     return str(path)
@@ -82,8 +101,8 @@ def imports(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, 
 
 
 def test_imported_features_are_those_of_a_run_of_our_own(imports):
-    """The same responses, drafts and coins give the same tensors, but for the float16 of the rows that the file was made from; only
-    acceptance_rate is absent, since it needs the target."""
+    """The same responses, drafts and coins give the same tensors, but for the float16 of the rows that the file was
+    made from; only acceptance_rate is absent, since it needs the target."""
     own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
@@ -95,7 +114,9 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
                 assert ours.keys() == theirs.keys()
                 for name, values in ours.items():
                     rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(name, 1e-4)
-                    torch.testing.assert_close(theirs[name], values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+                    torch.testing.assert_close(
+                        theirs[name], values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+                    )
             row = read_rows(rows_path(config.data.dir, split, index)).to_pylist()[0]
             assert row["entropy"]
             assert row["from_target"]
@@ -108,13 +129,24 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
     _, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
-    heads = HeadsConfig(dir=str(tmp_path / "run"), depths=(1,), timings=("fed", "drawn"), scalars=(True,), batch_size=2, features=features)
+    heads = HeadsConfig(
+        dir=str(tmp_path / "run"),
+        depths=(1,),
+        timings=("fed", "drawn"),
+        scalars=(True,),
+        batch_size=2,
+        features=features,
+    )
     trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     results = train(replace(config, heads=heads, trainer=trainer))
     assert {name.split("-")[0] for name in results["test"]["heads"]} == {"fed+s", "drawn+s"}
     assert all(math.isfinite(head["calibrated_kl"]) for head in results["dev"]["heads"].values())
     with pytest.raises(ValueError, match=r"has no acceptance_rate.* or leave prefix out of heads\.timings"):
-        train(replace(config, heads=replace(heads, dir=str(tmp_path / "prefix"), timings=("drawn", "prefix")), trainer=trainer))
+        train(
+            replace(
+                config, heads=replace(heads, dir=str(tmp_path / "prefix"), timings=("drawn", "prefix")), trainer=trainer
+            )
+        )
 
 
 def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(imports):

@@ -27,9 +27,14 @@ def test_every_prompt_is_accounted_for(toy_config, with_data, tmp_path):
         {"id": 4, "turns": ["one", "", "three"]},
     ]
     path.write_text("\n".join(map(json.dumps, records)))
-    config = with_data(toy_config, prompts=str(path), num_train=4, num_test=0, split_weights=(1, 0, 0), rows_per_shard=2)
+    config = with_data(
+        toy_config, prompts=str(path), num_train=4, num_test=0, split_weights=(1, 0, 0), rows_per_shard=2
+    )
     make(config)
-    problems = {record["id"]: record for record in map(json.loads, (Path(config.data.dir) / "errors.jsonl").read_text().splitlines())}
+    problems = {
+        record["id"]: record
+        for record in map(json.loads, (Path(config.data.dir) / "errors.jsonl").read_text().splitlines())
+    }
     assert {name: problem["outcome"] for name, problem in problems.items()} == {
         "2": "skipped",
         "3": "skipped",
@@ -47,7 +52,13 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
     path.write_text('{"id": 1, "prompt": ""}\n')
     for mode in ("together", "sequential"):
         config = with_data(
-            toy_config, prompts=str(path), num_train=1, num_test=0, split_weights=(1, 0, 0), mode=mode, dir=str(tmp_path / mode)
+            toy_config,
+            prompts=str(path),
+            num_train=1,
+            num_test=0,
+            split_weights=(1, 0, 0),
+            mode=mode,
+            dir=str(tmp_path / mode),
         )
         make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
@@ -80,7 +91,11 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         with errors.open("w") as file, contextlib.redirect_stderr(file):
-            run({"make": lambda config: make(toy_config)}, default="make", argv=["--pair.target.path=a", "--pair.draft.path=b"])
+            run(
+                {"make": lambda config: make(toy_config)},
+                default="make",
+                argv=["--pair.target.path=a", "--pair.draft.path=b"],
+            )
 
     assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
     assert "error: no space for" in errors.read_text()

@@ -1,4 +1,6 @@
-"""Data grows, batches change and memory runs out without losing a shard; what decides rows is still refused when it differs."""
+"""Data grows, batches change and memory runs out without losing a shard; what decides rows is still refused when it
+differs.
+"""
 
 import json
 from dataclasses import replace
@@ -13,7 +15,9 @@ from data_gen.store.manifest import settle
 from store.shards import list_shards, read_sidecar, rows_path
 from tests.data_gen.on_disk import assert_same_rows, files_of, rows_of
 
-CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+)
 
 
 def test_a_larger_run_keeps_the_shards_of_the_smaller_one_byte_for_byte(toy_config, with_data, tmp_path, capsys):
@@ -65,8 +69,12 @@ def test_a_shard_made_in_other_batches_has_the_same_rows(toy_config, with_data):
     assert [read_sidecar(path)["batch_size"] for path in list_shards(toy_config.data.dir, "train")] == [2, 3, 2]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_ALLOCATOR), MemoryError()])
-def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(toy_config, with_data, tmp_path, monkeypatch, capsys, error):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_ALLOCATOR), MemoryError()]
+)
+def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(
+    toy_config, with_data, tmp_path, monkeypatch, capsys, error
+):
     make(toy_config)
     label = Labeller.label
 
@@ -84,7 +92,10 @@ def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(toy_config, w
 
 
 def test_too_little_memory_for_one_sequence_ends_in_one_line_and_other_errors_are_not_caught(toy_config, monkeypatch):
-    expectations = [(MemoryError(), ValueError, "one sequence at a time; lower data.chunk_mb"), (RuntimeError("x"), RuntimeError, "x")]
+    expectations = [
+        (MemoryError(), ValueError, "one sequence at a time; lower data.chunk_mb"),
+        (RuntimeError("x"), RuntimeError, "x"),
+    ]
     for error, kind, message in expectations:
         monkeypatch.setattr(Labeller, "label", lambda *arguments, error=error, **named: (_ for _ in ()).throw(error))
         with pytest.raises(kind, match=message):
@@ -137,7 +148,9 @@ def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there)
         del manifest["generator"]
     path.write_text(json.dumps(manifest))
     before = files_of(data.dir)
-    with pytest.raises(ValueError, match=rf"differs in generator: {there!r} there, 'PCG64DXSM' in this run;.*delete {data.dir} "):
+    with pytest.raises(
+        ValueError, match=rf"differs in generator: {there!r} there, 'PCG64DXSM' in this run;.*delete {data.dir} "
+    ):
         make(toy_config)
     assert files_of(data.dir) == before
 
@@ -171,7 +184,9 @@ def test_what_a_server_is_asked_for_is_compared_and_how_often_is_not(tmp_path):
         settle(tmp_path, manifest | {"server": {"model": "a", "kind": "vllm", "extra": {}}})
 
 
-@pytest.mark.parametrize("changes", [{"problems": None}, {"ok": "many"}, {"problems": [5]}, {"input": 9}, {"bytes": None}])
+@pytest.mark.parametrize(
+    "changes", [{"problems": None}, {"ok": "many"}, {"problems": [5]}, {"input": 9}, {"bytes": None}]
+)
 def test_a_broken_sidecar_is_named_and_its_shard_made_again_without_it(toy_config, with_data, changes):
     config = with_data(toy_config, num_train=3, num_test=0)
     make(config)

@@ -1,4 +1,6 @@
-"""The arithmetic of `plan`, at the sizes of the papers' pairs, from config.json alone; and memory that a stage gives back."""
+"""The arithmetic of `plan`, at the sizes of the papers' pairs, from config.json alone; and memory that a stage gives
+back.
+"""
 
 import gc
 import json
@@ -17,7 +19,15 @@ from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
 
 GB = 1e9
-NAMED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+NAMED = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 PUBLISHED = {
     "Llama-2-70b-chat-hf": ("llama", 8192, 80, 64, 8, 28672, 32000),
     "Llama-2-7b-chat-hf": ("llama", 4096, 32, 32, 32, 11008, 32000),

@@ -1,4 +1,6 @@
-"""A row along which a model yields NaN is a problem of that row alone, in every stage; all other rows are as without the defect."""
+"""A row along which a model yields NaN is a problem of that row alone, in every stage; all other rows are as without
+the defect.
+"""
 
 import json
 import shutil
@@ -31,7 +33,9 @@ def healthy(toy_config, with_data, prompts_file) -> Config:
     name = read_rows(rows_path(toy_config.data.dir, "train", 1), ["id"])["id"].to_pylist()[1]
     shutil.rmtree(toy_config.data.dir)
     records = [json.loads(line) for line in prompts_file.read_text().splitlines()]
-    prompts_file.write_text("".join(json.dumps({**each, "input": "~" if each["id"] == name else "x"}) + "\n" for each in records))
+    prompts_file.write_text(
+        "".join(json.dumps({**each, "input": "~" if each["id"] == name else "x"}) + "\n" for each in records)
+    )
     return with_data(toy_config, max_error_share=0.25, seed=1)
 
 
@@ -110,13 +114,19 @@ def test_a_prompt_that_the_target_cannot_read_is_a_problem_of_its_row_alone(heal
 
 
 def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, with_data, tmp_path):
-    """The responses come from a file, so the target only labels; in the stage of its own where one model is loaded at a time."""
+    """The responses come from a file, so the target only labels; in the stage of its own where one model is loaded at a
+    time.
+    """
     make(healthy)
     whole = rows_of(healthy)
     responses = tmp_path / "responses.jsonl"
-    responses.write_text("".join(json.dumps({"id": row["id"], "response_ids": row["response_ids"]}) + "\n" for row in whole))
+    responses.write_text(
+        "".join(json.dumps({"id": row["id"], "response_ids": row["response_ids"]}) + "\n" for row in whole)
+    )
     for mode in ("together", "sequential"):
-        healthy = with_data(healthy, num_test=0, source="file", responses=str(responses), mode=mode, dir=str(tmp_path / mode))
+        healthy = with_data(
+            healthy, num_test=0, source="file", responses=str(responses), mode=mode, dir=str(tmp_path / mode)
+        )
         (tmp_path / f"of {mode}").mkdir()
         broken = poisoned(healthy, "target", tmp_path / f"of {mode}")
         make(healthy)
@@ -132,7 +142,12 @@ def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(health
     rows = rows_of(healthy)
     read = {token for row in rows for token in (*row["prompt_ids"], *row["response_ids"])}
     mixed = [{y for y, coin in zip(row["draft_ids"], row["from_target"], strict=True) if not coin} for row in rows]
-    token = next(token for tokens in mixed for token in sorted(tokens) if token not in read and sum(token in each for each in mixed) == 1)
+    token = next(
+        token
+        for tokens in mixed
+        for token in sorted(tokens)
+        if token not in read and sum(token in each for each in mixed) == 1
+    )
     broken = poisoned(healthy, "draft", tmp_path, token)
     make(broken)
     (name,) = (row["id"] for row, tokens in zip(rows, mixed, strict=True) if token in tokens)
@@ -143,7 +158,9 @@ def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(health
 
 
 def test_broken_padding_breaks_no_row(healthy, tmp_path):
-    """Untrained embeddings of the padding token may be NaN; prompts of differing length share batches, and 0 * NaN is NaN."""
+    """Untrained embeddings of the padding token may be NaN; prompts of differing length share batches, and 0 * NaN is
+    NaN.
+    """
     make(healthy)
     for model in ("draft", "target"):
         broken = poisoned(healthy, model, tmp_path, 0)
@@ -153,7 +170,9 @@ def test_broken_padding_breaks_no_row(healthy, tmp_path):
 
 
 def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_it(models):
-    """The longest prompt and one in the middle are broken; shorter ones take their places, and what is left of them stands in the cache."""
+    """The longest prompt and one in the middle are broken; shorter ones take their places, and what is left of them
+    stands in the cache.
+    """
     requests = [Request(str(number), "", [2, *range(10, 40 - 2 * number), 3]) for number in range(12)]
     for number in (0, 5):
         requests[number].prompt_ids[1] = 9
@@ -161,15 +180,21 @@ def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_i
     broken.get_input_embeddings().weight.data[9] = float("nan")
     settings = {"vocab_size": 260, "eos_ids": frozenset({1}), "max_new_tokens": 12, "batch_size": 3}
     expected, answers = (
-        TargetInProcess(model, Sampling(), **settings).respond(requests, 12, lambda count: None) for model in (models["target"], broken)
+        TargetInProcess(model, Sampling(), **settings).respond(requests, 12, lambda count: None)
+        for model in (models["target"], broken)
     )
     assert [isinstance(answer, Problem) for answer in answers] == [number in (0, 5) for number in range(12)]
-    assert [answer for answer in answers if isinstance(answer, Response)] == [expected[n] for n in range(12) if n not in (0, 5)]
+    assert [answer for answer in answers if isinstance(answer, Response)] == [
+        expected[n] for n in range(12) if n not in (0, 5)
+    ]
 
 
 def test_a_share_of_errors_beyond_the_limit_ends_the_run_in_one_line(healthy, with_data, tmp_path):
     broken = with_data(poisoned(healthy, "draft", tmp_path), max_error_share=0.0)
-    with pytest.raises(ValueError, match=r"^1 of 12 prompts ended in an error, more than data\.max_error_share = 0; all else is written"):
+    with pytest.raises(
+        ValueError,
+        match=r"^1 of 12 prompts ended in an error, more than data\.max_error_share = 0; all else is written",
+    ):
         make(broken)
     assert len(rows_of(broken)) == 7
 
@@ -177,6 +202,9 @@ def test_a_share_of_errors_beyond_the_limit_ends_the_run_in_one_line(healthy, wi
 def test_a_model_that_fails_on_every_row_ends_the_run_early(healthy, tmp_path):
     """Every prompt begins with token 2."""
     broken = poisoned(healthy, "draft", tmp_path, 2)
-    with pytest.raises(ValueError, match=r"^8 of the last 8 rows of the stage together ended in an error, the last p\d+: the draft yields"):
+    with pytest.raises(
+        ValueError,
+        match=r"^8 of the last 8 rows of the stage together ended in an error, the last p\d+: the draft yields",
+    ):
         make(broken)
     assert len(list(Path(broken.data.dir).glob("rows/*.parquet"))) == 3

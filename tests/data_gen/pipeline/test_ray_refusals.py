@@ -1,4 +1,6 @@
-"""`engine: ray`: what a cluster cannot do, and what goes wrong in its workers, ends in one line; one Ray of two CPUs and a GPU for all."""
+"""`engine: ray`: what a cluster cannot do, and what goes wrong in its workers, ends in one line; one Ray of two CPUs
+and a GPU for all.
+"""
 
 import ast
 import os
@@ -23,7 +25,9 @@ ROOT = Path(code.__file__).parents[2]
 @pytest.fixture(scope="module")
 def cluster():
     """Ray believes in its GPU, and no test here uses it."""
-    ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, configure_logging=False, include_dashboard=False)
+    ray.init(
+        address="local", num_cpus=2, num_gpus=1, log_to_driver=False, configure_logging=False, include_dashboard=False
+    )
     yield
     ray.shutdown()
 
@@ -33,19 +37,32 @@ def on_cluster(toy_config, with_data, tmp_path, cluster) -> Config:
     """The toy run by one worker, with models that are meant for the CPU."""
     pair = toy_config.pair
     pair = replace(pair, target=replace(pair.target, device_map="cpu"), draft=replace(pair.draft, device_map="cpu"))
-    return with_data(replace(toy_config, pair=pair), dir=str(tmp_path / "ray"), engine="ray", ray=RayConfig(num_workers=1))
+    return with_data(
+        replace(toy_config, pair=pair), dir=str(tmp_path / "ray"), engine="ray", ray=RayConfig(num_workers=1)
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "room"),
     [
-        ({"num_workers": 2, "num_cpus": 2}, "2 workers of 2 CPUs and 0 GPUs each, and the cluster has room for 1 of them"),
-        ({"num_workers": 1, "num_gpus": 8}, "1 workers of 1 CPUs and 8 GPUs each, and the cluster has room for 0 of them"),
-        ({"num_workers": 3, "num_gpus": 0.4}, "3 workers of 1 CPUs and 0.4 GPUs each, and the cluster has room for 2 of them"),
+        (
+            {"num_workers": 2, "num_cpus": 2},
+            "2 workers of 2 CPUs and 0 GPUs each, and the cluster has room for 1 of them",
+        ),
+        (
+            {"num_workers": 1, "num_gpus": 8},
+            "1 workers of 1 CPUs and 8 GPUs each, and the cluster has room for 0 of them",
+        ),
+        (
+            {"num_workers": 3, "num_gpus": 0.4},
+            "3 workers of 1 CPUs and 0.4 GPUs each, and the cluster has room for 2 of them",
+        ),
     ],
 )
 def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, with_data, asked, room):
-    with pytest.raises(ValueError, match=rf"^data\.ray asks for {room} \(its machines have 2 CPUs and 1 GPUs\); lower data\.ray\.num_w"):
+    with pytest.raises(
+        ValueError, match=rf"^data\.ray asks for {room} \(its machines have 2 CPUs and 1 GPUs\); lower data\.ray\.num_w"
+    ):
         make(with_data(on_cluster, ray=RayConfig(**asked)))
     assert not ray_actors()
 
@@ -63,7 +80,8 @@ def test_room_is_that_of_each_machine_and_not_their_sum():
 def test_models_meant_for_a_gpu_are_not_put_on_the_cpu_of_a_cluster_with_gpus(on_cluster, device_map):
     pair = replace(on_cluster.pair, target=replace(on_cluster.pair.target, device_map=device_map))
     with pytest.raises(
-        ValueError, match=r"^data\.ray\.num_gpus is 0, so the target .* would run on the CPU, and the cluster has 1 GPUs; set"
+        ValueError,
+        match=r"^data\.ray\.num_gpus is 0, so the target .* would run on the CPU, and the cluster has 1 GPUs; set",
     ):
         make(replace(on_cluster, pair=pair))
 
@@ -72,7 +90,11 @@ def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, wit
     """The worker finds it while it loads the models."""
     too_long = with_data(on_cluster, max_new_tokens=240)
     with pytest.raises(SystemExit) as end:
-        run({"make": lambda config: make(too_long)}, default="make", argv=["--pair.target.path=a", "--pair.draft.path=b"])
+        run(
+            {"make": lambda config: make(too_long)},
+            default="make",
+            argv=["--pair.target.path=a", "--pair.draft.path=b"],
+        )
     assert end.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
@@ -83,7 +105,9 @@ def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, wit
 @pytest.mark.slow
 def test_a_worker_that_imports_other_code_is_refused_and_both_are_named(on_cluster, monkeypatch):
     monkeypatch.setattr(on_ray, "running", lambda: code.running() | {"transformers": "0.1"})
-    with pytest.raises(ValueError, match=r"the worker on .* imports transformers \d.*, and the driver runs transformers 0\.1; install"):
+    with pytest.raises(
+        ValueError, match=r"the worker on .* imports transformers \d.*, and the driver runs transformers 0\.1; install"
+    ):
         make(on_cluster)
 
 
@@ -108,13 +132,23 @@ def test_every_path_is_made_absolute_and_every_name_stays(toy_config, with_data,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "target").mkdir()
     pair = replace(
-        toy_config.pair, target=replace(toy_config.pair.target, path="target"), micro=replace(toy_config.pair.draft, path="org/m")
+        toy_config.pair,
+        target=replace(toy_config.pair.target, path="target"),
+        micro=replace(toy_config.pair.draft, path="org/m"),
     )
-    data = replace(toy_config.data, dir="d", split_ids="s.json", responses="r.jsonl", prompts=("stories", "prompts.jsonl", "org/name"))
+    data = replace(
+        toy_config.data,
+        dir="d",
+        split_ids="s.json",
+        responses="r.jsonl",
+        prompts=("stories", "prompts.jsonl", "org/name"),
+    )
     job = on_ray._same_everywhere(on_ray.Job(pair=pair, data=data, stage="together"))
     assert (job.pair.target.path, job.pair.micro.path) == (str(tmp_path / "target"), "org/m")
     assert job.data.prompts == ("stories", str(tmp_path / "prompts.jsonl"), "org/name")
-    assert (job.data.dir, job.data.split_ids, job.data.responses) == tuple(str(tmp_path / name) for name in ("d", "s.json", "r.jsonl"))
+    assert (job.data.dir, job.data.split_ids, job.data.responses) == tuple(
+        str(tmp_path / name) for name in ("d", "s.json", "r.jsonl")
+    )
     assert job.data.server.model == "target", "a server knows the target by the path that the config has"
 
 
@@ -133,7 +167,10 @@ def test_workers_that_are_killed_while_they_load_end_the_run_with_the_reason(on_
     try:
         with pytest.raises(
             ValueError,
-            match=r"^a worker of the stage together died while it loaded .* restarted at most 3 times: The actor is dead because",
+            match=(
+                r"^a worker of the stage together died while it loaded .* restarted at most 3 times: The actor is "
+                r"dead because"
+            ),
         ) as error:
             make(on_cluster)
     finally:
@@ -150,8 +187,16 @@ def test_workers_are_sent_every_package_of_the_project_that_they_import():
         reached.add(name)
         for path in (ROOT / name).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in getattr(node, "names", [])]
-                tops = {each.partition(".")[0] for each in names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+                names = (
+                    [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else [each.name for each in getattr(node, "names", [])]
+                )
+                tops = (
+                    {each.partition(".")[0] for each in names}
+                    if isinstance(node, ast.Import | ast.ImportFrom)
+                    else set()
+                )
                 waiting |= {top for top in tops if (ROOT / top / "__init__.py").is_file() and top not in reached}
     assert reached == set(code.PACKAGES)
     assert [folder.name for folder in code.folders()] == list(code.PACKAGES)

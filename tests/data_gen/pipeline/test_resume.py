@@ -1,4 +1,6 @@
-"""A run that is started again, after any end, comes to the bytes of an uninterrupted one, and never adds to another run's folder."""
+"""A run that is started again, after any end, comes to the bytes of an uninterrupted one, and never adds to another
+run's folder.
+"""
 
 import os
 import shutil
@@ -53,7 +55,9 @@ def make_and_die(config: Config, write: int) -> None:
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
 def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, with_data, tmp_path, mode):
-    """SIGKILL in the middle of the 2nd, 5th, … write: the next run ends with exactly the files of an uninterrupted one."""
+    """SIGKILL in the middle of the 2nd, 5th, … write: the next run ends with exactly the files of an uninterrupted
+    one.
+    """
     make(with_data(toy_config, mode=mode))
     whole = files_of(toy_config.data.dir)
     directory = tmp_path / "killed"

@@ -1,4 +1,6 @@
-"""Responses that one run paid for are labelled anew by another: the rows are those that the other run would have made by itself."""
+"""Responses that one run paid for are labelled anew by another: the rows are those that the other run would have made
+by itself.
+"""
 
 import json
 from dataclasses import replace
@@ -55,7 +57,10 @@ def test_a_file_grows_with_its_rows_and_what_was_labelled_from_it_goes_on(toy_co
     assert path.read_bytes().startswith(lines)
     assert len(path.read_text().splitlines()) == 12
     make(with_data(again, num_train=8, num_test=4))
-    assert files_of(again.data.dir).items() >= {name: content for name, content in shards.items() if name != "errors.jsonl"}.items()
+    assert (
+        files_of(again.data.dir).items()
+        >= {name: content for name, content in shards.items() if name != "errors.jsonl"}.items()
+    )
     assert_same_rows(rows_of(again), rows_of(toy_config))
 
 
@@ -86,5 +91,7 @@ def test_a_file_that_holds_something_else_stays_as_it_is(toy_config, tmp_path, c
 def test_a_line_whose_prompt_ids_are_no_ids_is_refused(toy_config, with_data, tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"id": "p1", "prompt_ids": "five", "response_ids": [5]}\n')
-    with pytest.raises(ValueError, match=r"responses.jsonl:1: expected prompt_ids to be a list of integers, got 'five'"):
+    with pytest.raises(
+        ValueError, match=r"responses.jsonl:1: expected prompt_ids to be a list of integers, got 'five'"
+    ):
         make(with_data(toy_config, source="file", responses=str(path)))

@@ -14,21 +14,29 @@ from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entrop
 from store.shards import features_path, list_shards, rows_path
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=20), SamplingConfig(temperature=0.0)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=20), SamplingConfig(temperature=0.0)]
+)
 def test_labels_equal_an_independent_uncached_computation(toy_config, sampling):
     config = replace(toy_config, pair=replace(toy_config.pair, sampling=sampling))
     make(config)
-    models = {name: AutoModelForCausalLM.from_pretrained(getattr(config.pair, name).path).eval() for name in ("target", "draft")}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(getattr(config.pair, name).path).eval()
+        for name in ("target", "draft")
+    }
     vocab_size = 260
     transform = Sampling(**vars(sampling))
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        fed, drawn = (read_features(features_path(config.data.dir, timing, "train", index)) for timing in ("fed", "drawn"))
+        fed, drawn = (
+            read_features(features_path(config.data.dir, timing, "train", index)) for timing in ("fed", "drawn")
+        )
         for number, row in enumerate(read_rows(path).to_pylist()):
             prompt, x, y = row["prompt_ids"], row["response_ids"], torch.tensor(row["draft_ids"])
             with torch.no_grad():
                 logits = {
-                    name: model(torch.tensor([prompt + x])).logits[0, len(prompt) - 1 : -1, :vocab_size] for name, model in models.items()
+                    name: model(torch.tensor([prompt + x])).logits[0, len(prompt) - 1 : -1, :vocab_size]
+                    for name, model in models.items()
                 }
             q, p = transform.probs(logits["draft"]), transform.probs(logits["target"])
             expected = {
@@ -41,7 +49,9 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, sampling):
             }
             for name, values in expected.items():
                 rtol = 1e-4 if "entropy" in name else 1e-4 + 2**-11  # the others are float16 on disk
-                torch.testing.assert_close(torch.tensor(row[name]), values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(
+                    torch.tensor(row[name]), values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+                )
             assert torch.isfinite(torch.tensor(row["log_q"])).all()
             start, end = fed["row_offsets"][number : number + 2].tolist()
             z = [a if coin else b for a, b, coin in zip(x, row["draft_ids"], row["from_target"], strict=True)]
@@ -75,12 +85,18 @@ def test_sequential_mode_gives_the_same_rows_without_the_columns_that_need_both_
     make(other)
     assert not (tmp_path / "sequential" / "stages").exists()
     for path in list_shards(toy_config.data.dir, "train"):
-        together, apart = read_rows(path).to_pydict(), read_rows(tmp_path / "sequential" / "rows" / path.name).to_pydict()
+        together, apart = (
+            read_rows(path).to_pydict(),
+            read_rows(tmp_path / "sequential" / "rows" / path.name).to_pydict(),
+        )
         for name in ("acceptance_rate", "cross_entropy"):
             assert apart.pop(name) == [None] * len(apart["id"])
             together.pop(name)
-        for name in ("acceptance_prob", "log_p"):  # the target's states come from decoding in one mode, from one pass in the other
-            ours, theirs = (torch.tensor([value for row in table.pop(name) for value in row]) for table in (apart, together))
+        # the target's states come from decoding in one mode, from one pass in the other
+        for name in ("acceptance_prob", "log_p"):
+            ours, theirs = (
+                torch.tensor([value for row in table.pop(name) for value in row]) for table in (apart, together)
+            )
             torch.testing.assert_close(ours, theirs, rtol=1e-4 + 2**-10, atol=1e-4)
         assert apart == together
         features = read_features(features_path(other.data.dir, "fed", "train", int(path.stem.split("-")[1])))

@@ -36,7 +36,11 @@ from data_gen.prompts.templates import encode, render
         (
             {
                 "id": "d",
-                "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "gone"}, {"from": "human", "value": "v"}],
+                "conversations": [
+                    {"from": "human", "value": "u"},
+                    {"from": "gpt", "value": "gone"},
+                    {"from": "human", "value": "v"},
+                ],
             },
             Prompt("d", ("u", "v")),
         ),
@@ -84,7 +88,10 @@ def test_a_larger_run_contains_the_smaller_one(tmp_path):
     path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
     small = DataConfig(prompts=str(path), num_train=5, num_dev=2, num_test=1)
     for split in SPLITS:
-        fewer, more = load_prompts(small, split), load_prompts(replace(small, num_train=30, num_dev=5, num_test=2), split)
+        fewer, more = (
+            load_prompts(small, split),
+            load_prompts(replace(small, num_train=30, num_dev=5, num_test=2), split),
+        )
         assert more[: len(fewer)] == fewer[: len(more)]
 
 
@@ -111,7 +118,10 @@ def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
 
 def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypatch):
     """The hub itself is out of a test's reach, so the records are made up here."""
-    parts = {"train": [{"question": f"t{number}", "answer": ""} for number in range(10)], "test": [{"question": "own test", "answer": ""}]}
+    parts = {
+        "train": [{"question": f"t{number}", "answer": ""} for number in range(10)],
+        "test": [{"question": "own test", "answer": ""}],
+    }
     requests = []
 
     def records(place, part):
@@ -152,7 +162,10 @@ def test_templates_are_the_papers_wrappers(tokenizer):
 
 def test_replies_stand_between_the_turns(tokenizer):
     prompt = Prompt("a", ("one", "two"), system="be brief")
-    assert render(prompt, tokenizer, "llama2", ["yes"]) == "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
+    assert (
+        render(prompt, tokenizer, "llama2", ["yes"])
+        == "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
+    )
     assert render(prompt, tokenizer, "plain", ["yes"]) == "one\nyes\ntwo"
     chat = encode(replace(prompt, system=""), tokenizer, "chat", ["yes"])
     assert tokenizer.decode(chat) == "<u>one\n<a>yes<end><u>two\n<a>"

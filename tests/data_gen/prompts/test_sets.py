@@ -66,7 +66,9 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
     for name, column, value in (("a", "messages", messages), ("b", "conversations", sharegpt), ("c", "turns", ["w"])):
         pd.DataFrame({column: [value]}).to_parquet(tmp_path / f"{name}.parquet")
     found = [
-        load_prompts(DataConfig(prompts=str(tmp_path / f"{name}.parquet"), num_train=1, split_weights=(1, 0, 0)), "train")[0].turns
+        load_prompts(
+            DataConfig(prompts=str(tmp_path / f"{name}.parquet"), num_train=1, split_weights=(1, 0, 0)), "train"
+        )[0].turns
         for name in "abc"
     ]
     assert found == [("u",), ("v",), ("w",)]
@@ -90,7 +92,9 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"set\.json record 0: no column 'ask', which columns names; there are key, question"):
+    with pytest.raises(
+        ValueError, match=r"set\.json record 0: no column 'ask', which columns names; there are key, question"
+    ):
         all_of(path=str(write(tmp_path / "set.json")), columns={"prompt": "ask"})
 
 
@@ -100,12 +104,17 @@ def known(monkeypatch, **source: object) -> tuple[dict, dict[str, list[str]]]:
 
     def load_dataset(path, name, *, split, data_files):
         asked.update(path=path, name=name, split=split)
-        return [{"question": f"{split} q{number}", "ask": f"{split} a{number}", "key": f"{split} {number}"} for number in range(10)]
+        return [
+            {"question": f"{split} q{number}", "ask": f"{split} a{number}", "key": f"{split} {number}"}
+            for number in range(10)
+        ]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     ids = {}
     for split in ("train", "dev", "test"):
-        config = DataConfig(prompts=PromptSource(**source), split_weights=(2, 1, 1), num_train=99, num_dev=99, num_test=99)  # type: ignore[arg-type]
+        config = DataConfig(
+            prompts=PromptSource(**source), split_weights=(2, 1, 1), num_train=99, num_dev=99, num_test=99
+        )  # type: ignore[arg-type]
         try:
             ids[split] = [prompt.text for prompt in load_prompts(config, split, may_be_fewer=True)]
         except ValueError:
@@ -116,8 +125,12 @@ def known(monkeypatch, **source: object) -> tuple[dict, dict[str, list[str]]]:
 def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypatch):
     asked, ids = known(monkeypatch, path="gsm8k")
     assert asked == {"path": "openai/gsm8k", "name": "main", "split": "test"}
-    assert {name: len(found) for name, found in ids.items()} == {"train": 8, "dev": 2, "test": 10}, "as the set prescribes"
-    asked, ids = known(monkeypatch, path="gsm8k", split="validation", name="socratic", columns={"prompt": "ask", "question": "ask"})
+    assert {name: len(found) for name, found in ids.items()} == {"train": 8, "dev": 2, "test": 10}, (
+        "as the set prescribes"
+    )
+    asked, ids = known(
+        monkeypatch, path="gsm8k", split="validation", name="socratic", columns={"prompt": "ask", "question": "ask"}
+    )
     assert asked == {"path": "openai/gsm8k", "name": "socratic", "split": "validation"}
     assert {name: len(found) for name, found in ids.items()} == {"train": 6, "dev": 2, "test": 2}
     assert all(text.startswith("validation a") for texts in ids.values() for text in texts)
@@ -136,7 +149,8 @@ def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(
-        FileNotFoundError, match=r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on"
+        FileNotFoundError,
+        match=r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on",
     ):
         all_of(path="org/name", name="main", split="validation")
 
@@ -149,7 +163,11 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
 
 
 def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, with_data, tmp_path):
-    prompts = [{"id": "whole", "prompt": "x"}, {"id": "half", "prompt": "\ud83d"}, {"id": "inner", "prompt": "y", "input": "\udc00"}]
+    prompts = [
+        {"id": "whole", "prompt": "x"},
+        {"id": "half", "prompt": "\ud83d"},
+        {"id": "inner", "prompt": "y", "input": "\udc00"},
+    ]
     responses = [{"id": "whole", "response": "\ud83d"}]
     for name, records in (("prompts", prompts), ("responses", responses)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -176,8 +194,12 @@ def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, 
 def two_sets(tmp_path) -> tuple[PromptSource, PromptSource]:
     """Sixty prompts and twenty, ids alike; the first is to give three times as many."""
     for name, count in (("large", 60), ("small", 20)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"id": {number}, "prompt": "{name}"}}\n' for number in range(count)))
-    return PromptSource(path=str(tmp_path / "large.jsonl"), weight=3.0), PromptSource(path=str(tmp_path / "small.jsonl"))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"id": {number}, "prompt": "{name}"}}\n' for number in range(count))
+        )
+    return PromptSource(path=str(tmp_path / "large.jsonl"), weight=3.0), PromptSource(
+        path=str(tmp_path / "small.jsonl")
+    )
 
 
 def test_several_sets_are_drawn_by_their_weights_at_any_size(two_sets):
@@ -203,11 +225,16 @@ def test_several_sets_split_each_as_it_would_be_alone(two_sets):
 def test_a_list_of_one_is_that_one(two_sets):
     of = {"split_weights": (1, 0, 0), "num_train": 9}
     path = two_sets[0].path
-    assert load_prompts(DataConfig(prompts=(path,), **of), "train") == load_prompts(DataConfig(prompts=path, **of), "train")
+    assert load_prompts(DataConfig(prompts=(path,), **of), "train") == load_prompts(
+        DataConfig(prompts=path, **of), "train"
+    )
 
 
 def test_sets_that_cannot_be_mixed_are_refused(two_sets):
-    with pytest.raises(ValueError, match=r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80",
+    ):
         load_prompts(DataConfig(prompts=two_sets, split_weights=(1, 0, 0), num_train=99), "train")
     for prompts, complaint in (
         ((two_sets[0], two_sets[0]), "'large' twice"),

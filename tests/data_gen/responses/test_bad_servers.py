@@ -1,4 +1,6 @@
-"""Servers that lie, hang, close half-way or read a prompt as other ids; what a run keeps of them, and what it tries again."""
+"""Servers that lie, hang, close half-way or read a prompt as other ids; what a run keeps of them, and what it tries
+again.
+"""
 
 import time
 from dataclasses import replace
@@ -26,7 +28,9 @@ def changed(config, **settings):
 
 
 def source(config, tokenizer) -> CompletionsServer:
-    return CompletionsServer(config.data.server, Spelling(tokenizer, frozenset({1})), model="m", sampling=Sampling(), max_new_tokens=4)
+    return CompletionsServer(
+        config.data.server, Spelling(tokenizer, frozenset({1})), model="m", sampling=Sampling(), max_new_tokens=4
+    )
 
 
 def request(tokenizer) -> Request:
@@ -39,7 +43,9 @@ def answer_of(config, tokenizer) -> Response | Problem:
 
 @pytest.fixture(scope="module")
 def adds_bos(toy_pair):
-    """A tokenizer that begins every text with <u>, which its chat template has written already: as Llama's with its BOS."""
+    """A tokenizer that begins every text with <u>, which its chat template has written already: as Llama's with its
+    BOS.
+    """
     tokenizer = AutoTokenizer.from_pretrained(toy_pair / "target")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<u> $A", special_tokens=[("<u>", 2)])
     return tokenizer
@@ -63,7 +69,9 @@ def test_vllm_reads_the_very_ids_that_labels_use(served, server, adds_bos, promp
 
 
 def test_a_server_that_cannot_be_kept_from_a_second_bos_is_refused(served, adds_bos):
-    with pytest.raises(ValueError, match=r"a server of kind openai adds them again; set data\.server\.prompt_as to token_ids"):
+    with pytest.raises(
+        ValueError, match=r"a server of kind openai adds them again; set data\.server\.prompt_as to token_ids"
+    ):
         answer_of(served, adds_bos)
 
 
@@ -115,7 +123,9 @@ def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(ser
     whole = with_data(served, dir=served.data.dir + "-whole")
     make(whole)
     good, partly = server.answer, with_data(served, max_error_share=0.1)
-    server.answer = lambda body, attempt: (400, {"error": {"message": "no"}}) if "again again again" in body["prompt"] else good(body, 0)
+    server.answer = lambda body, attempt: (
+        (400, {"error": {"message": "no"}}) if "again again again" in body["prompt"] else good(body, 0)
+    )
     argv = ["--pair.target.path=a", "--pair.draft.path=b"]
 
     def failing(config: Config) -> None:
@@ -137,7 +147,9 @@ def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(ser
 
 
 def test_a_retry_that_fails_leaves_the_shards_as_they_were(served, server):
-    server.answer = lambda body, attempt: (400, {"error": {"message": "no"}}) if "xx" in body["prompt"] else completion("ok")
+    server.answer = lambda body, attempt: (
+        (400, {"error": {"message": "no"}}) if "xx" in body["prompt"] else completion("ok")
+    )
     make(served)
     before = files_of(served.data.dir)
     server.answer = lambda body, attempt: (401, {"error": {"message": "key"}})

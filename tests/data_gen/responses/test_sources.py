@@ -39,7 +39,10 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
     wrong = {
         "Say it \nx": (400, {"error": {"message": "too long"}}),
         "Say it again \nxx": (200, "<html>proxy</html>"),
-        "Say it again again \n": (200, {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": []}),
+        "Say it again again \n": (
+            200,
+            {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": []},
+        ),
         "Say it again again again \n": completion("\ufffd" * 2, "content_filter"),
     }
 
@@ -55,7 +58,10 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
 
 
 def test_a_server_that_does_not_answer_stops_the_run_and_leaves_no_rows(served, server):
-    config = replace(served, data=replace(served.data, server=replace(served.data.server, url="http://127.0.0.1:9/v1", max_retries=0)))
+    config = replace(
+        served,
+        data=replace(served.data, server=replace(served.data.server, url="http://127.0.0.1:9/v1", max_retries=0)),
+    )
     with pytest.raises(ValueError, match="does not answer after 0 retries"):
         make(config)
     assert not list(Path(config.data.dir).rglob("*.parquet"))
@@ -113,7 +119,10 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
     [
         ('{"response": "x"}', ":2: expected an id"),
         ('{"id": 1, "text": "x"}', ":2: expected response"),
-        ('{"id": 1, "response": "x", "finish_reason": "eos"}', ":2: expected finish_reason to be stop or length, got 'eos'"),
+        (
+            '{"id": 1, "response": "x", "finish_reason": "eos"}',
+            ":2: expected finish_reason to be stop or length, got 'eos'",
+        ),
         ('{"id": 1, "response_ids": [true]}', ":2: expected response"),
         ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
     ],
@@ -127,8 +136,20 @@ def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, compl
 
 def test_every_kind_of_server_is_told_the_sampling():
     sampling = Sampling(temperature=0.5, top_k=50)
-    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {"top_k": 50, "return_token_ids": True}
-    generation = json.loads(request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"])
-    assert generation == {"do_sample": True, "max_new_tokens": 9, "eos_token_id": [1], "temperature": 0.5, "top_k": 50, "top_p": 1.0}
+    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {
+        "top_k": 50,
+        "return_token_ids": True,
+    }
+    generation = json.loads(
+        request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"]
+    )
+    assert generation == {
+        "do_sample": True,
+        "max_new_tokens": 9,
+        "eos_token_id": [1],
+        "temperature": 0.5,
+        "top_k": 50,
+        "top_p": 1.0,
+    }
     with pytest.raises(ValueError, match="top_k is 50 and an OpenAI server takes none"):
         request_settings("openai", sampling, max_new_tokens=9, eos_ids=[1])

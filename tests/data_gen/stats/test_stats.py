@@ -72,7 +72,9 @@ def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config, with_data
     assert plan(config, sample=8) == {"rows": 0}
 
 
-def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_is_too_small(toy_config, with_data, capsys, monkeypatch):
+def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_is_too_small(
+    toy_config, with_data, capsys, monkeypatch
+):
     config = with_data(toy_config, num_test=0)
     bound = plan(config, sample=0)
     assert bound["time_s"] is None

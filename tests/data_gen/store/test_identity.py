@@ -37,7 +37,9 @@ def test_one_changed_weight_anywhere_is_another_model(model):
     after = describe_model(source)
     assert before["fingerprint"] == after["fingerprint"]
     assert same_model(before, after) is False
-    assert same_model({"fingerprint": before["fingerprint"]}, after) is True, "descriptions of earlier versions know no more"
+    assert same_model({"fingerprint": before["fingerprint"]}, after) is True, (
+        "descriptions of earlier versions know no more"
+    )
     assert same_model({"commit": None}, after) is None
 
 
@@ -70,7 +72,9 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(model, tmp_path, monkey
 
 
 def test_a_feature_draft_is_described_though_transformers_knows_not_its_layout(tmp_path):
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 24}}')
+    (tmp_path / "config.json").write_text(
+        '{"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 24}}'
+    )
     save_file({"fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     described = describe_model(ModelSource(path=str(tmp_path)))
     assert described["hidden_size"] == 24

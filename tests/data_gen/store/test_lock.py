@@ -1,4 +1,6 @@
-"""One writer per directory: a second is refused by name, a dead one is no obstacle, and nothing that is not ours is deleted."""
+"""One writer per directory: a second is refused by name, a dead one is no obstacle, and nothing that is not ours is
+deleted.
+"""
 
 import errno
 import fcntl
@@ -54,7 +56,9 @@ def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_pat
 
 
 def test_a_thousand_handovers_never_let_two_in(tmp_path):
-    """Four processes take turns as fast as they can; each adds one to a number in a file, which two at once would lose."""
+    """Four processes take turns as fast as they can; each adds one to a number in a file, which two at once would
+    lose.
+    """
     total = tmp_path / "total"
     total.write_text("0")
 
@@ -95,7 +99,10 @@ def test_a_filesystem_without_locks_is_named_with_the_remedy_and_nothing_is_left
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    says = rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\).*mount it with locks.*another disk"
+    says = (
+        rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\).*mount it with "
+        r"locks.*another disk"
+    )
     with pytest.raises(ValueError, match=says), only_writer(tmp_path / "run", setting="heads.dir"):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Rows on disk say what was computed, to the precision that their module states, and files of earlier versions are read."""
+"""Rows on disk say what was computed, to the precision that their module states, and files of earlier versions are
+read.
+"""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +21,11 @@ def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
     columns["draft_ids"] = torch.randint(0, 152_000, (COUNT,), generator=generator)
     response_ids = torch.randint(0, 152_000, (COUNT,), generator=generator).tolist()
     path = tmp_path / "rows.parquet"
-    path.write_bytes(to_parquet([Exchange("a", "text", [1, 2], response_ids, "length")], columns, from_target=torch.zeros(COUNT).bool()))
+    path.write_bytes(
+        to_parquet(
+            [Exchange("a", "text", [1, 2], response_ids, "length")], columns, from_target=torch.zeros(COUNT).bool()
+        )
+    )
     row = read_rows(path).to_pylist()[0]
     assert row["response_ids"] == response_ids
     assert row["draft_ids"] == columns["draft_ids"].tolist()
@@ -31,7 +37,9 @@ def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
 def test_files_with_float32_throughout_are_read_as_before(tmp_path):
     values = [0.1, 0.2, float("-inf")]
     path = tmp_path / "old.parquet"
-    pq.write_table(pa.table({"id": ["a"], "log_p": pa.array([values], pa.list_(pa.float32())), "entropy": pa.nulls(1)}), path)
+    pq.write_table(
+        pa.table({"id": ["a"], "log_p": pa.array([values], pa.list_(pa.float32())), "entropy": pa.nulls(1)}), path
+    )
     table = read_rows(path)
     assert table["log_p"].to_pylist() == [torch.tensor(values).tolist()]
     assert table["entropy"].to_pylist() == [None]

@@ -1,4 +1,6 @@
-"""A byte that has flipped is found at the start of whatever reads it, once, and named; and data_gen makes its shard again."""
+"""A byte that has flipped is found at the start of whatever reads it, once, and named; and data_gen makes its shard
+again.
+"""
 
 import subprocess
 import sys
@@ -63,7 +65,9 @@ def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, with_data
     for path in Path(config.data.dir).rglob("*-0*"):
         path.unlink()
     (run, calls) = (command._run, [])
-    monkeypatch.setattr(command, "_run", lambda job, specs: calls.append(job.stage) or (run(job, specs) if len(calls) < 3 else 1 / 0))
+    monkeypatch.setattr(
+        command, "_run", lambda job, specs: calls.append(job.stage) or (run(job, specs) if len(calls) < 3 else 1 / 0)
+    )
     with pytest.raises(ZeroDivisionError):
         make(config)
     monkeypatch.undo()
@@ -87,7 +91,10 @@ def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     with pytest.raises(ValueError, match=r"5 shards in .* are broken or missing"):
         check(toy_config)
     said = capsys.readouterr().out
-    assert all(f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar" in said for path in broken)
+    assert all(
+        f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar" in said
+        for path in broken
+    )
     assert "fed/train-00000.safetensors is missing" in said
     assert "fed/train-00001.safetensors.json: no whole JSON" in said
     assert f"{lost} is missing or was not finished" in said
@@ -99,7 +106,9 @@ def test_check_ends_with_exit_code_2_and_shows_a_bar(toy_config, tmp_path):
     broken = broken_shards(toy_config)
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump({"pair": asdict(toy_config.pair), "data": {"dir": toy_config.data.dir}}))
-    done = subprocess.run([sys.executable, "-m", "data_gen", "check", "--config", path], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "data_gen", "check", "--config", path], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "checking sums" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: 2 shards in")

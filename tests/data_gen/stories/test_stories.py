@@ -16,7 +16,9 @@ STORIES = [story for split in SPLITS for story in stories(split, 700, seed=3)]
 
 
 def test_splits_are_disjoint_whatever_the_seed():
-    prompts = {split: {story.prompt for seed in range(4) for story in stories(split, 300, seed=seed)} for split in SPLITS}
+    prompts = {
+        split: {story.prompt for seed in range(4) for story in stories(split, 300, seed=seed)} for split in SPLITS
+    }
     assert not prompts["train"] & prompts["dev"]
     assert not prompts["train"] & prompts["test"]
     assert not prompts["dev"] & prompts["test"]
@@ -67,7 +69,14 @@ def test_every_number_of_the_last_line_is_worked_out_before_it():
 
 
 def test_one_word_decides_between_the_phrases_of_a_bank():
-    for bank in (words.OPENINGS, words.CLOSINGS, words.ITEM_LEADS, words.GAIN_REASONS, words.LOSS_REASONS, words.GROUP_REASONS):
+    for bank in (
+        words.OPENINGS,
+        words.CLOSINGS,
+        words.ITEM_LEADS,
+        words.GAIN_REASONS,
+        words.LOSS_REASONS,
+        words.GROUP_REASONS,
+    ):
         assert len({phrase.split()[0] for phrase in bank}) == len(bank)
 
 
@@ -135,7 +144,9 @@ def solve_convert(prompt: str) -> str:
     return f"{int(number) * ratio + int(extra)} {smaller}"
 
 
-SOLVERS = {name.removeprefix("solve_"): function for name, function in list(globals().items()) if name.startswith("solve_")}
+SOLVERS = {
+    name.removeprefix("solve_"): function for name, function in list(globals().items()) if name.startswith("solve_")
+}
 
 
 def test_a_story_is_a_plain_record():

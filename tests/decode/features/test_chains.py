@@ -1,4 +1,6 @@
-"""Chains of feature drafts through the real loop: greedy equals plain generation, sampled laws are exact, every policy runs unchanged."""
+"""Chains of feature drafts through the real loop: greedy equals plain generation, sampled laws are exact, every policy
+runs unchanged.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft,
 PROMPT = [1, 2, 3]
 
 
-def decoder_of(kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", eos_ids=()) -> SpeculativeDecoder:
+def decoder_of(
+    kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", eos_ids=()
+) -> SpeculativeDecoder:
     tapped = TappedModel(target(family), draft(kind, family))
     drafter = ModelDrafter(feature_model(draft(kind, family), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset(eos_ids))
@@ -53,7 +57,9 @@ def target_law(sampling: Sampling, num_tokens: int) -> dict[tuple[int, ...], flo
 
 @pytest.mark.parametrize(("kind", "num_tokens"), [("eagle", 3), ("reduced", 4), ("glide", 3)])
 def test_the_sampled_law_is_the_target_s_exactly(kind, num_tokens):
-    """Of four tokens the second round drafts two, the other on the draft's own output; each token more is eight times the branches."""
+    """Of four tokens the second round drafts two, the other on the draft's own output; each token more is eight times
+    the branches.
+    """
     sampling = SAMPLINGS["top_k"]
     decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
     assert_same_law(law(decoder, num_tokens, PROMPT), target_law(sampling, num_tokens), tolerance=1e-10)
@@ -102,7 +108,9 @@ def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
 def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
     keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
     ids = torch.tensor([PROMPT])
-    output = target("llama").generate(ids, draft_model=draft(kind), policy=FixedLength(3), **keywords, return_dict_in_generate=True)
+    output = target("llama").generate(
+        ids, draft_model=draft(kind), policy=FixedLength(3), **keywords, return_dict_in_generate=True
+    )
     assert output.sequences[0, len(PROMPT) :].tolist() == greedy(20)
     assert output.generation.counts.num_drafted > 0
     with pytest.raises(ValueError, match="of another target"):

@@ -1,4 +1,6 @@
-"""Trees of feature drafts (EAGLE-2's, CaPE's on GliDe): greedy equals plain generation, the sampled law is exact, features stay aligned."""
+"""Trees of feature drafts (EAGLE-2's, CaPE's on GliDe): greedy equals plain generation, the sampled law is exact,
+features stay aligned.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
     fresh.forward(text[:-1])
     assert decoder.target.num_features == len(decoder.target) == len(text) - 1
     if kind != "glide":
-        torch.testing.assert_close(decoder.target.features(0, len(text) - 1), fresh.features(0, len(text) - 1), rtol=0, atol=1e-8)
+        torch.testing.assert_close(
+            decoder.target.features(0, len(text) - 1), fresh.features(0, len(text) - 1), rtol=0, atol=1e-8
+        )
     model = feature_tree_model(draft(kind), fresh)
     torch.testing.assert_close(decoder.drafter.model.forward(text), model.forward(text), rtol=0, atol=1e-8)
 

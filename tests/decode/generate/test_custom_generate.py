@@ -1,4 +1,6 @@
-"""`generate(custom_generate=speculative_generate)` means what plain `generate` means, under processors, warpers and stopping criteria."""
+"""`generate(custom_generate=speculative_generate)` means what plain `generate` means, under processors, warpers and
+stopping criteria.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from tests.decode.random_pairs import random_pair
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.parametrize("policy", [None, FixedLength(4), Entropy(0.6), HeadPolicy(AcceptanceHead(16, 1, "drawn", True))])
+@pytest.mark.parametrize(
+    "policy", [None, FixedLength(4), Entropy(0.6), HeadPolicy(AcceptanceHead(16, 1, "drawn", True))]
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -33,23 +37,43 @@ def test_greedy_output_under_processors_equals_plain_generate(policy, settings):
 def test_sampled_output_has_exactly_the_law_of_plain_generate():
     """Enumerated: temperature, top-k, repetition penalty and a minimum length, on random models over four tokens."""
     config = LlamaConfig(
-        vocab_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, bos_token_id=0, eos_token_id=3
+        vocab_size=4,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=0,
+        eos_token_id=3,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         target, draft = (AutoModelForCausalLM.from_config(config).double().eval() for _ in range(2))
         for parameter in (*target.parameters(), *draft.parameters()):
             torch.nn.init.normal_(parameter)
-    settings = {"do_sample": True, "temperature": 1.5, "top_k": 2, "repetition_penalty": 1.4, "min_new_tokens": 1, "max_new_tokens": 3}
+    settings = {
+        "do_sample": True,
+        "temperature": 1.5,
+        "top_k": 2,
+        "repetition_penalty": 1.4,
+        "min_new_tokens": 1,
+        "max_new_tokens": 3,
+    }
     prompt = torch.tensor([[0, 1]])
 
     def play(draws):
         output = target.generate(
-            prompt, custom_generate=speculative_generate, draft_model=draft, policy=FixedLength(2), generator=draws, **settings
+            prompt,
+            custom_generate=speculative_generate,
+            draft_model=draft,
+            policy=FixedLength(2),
+            generator=draws,
+            **settings,
         )
         return tuple(output[0, 2:].tolist())
 
-    processors = target.generate(prompt, custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor, **settings)
+    processors = target.generate(
+        prompt, custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor, **settings
+    )
     expected, open_ = {}, {(): 1.0}
     for _ in range(3):
         grown = {}
@@ -80,7 +104,9 @@ def test_stopping_criteria_end_the_output_at_their_token():
     token = plain[12]
     settings = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([_After(token)])}
     expected = target.generate(PROMPT, **settings)
-    ours = target.generate(PROMPT, custom_generate=speculative_generate, draft_model=draft, return_dict_in_generate=True, **settings)
+    ours = target.generate(
+        PROMPT, custom_generate=speculative_generate, draft_model=draft, return_dict_in_generate=True, **settings
+    )
     assert isinstance(ours, SpeculativeOutput)
     assert ours.sequences.tolist() == expected.tolist()
     counts, rounds = ours.generation.counts, ours.generation.rounds
@@ -95,7 +121,9 @@ def test_a_draft_with_fewer_or_more_ids_than_the_target_is_lossless_where_they_s
     expected = target.generate(PROMPT, do_sample=False, max_new_tokens=12)
     num_used = int(expected.max()) + 1
     for width, vocab_size in ((44, None), (num_used, num_used), (44, num_used)):
-        config = LlamaConfig(vocab_size=width, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        config = LlamaConfig(
+            vocab_size=width, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
         draft = AutoModelForCausalLM.from_config(config).eval()
         settings = {"draft_model": draft, "vocab_size": vocab_size, "do_sample": False, "max_new_tokens": 12}
         ours = target.generate(PROMPT, custom_generate=speculative_generate, **settings)

@@ -16,7 +16,12 @@ TRAINED = {"temperature": 1.0, "top_k": None, "top_p": None}
 def generated(provenance: Provenance, **settings: Any) -> torch.Tensor:
     target, draft = random_pair("llama")
     head = AcceptanceHead(16, 1, "drawn", True, provenance=provenance)
-    given = {"custom_generate": speculative_generate, "draft_model": draft, "policy": HeadPolicy(head), "max_new_tokens": 4}
+    given = {
+        "custom_generate": speculative_generate,
+        "draft_model": draft,
+        "policy": HeadPolicy(head),
+        "max_new_tokens": 4,
+    }
     return target.generate(torch.tensor([[3, 1, 4]]), **given | settings)
 
 

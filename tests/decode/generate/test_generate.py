@@ -28,12 +28,26 @@ def run(capsys, monkeypatch, *flags: str) -> str:
     from configs.command import run
 
     monkeypatch.chdir(ROOT)
-    run(COMMANDS, argv=["generate", "--config", "configs/tiny.yaml", "--prompt", "Tom has 3 apples.", "--max_new_tokens", "24", *flags])
+    run(
+        COMMANDS,
+        argv=[
+            "generate",
+            "--config",
+            "configs/tiny.yaml",
+            "--prompt",
+            "Tom has 3 apples.",
+            "--max_new_tokens",
+            "24",
+            *flags,
+        ],
+    )
     return capsys.readouterr().out
 
 
 def test_the_command_shows_text_and_one_summary_line(capsys, monkeypatch, tmp_path):
-    output = run(capsys, monkeypatch, "--policy", "entropy:max_sqrt_entropy=0.4", "--svg", str(tmp_path / "picture.svg"))
+    output = run(
+        capsys, monkeypatch, "--policy", "entropy:max_sqrt_entropy=0.4", "--svg", str(tmp_path / "picture.svg")
+    )
     assert "accepted" in output.splitlines()[0]
     assert "acceptance length" in output
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
@@ -44,7 +58,9 @@ def test_json_holds_every_round_and_the_same_tokens(capsys, monkeypatch):
     assert [token for played in document["rounds"] for token in played["emitted"]] == document["token_ids"]
     counts = document["counts"]
     assert counts["num_emitted"] == len(document["token_ids"]) <= 24
-    assert {"drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"} == document["rounds"][0].keys()
+    assert {"drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"} == document[
+        "rounds"
+    ][0].keys()
 
 
 def test_a_mistake_in_the_policy_ends_in_one_line(capsys, monkeypatch):
@@ -55,13 +71,17 @@ def test_a_mistake_in_the_policy_ends_in_one_line(capsys, monkeypatch):
 
 
 def test_each_token_wears_the_colour_of_what_it_was():
-    rounds = decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
+    rounds = (
+        decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
+    )
     transcript = Transcript(Console(), Letters())
     for played in rounds:
         text = transcript.text_of(played)
         styles = [str(span.style) for span in text.spans]
         rejected = played.num_accepted < len(played.drafted)
-        assert styles == [STYLES["accepted"]] * played.num_accepted + [STYLES["rejected"]] * rejected + [STYLES[played.next_kind]]
+        assert styles == [STYLES["accepted"]] * played.num_accepted + [STYLES["rejected"]] * rejected + [
+            STYLES[played.next_kind]
+        ]
 
 
 def test_half_a_character_waits_for_its_other_half():

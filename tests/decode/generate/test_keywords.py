@@ -1,4 +1,6 @@
-"""Every keyword of `generate` means in speculative_generate what it means without, changes nothing, or is refused by name."""
+"""Every keyword of `generate` means in speculative_generate what it means without, changes nothing, or is refused by
+name.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A call of speculative_generate leaves the models as it came upon them: no hook on them, and no cache that lives as long as they do."""
+"""A call of speculative_generate leaves the models as it came upon them: no hook on them, and no cache that lives as
+long as they do.
+"""
 
 import gc
 
@@ -20,7 +22,9 @@ def num_hooks(model: PreTrainedModel) -> int:
 
 
 def test_nothing_of_a_generation_stays_behind():
-    """With a head, and a draft that is more than its halves (it scales its logits), so that hidden states have to be caught."""
+    """With a head, and a draft that is more than its halves (it scales its logits), so that hidden states have to be
+    caught.
+    """
     target, _ = random_pair("llama")
     config = GraniteConfig(**SIZES, **IDS, intermediate_size=32, logits_scaling=2.0)
     draft = AutoModelForCausalLM.from_config(config).double().eval()

@@ -23,7 +23,9 @@ from tests.decode.toy_loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLING
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
     monkeypatch.setattr(
-        SpeculativeDecoder, "_seats", lambda self, model, num: (ToySeats if isinstance(model, ToyModel) else Seats)(model, num)
+        SpeculativeDecoder,
+        "_seats",
+        lambda self, model, num: (ToySeats if isinstance(model, ToyModel) else Seats)(model, num),
     )
 
 
@@ -37,7 +39,9 @@ def timeless(generation: Generation) -> list:
 
 def assert_as_alone(decoder: SpeculativeDecoder, prompts, limits, batch_size: int) -> None:
     """Every round of every generation is that of `generate`."""
-    together = decoder.generate_batch(prompts, limits, batch_size=batch_size, generator=[seeded(i) for i in range(len(prompts))])
+    together = decoder.generate_batch(
+        prompts, limits, batch_size=batch_size, generator=[seeded(i) for i in range(len(prompts))]
+    )
     for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         assert timeless(together[number]) == timeless(decoder.generate(prompt, limit, generator=seeded(number))), number
 
@@ -46,7 +50,9 @@ PROMPTS = [[0, 1], [1], [2, 2, 1, 0, 1, 2, 1, 0, 0, 1], [0], [1, 1, 2], [2, 0]]
 LIMITS = [9, 4, 12, 0, 7, 15]
 
 
-@pytest.mark.parametrize(("policy", "batch_size"), [*((policy, 4) for policy in POLICIES), *(("ada_edl", size) for size in (1, 2, 9))])
+@pytest.mark.parametrize(
+    ("policy", "batch_size"), [*((policy, 4) for policy in POLICIES), *(("ada_edl", size) for size in (1, 2, 9))]
+)
 def test_every_policy_drafts_in_a_batch_what_it_drafts_alone(policy, batch_size):
     assert_as_alone(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"], length=5), PROMPTS, LIMITS, batch_size)
 
@@ -102,15 +108,22 @@ def test_sequences_of_a_batch_are_independent():
     decoder = decoder_of(RULE)
 
     def play(draws):
-        return tuple(each.token_ids for each in decoder.generate_batch([PROMPT, OTHER], 2, batch_size=2, generator=[draws, draws]))
+        return tuple(
+            each.token_ids
+            for each in decoder.generate_batch([PROMPT, OTHER], 2, batch_size=2, generator=[draws, draws])
+        )
 
-    ours, others = (ToyModel(1).law(prompt, 2, sampling=decoder.sampling, eos_ids=decoder.eos_ids) for prompt in (PROMPT, OTHER))
+    ours, others = (
+        ToyModel(1).law(prompt, 2, sampling=decoder.sampling, eos_ids=decoder.eos_ids) for prompt in (PROMPT, OTHER)
+    )
     assert_same_law(law_of(play), {(a, b): p * q for a, p in ours.items() for b, q in others.items()})
 
 
 def test_prompts_that_are_the_same_are_answered_by_chance_of_their_own():
     decoder = decoder_of(FixedLength(2), eos_ids=())
-    texts = {each.token_ids for each in decoder.generate_batch([PROMPT] * 6, 12, generator=torch.Generator().manual_seed(0))}
+    texts = {
+        each.token_ids for each in decoder.generate_batch([PROMPT] * 6, 12, generator=torch.Generator().manual_seed(0))
+    }
     assert len(texts) == 6
 
 
@@ -147,8 +160,16 @@ def test_a_batch_may_be_as_small_as_one(batch_size):
 
 
 MUTANTS = {
-    "seen_padding": (Seats, "_mask", lambda self, places, end: torch.zeros(len(places), 1, places.shape[1], end, dtype=self.model.dtype)),
-    "rejected_tokens_stay": (seats.Seat, "roll_back", lambda self, length: setattr(self, "_length", min(self._length, length + 1))),
+    "seen_padding": (
+        Seats,
+        "_mask",
+        lambda self, places, end: torch.zeros(len(places), 1, places.shape[1], end, dtype=self.model.dtype),
+    ),
+    "rejected_tokens_stay": (
+        seats.Seat,
+        "roll_back",
+        lambda self, length: setattr(self, "_length", min(self._length, length + 1)),
+    ),
     "rows_off_by_one": (seats, "_wanted", lambda asks, width: [max(0, place - 1) for place in WANTED(asks, width)]),
 }
 WANTED = seats._wanted
@@ -226,7 +247,9 @@ def test_what_has_no_batches_is_refused_in_one_line():
     )
     windowed = AutoModelForCausalLM.from_config(config).eval()
     decoder = SpeculativeDecoder(windowed, ModelDrafter(windowed, FixedLength(2)))
-    with pytest.raises(ValueError, match="MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"):
+    with pytest.raises(
+        ValueError, match="MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"
+    ):
         decoder.generate_batch([[1]], 4)
     decoder = decoder_of(FixedLength(2))
     with pytest.raises(ValueError, match="batch_size is 0"):

@@ -1,4 +1,6 @@
-"""Law 4.4 on real and toy models: what the loop counts is what drafter, models and cache saw; and one stream at a time."""
+"""Law 4.4 on real and toy models: what the loop counts is what drafter, models and cache saw; and one stream at a
+time.
+"""
 
 from dataclasses import replace
 
@@ -37,7 +39,8 @@ def test_counts_are_what_drafter_target_and_cache_saw():
 def test_counts_are_what_real_models_saw_read_or_unread(eos_ids, is_unread):
     target, draft = random_pair("llama")
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(5)), eos_ids=eos_ids)
-    decoder.drafter.is_unread = is_unread  # as on an accelerator: what lies beyond an EOS was drafted for nothing, and counts
+    # as on an accelerator: what lies beyond an EOS was drafted for nothing, and counts
+    decoder.drafter.is_unread = is_unread
     for seed in range(8):
         assert_counts(decoder, 24, seed=seed)
 
@@ -49,9 +52,13 @@ def test_a_stop_between_forward_and_draw_costs_a_forward_and_no_token():
 
 
 def test_a_hierarchy_counts_its_own_drafts_and_the_forwards_of_its_draft():
-    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), Policy(), rounds=InnerRounds(window=2))
+    drafter = PreVerifiedDrafter(
+        ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), Policy(), rounds=InnerRounds(window=2)
+    )
     for seed in range(4):
-        assert_counts(SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset({2}), max_draft_length=5), 12, seed=seed)
+        assert_counts(
+            SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset({2}), max_draft_length=5), 12, seed=seed
+        )
 
 
 def test_a_round_that_is_cut_discards_what_was_cut():
@@ -61,7 +68,9 @@ def test_a_round_that_is_cut_discards_what_was_cut():
             cut = played.cut(num_emitted)
             assert cut.emitted == played.emitted[:num_emitted]
             assert cut.counts.num_discarded == len(played.drafted) + 1 - num_emitted
-            assert cut.counts.num_accepted == len([one for one, other in zip(cut.emitted, played.drafted, strict=False) if one == other])
+            assert cut.counts.num_accepted == len(
+                [one for one, other in zip(cut.emitted, played.drafted, strict=False) if one == other]
+            )
 
 
 def test_the_loop_itself_notices_a_miscount(monkeypatch):
@@ -104,7 +113,9 @@ def test_a_stream_that_is_closed_or_fails_frees_its_decoder():
 
 def test_a_cached_target_ends_at_the_eos_of_its_model():
     target, draft = random_pair("llama")
-    free = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3))).generate(PROMPT, 24, generator=torch.Generator().manual_seed(0))
+    free = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3))).generate(
+        PROMPT, 24, generator=torch.Generator().manual_seed(0)
+    )
     eos = free.token_ids[9]
     target.generation_config.eos_token_id = [eos]
     for model in (target, CachedModel(target)):

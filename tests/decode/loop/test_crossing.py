@@ -1,4 +1,6 @@
-"""The loop writes what plain `generate` writes where the target's rotary frequencies change with the length of the text (law 4.2)."""
+"""The loop writes what plain `generate` writes where the target's rotary frequencies change with the length of the text
+(law 4.2).
+"""
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ def test_eight_of_eight_greedy_texts_across_the_bound_are_those_of_generate(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sampled_law_across_the_bound_is_that_of_generate(kind):
-    """Enumerated: three tokens of the two likeliest each, the second of which is the first that is read with the far frequencies."""
+    """Enumerated: three tokens of the two likeliest each, the second of which is the first that is read with the far
+    frequencies.
+    """
     sampling, prompt, target = Sampling(temperature=2.0, top_k=2), text_of(BOUND - 1), model_of(kind)
     decoder = decoder_of(kind, sampling=sampling)
     ours = law_of(lambda draws: decoder.generate(prompt, 3, generator=draws).token_ids)
@@ -69,7 +73,9 @@ def test_generate_with_a_draft_is_generate_across_the_bound(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pearl_across_the_bound_is_generate(kind):
     target, prompt = model_of(kind), text_of(BOUND - 6)
-    decoder = PearlDecoder(target, model_of(kind, noise=0.05), gamma=3, sampling=Sampling(temperature=0.0), eos_ids=frozenset())
+    decoder = PearlDecoder(
+        target, model_of(kind, noise=0.05), gamma=3, sampling=Sampling(temperature=0.0), eos_ids=frozenset()
+    )
     assert decoder.generate(prompt, LENGTH).token_ids == greedy_of(target, prompt, LENGTH)
 
 
@@ -83,7 +89,10 @@ def test_a_draft_that_stays_on_the_device_comes_to_the_host_where_it_is_read_aga
 def test_trees_across_the_bound_are_refused_with_one_line_and_on_either_side_are_generate(kind):
     target = model_of(kind)
     decoder = TreeDecoder(
-        target, TreeDrafter(model_of(kind, noise=0.05), FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset()
+        target,
+        TreeDrafter(model_of(kind, noise=0.05), FixedLength(3)),
+        sampling=Sampling(temperature=0.0),
+        eos_ids=frozenset(),
     )
     for prompt, length in ((text_of(5), BOUND - 4), (text_of(BOUND + 2), LENGTH)):
         assert decoder.generate(prompt, length).token_ids == greedy_of(target, prompt, length)

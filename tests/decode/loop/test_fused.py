@@ -1,4 +1,6 @@
-"""The draft step as one compiled step is the step by step one: same tokens, laws and signals. Left uncompiled but in the last test."""
+"""The draft step as one compiled step is the step by step one: same tokens, laws and signals. Left uncompiled but in
+the last test.
+"""
 
 import os
 import shutil
@@ -18,7 +20,13 @@ from heads import AcceptanceHead
 from lm import CachedModel, Chance, CompiledModel, CompiledTailModel, RandomDraws, Sampling
 from tests.decode.toy_loop import SAMPLINGS
 
-SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 PROMPT = [1, 2, 3]
 
 
@@ -51,7 +59,9 @@ def a_head(timing, *inputs):
 
 
 def drafted(kind, sampling, draws, heads):
-    """Tokens, laws and signals of two rounds: the second feeds the last token of the first, which was accepted, and one more."""
+    """Tokens, laws and signals of two rounds: the second feeds the last token of the first, which was accepted, and one
+    more.
+    """
     policy = Watch(*heads)
     drafter = ModelDrafter(kind(a_model(), with_hidden=True), policy)
     drafter.start(Session(sampling, frozenset(), draws))
@@ -140,10 +150,16 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
 def test_the_fused_step_really_compiles_to_the_same():
     """In a process of its own, since what checks shapes in this one does not compile."""
     script = (
-        "import sys; sys.path += ['tests/decode', 'tests/decode/loop']; import test_fused as here; from lm import Sampling; "
-        "here.assert_alike(Sampling(0.7, 5, 0.9), (here.a_head('fed', True, True), here.a_head('drawn', True, True))); print('alike')"
+        "import sys; sys.path += ['tests/decode', 'tests/decode/loop']; import test_fused as here; from lm import "
+        "Sampling; "
+        "here.assert_alike(Sampling(0.7, 5, 0.9), (here.a_head('fed', True, True), here.a_head('drawn', True, "
+        "True))); print('alike')"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert found.stdout.split()[-1:] == ["alike"], found.stderr[-2000:]

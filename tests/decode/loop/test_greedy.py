@@ -1,4 +1,6 @@
-"""Greedy decoding equals transformers' own, token for token, in float64, on five architectures; and caches equal their absence."""
+"""Greedy decoding equals transformers' own, token for token, in float64, on five architectures; and caches equal their
+absence.
+"""
 
 import pytest
 import torch
@@ -44,7 +46,9 @@ def test_cached_logits_equal_uncached_ones_under_random_appends_and_roll_backs(a
             expected = model(torch.tensor([tokens]), output_hidden_states=True)
         torch.testing.assert_close(logits, expected.logits[0, -num_rows:], rtol=0, atol=1e-10)
         if architecture != "opt":
-            torch.testing.assert_close(cached.hidden[-num_rows:], expected.hidden_states[-1][0, -num_rows:], rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                cached.hidden[-num_rows:], expected.hidden_states[-1][0, -num_rows:], rtol=0, atol=1e-10
+            )
         assert len(cached) == len(tokens)
 
 
@@ -59,7 +63,9 @@ def test_both_ends_of_the_context_are_reached():
 
 def test_a_draft_with_a_shorter_context_stops_drafting_and_changes_nothing():
     target, _ = random_pair("gpt2")
-    draft = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, **IDS)).double()
+    draft = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, **IDS)
+    ).double()
     expected = target.generate(torch.tensor([[7]]), do_sample=False, max_new_tokens=30)[0, 1:].tolist()
     decoder = SpeculativeDecoder(target, ModelDrafter(draft.eval(), FixedLength(3)), sampling=Sampling(temperature=0.0))
     generation = decoder.generate([7], 30)

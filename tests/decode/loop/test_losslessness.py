@@ -37,7 +37,9 @@ def test_every_policy_preserves_the_target_law_with_no_eos_and_with_several(poli
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 2, 4])
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_the_length_limit_and_the_draft_length_never_change_the_law(max_new_tokens, length):
-    assert_lossless(decoder_of(FixedLength(20), length=length, eos_ids=(0, 2) if max_new_tokens == 4 else (2,)), max_new_tokens)
+    assert_lossless(
+        decoder_of(FixedLength(20), length=length, eos_ids=(0, 2) if max_new_tokens == 4 else (2,)), max_new_tokens
+    )
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "self_verify", "ada_edl", "fed_head", "learning_head"])
@@ -46,7 +48,9 @@ def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_m
 
 
 class Heeds(Policy):
-    """Drafts one token after a round whose lesson was large, else three: what was revealed decides the next draft, and not this one."""
+    """Drafts one token after a round whose lesson was large, else three: what was revealed decides the next draft, and
+    not this one.
+    """
 
     nothing_learned = (0.0,)
 
@@ -118,7 +122,9 @@ def test_drafts_from_tokens_that_the_target_never_says_are_all_rejected():
 @pytest.mark.parametrize("top_p", [None, 0.8])
 def test_a_draft_that_is_the_target_is_always_accepted(temperature, top_k, top_p):
     sampling = Sampling(temperature, top_k, top_p)
-    decoder = SpeculativeDecoder(ToyModel(1), ModelDrafter(ToyModel(1), FixedLength(2)), sampling=sampling, eos_ids=frozenset({2}))
+    decoder = SpeculativeDecoder(
+        ToyModel(1), ModelDrafter(ToyModel(1), FixedLength(2)), sampling=sampling, eos_ids=frozenset({2})
+    )
 
     def num_rejected(draws: Draws) -> int:
         return sum(played.next_kind == "residual" for played in decoder.generate(PROMPT, 4, generator=draws).rounds)
@@ -164,7 +170,10 @@ def test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others():
         target, draft = decoder.target, decoder.drafter.model
         target.forwards, draft.forwards = [], []
         rounds = decoder.generate(PROMPT, 4, generator=draws).rounds
-        assert target.forwards == [len(PROMPT) + len(rounds[0].drafted), *(1 + len(played.drafted) for played in rounds[1:])]
+        assert target.forwards == [
+            len(PROMPT) + len(rounds[0].drafted),
+            *(1 + len(played.drafted) for played in rounds[1:]),
+        ]
         expected = []
         fed = len(PROMPT)
         for played in rounds:
@@ -182,4 +191,6 @@ def test_mixed_dtypes_of_draft_and_target_are_lossless_up_to_rounding():
             return super().forward(token_ids, num_rows).to(torch.bfloat16)
 
     decoder = SpeculativeDecoder(ToyModel(1), ModelDrafter(Narrow(2), FixedLength(2)), eos_ids=frozenset({2}))
-    assert_same_law(law(decoder, 3), ToyModel(1).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset({2})), tolerance=1e-6)
+    assert_same_law(
+        law(decoder, 3), ToyModel(1).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset({2})), tolerance=1e-6
+    )

@@ -51,7 +51,9 @@ def test_every_mutant_of_the_loop_fails_its_named_test(mutant, monkeypatch):
 
 
 def test_drop_by_value_emits_the_law_that_the_design_works_out(monkeypatch):
-    """p = q = (.5, .3, .2) with "drop if q(y) < .4" emits (.75, .15, .10): law 4.3's example, on a toy of one distribution."""
+    """p = q = (.5, .3, .2) with "drop if q(y) < .4" emits (.75, .15, .10): law 4.3's example, on a toy of one
+    distribution.
+    """
     probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     decoder = laws.decoder_of(FixedLength(1), eos_ids=())
     for model in (decoder.target, decoder.drafter.model):

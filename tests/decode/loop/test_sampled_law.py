@@ -1,9 +1,12 @@
 """Sampled sequences follow the target's law: a chi-square test of the loop with its real random numbers.
 
-Enumeration (test_losslessness) proves the loop given independent draws; this sees the draws themselves, and mutants that only they show.
+Enumeration (test_losslessness) proves the loop given independent draws; this sees the draws themselves, and mutants
+that only they show.
 
-    statistic   sum over outcomes (observed - expected)^2 / expected, outcomes expected under 5 times pooled, from NUM_SAMPLES runs
-    alarm       when the statistic exceeds the chi-square quantile of FALSE_ALARM: a lossless loop fails with that probability per seed
+    statistic   sum over outcomes (observed - expected)^2 / expected, outcomes expected under 5 times pooled, from
+                NUM_SAMPLES runs
+    alarm       when the statistic exceeds the chi-square quantile of FALSE_ALARM: a lossless loop fails with that
+                probability per seed
                 (seeds are fixed, so a pass stays a pass)
     power       of a mutant with exact law m: noncentral chi-square, noncentrality NUM_SAMPLES * sum (m - p)^2 / p
 """

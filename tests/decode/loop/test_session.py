@@ -1,4 +1,6 @@
-"""A generation refuses models that cannot serve it in one line, before the first token, whichever way in; and takes those that can."""
+"""A generation refuses models that cannot serve it in one line, before the first token, whichever way in; and takes
+those that can.
+"""
 
 from collections.abc import Callable
 
@@ -51,7 +53,9 @@ def chain(target, draft, **how):
 
 
 def batch(target, draft, **how):
-    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3), **how), **how).generate_batch([PROMPT, [1]], NUM)[0]
+    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3), **how), **how).generate_batch(
+        [PROMPT, [1]], NUM
+    )[0]
 
 
 def tree(target, draft, **how):
@@ -84,7 +88,8 @@ def inside_transformers(target, draft, **how):
 
 
 WAYS_IN: dict[str, Callable] = {
-    way.__name__: way for way in (chain, batch, tree, pearl, interleaved, pre_verifying, pre_verified, inside_transformers)
+    way.__name__: way
+    for way in (chain, batch, tree, pearl, interleaved, pre_verifying, pre_verified, inside_transformers)
 }
 
 
@@ -97,7 +102,9 @@ def no_token(monkeypatch) -> None:
 
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_a_draft_that_cannot_be_fed_what_the_target_may_emit_is_refused(way, no_token):
-    with pytest.raises(ValueError, match="takes 36 ids and the target may emit 40, after some of which it could not go on; choose"):
+    with pytest.raises(
+        ValueError, match="takes 36 ids and the target may emit 40, after some of which it could not go on; choose"
+    ):
         WAYS_IN[way](llama(0), llama(1, 36))
 
 
@@ -169,7 +176,9 @@ def labelled(target, draft):
     settings = {"vocab_size": WIDTH, "batch_size": 1, "chunk_mb": 1, "feature_dtype": torch.float32}
     labeller = Labeller(draft=draft, target=target, sampling=Sampling(), **settings)
     inputs = {"uniform": torch.full((2,), 0.5, dtype=torch.float64)}
-    return labeller.label([Exchange("a", "", PROMPT, [2, 3], "length")], inputs, with_hidden=False, progress=lambda _: None)
+    return labeller.label(
+        [Exchange("a", "", PROMPT, [2, 3], "length")], inputs, with_hidden=False, progress=lambda _: None
+    )
 
 
 def responded(target, draft):
@@ -178,7 +187,8 @@ def responded(target, draft):
 
 
 @pytest.mark.parametrize(
-    ("stage", "is_target"), [(recorded, True), (recorded, False), (labelled, True), (labelled, False), (responded, True)]
+    ("stage", "is_target"),
+    [(recorded, True), (recorded, False), (labelled, True), (labelled, False), (responded, True)],
 )
 def test_a_stage_that_makes_data_or_traces_refuses_a_model_in_train_mode(stage, is_target):
     target, draft = llama(0), llama(1)
@@ -219,7 +229,8 @@ def test_decoders_that_share_a_model_take_turns_and_never_at_once(kind, shared):
     for decode in (lambda: other.generate(PROMPT, NUM), lambda: next(other.stream(PROMPT, NUM))):
         with pytest.raises(ValueError, match=f"the {shared} is in use already, .* another stream that is still open"):
             decode()
-    assert (*begun, *(token for each in rounds for token in each.emitted)) == alone  # the refused ones left it as it was
+    # the refused ones left it as it was
+    assert (*begun, *(token for each in rounds for token in each.emitted)) == alone
     assert len(other.generate(PROMPT, NUM).token_ids) == NUM
     next(rounds := one.stream(PROMPT, NUM))
     rounds.close()

@@ -1,4 +1,6 @@
-"""What policies are shown is what the laws say: untruncated temperature-1 signals, head scores at the right time (laws 4.1, 4.8, 4.8b)."""
+"""What policies are shown is what the laws say: untruncated temperature-1 signals, head scores at the right time (laws
+4.1, 4.8, 4.8b).
+"""
 
 from dataclasses import dataclass, field
 
@@ -102,7 +104,8 @@ def test_the_stepwise_heads_equal_the_head(depth, scalars, embedding, largest_ta
 
 
 @pytest.mark.parametrize(
-    "asked", [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}, set()]
+    "asked",
+    [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}, set()],
 )
 def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
     class Asks(Watch):

@@ -1,4 +1,6 @@
-"""Policies that know nothing of the token stop before it is drawn: prefix heads (law 4.8c), and the largest probability, learned."""
+"""Policies that know nothing of the token stop before it is drawn: prefix heads (law 4.8c), and the largest
+probability, learned.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,9 @@ def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[st
     """What becomes of each token, of a draft that goes on whatever the policy says."""
     state, said = policy.begin(policy.start()), []
     for position, logit in enumerate(logits):
-        seen = AfterDraw(**(dict.fromkeys(AfterDraw._fields, 0.0) | {"position": position, "prefix_logit": logit} | signals))
+        seen = AfterDraw(
+            **(dict.fromkeys(AfterDraw._fields, 0.0) | {"position": position, "prefix_logit": logit} | signals)
+        )
         before = policy.stops_before and bool(policy.stop_before(state, seen.before))
         state, after = policy.after(state, seen)
         said.append("before" if before else "after" if after else "on")

@@ -1,4 +1,6 @@
-"""Law 4.14: whoever verified a token tells the policy what it knew when the token was drawn, and how the token fared."""
+"""Law 4.14: whoever verified a token tells the policy what it knew when the token was drawn, and how the token
+fared.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +19,9 @@ from tests.decode.toy_trees import tree_decoder_of
 
 
 class Pupil(Policy):
-    """Notes what `after` and `lesson` are told; its state says which round it is, and which tokens were drawn in it before."""
+    """Notes what `after` and `lesson` are told; its state says which round it is, and which tokens were drawn in it
+    before.
+    """
 
     signals = frozenset({"token_prob"})
     nothing_learned = (0.0,)
@@ -48,7 +52,9 @@ class Pupil(Policy):
 
 
 def assert_told_what_was_known(pupil: Pupil) -> None:
-    """Each lesson comes with the state and the token that `after` was given together; some are of tokens behind the first of a round."""
+    """Each lesson comes with the state and the token that `after` was given together; some are of tokens behind the
+    first of a round.
+    """
     assert pupil.taught
     assert all(each in pupil.asked for each in pupil.taught)
     assert {drawn.position for _, drawn in pupil.taught} >= {0, 1}

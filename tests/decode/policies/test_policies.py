@@ -115,7 +115,14 @@ def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
         assert bool(stop) == (1 - survival > 0.5)
 
 
-TUNED = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "index_offset": 0.3, "index_slope": 0.4, "first_index": 0.2}
+TUNED = {
+    "t_draft_s": 0.1,
+    "t_target_s": 1.0,
+    "throughput": 2.0,
+    "index_offset": 0.3,
+    "index_slope": 0.4,
+    "first_index": 0.2,
+}
 
 
 def test_the_head_policy_takes_its_parameters_by_position():
@@ -142,7 +149,9 @@ def test_a_head_policy_on_auto_is_the_rule(timing):
             for position, logit in enumerate([np.inf, 1.0, -0.2, -3.0]):
                 state, stop = policy.after(state, drawn_with(position=position, fed_logit=logit, drawn_logit=logit))
                 answers += [bool(stop), *state]
-            state = policy.end(state, Outcome(num_drafted=4, num_accepted=accepted, num_allowed=9, rejected_entropy=0.0))
+            state = policy.end(
+                state, Outcome(num_drafted=4, num_accepted=accepted, num_allowed=9, rejected_entropy=0.0)
+            )
         return [*answers, *state]
 
     policy = HeadPolicy(head, "auto")
@@ -171,8 +180,13 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
     logits = {"fed": [np.inf, 0.7, -0.1], "drawn": [0.5, 0.2, 0.9]}
     carried, fed, drawn = 1.0, [], []
     for position in range(3):
-        fed, drawn = ([*so_far, sigmoid(logits[timing][position] + np.log(3.0))] for so_far, timing in ((fed, "fed"), (drawn, "drawn")))
-        signals = drawn_with(position=position, fed_logit=logits["fed"][position], drawn_logit=logits["drawn"][position])
+        fed, drawn = (
+            [*so_far, sigmoid(logits[timing][position] + np.log(3.0))]
+            for so_far, timing in ((fed, "fed"), (drawn, "drawn"))
+        )
+        signals = drawn_with(
+            position=position, fed_logit=logits["fed"][position], drawn_logit=logits["drawn"][position]
+        )
         product, carried, newest = scores.after(carried, signals)
         expected = {"fed": fed, "drawn": drawn}.get(timings[0], []) if len(timings) == 1 else [*fed, drawn[-1]]
         assert product == pytest.approx(np.prod(expected))
@@ -184,7 +198,9 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
 def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
     policy, generator = POLICIES[name], np.random.default_rng(0)
     columns = AfterDraw(*generator.uniform(0.01, 1.5, (7, 8)))
-    outcome = Outcome(np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8))
+    outcome = Outcome(
+        np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8)
+    )
 
     def play(drawn, outcome):
         state = policy.begin(policy.start())
@@ -203,7 +219,9 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
 
 
 def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
-    """The class in decode.policies.base's docstring, and an illegal wish: a policy that says stop at once still keeps the token."""
+    """The class in decode.policies.base's docstring, and an illegal wish: a policy that says stop at once still keeps
+    the token.
+    """
 
     @dataclass(frozen=True)
     class Unsure(Policy):
@@ -214,7 +232,11 @@ def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
         def after(self, state, drawn):
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 
-    rounds = decoder_of(Unsure(min_token_prob=1.0), eos_ids=()).generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
+    rounds = (
+        decoder_of(Unsure(min_token_prob=1.0), eos_ids=())
+        .generate(PROMPT, 30, generator=torch.Generator().manual_seed(0))
+        .rounds
+    )
     assert {len(played.drafted) for played in rounds[:-1]} == {1}
     assert not any(hasattr(Policy, name) for name in ("drop", "reject", "discard"))
 
@@ -232,8 +254,10 @@ def test_specs_parse_to_policies():
 
 @pytest.mark.parametrize(
     ("spec", "said"),
-    [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"), ("head", "exported head"),
-     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"), ("heuristic:k=0", "at least 1"),
+    [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"),
+     ("head", "exported head"),
+     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
+     ("heuristic:k=0", "at least 1"),
      ("ada_edl:scale=-3", "at least 0")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):

@@ -1,4 +1,6 @@
-"""A batch replayed is a batch decoded (laws 4.10, 4.13), step by step, from a trace that is played to the loop; both ways of replaying."""
+"""A batch replayed is a batch decoded (laws 4.10, 4.13), step by step, from a trace that is played to the loop; both
+ways of replaying.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,10 @@ RULES = {
     "learned": BatchAuto(toy_head("fed", seed=2), COSTS, 3, index_slope=0.4, also=toy_head("drawn", seed=2)),
     "learning": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, index_slope=0.4, is_learning=True),
     "curves": BatchAuto(
-        toy_head("drawn", seed=2), BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3))), 3, index_slope=0.3
+        toy_head("drawn", seed=2),
+        BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3))),
+        3,
+        index_slope=0.3,
     ),
 }
 
@@ -50,7 +55,10 @@ def assert_same_load(one: Load, other: Load) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "size"),
-    [*((policy, 3) for policy in (POLICIES | RULES)), *((policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8))],
+    [
+        *((policy, 3) for policy in (POLICIES | RULES)),
+        *((policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8)),
+    ],
 )
 def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "_seats", lambda self, model, num: ToySeats(model, num))
@@ -123,8 +131,14 @@ def test_rounds_are_those_of_the_counts():
     policy = TokenProb(np.array([0.2, 0.4, 0.6]))
     rounds, counts = replay_rounds(trace, policy), replay_settings(trace, policy).counts
     shape = counts.num_drafted.shape
-    for name, column in (("num_drafted", rounds.drafted), ("num_draft_forwards", rounds.forwards), ("num_emitted", rounds.emitted)):
-        assert np.array_equal(np.bincount(rounds.lane, column, minlength=shape[0] * shape[1]).reshape(shape), getattr(counts, name))
+    for name, column in (
+        ("num_drafted", rounds.drafted),
+        ("num_draft_forwards", rounds.forwards),
+        ("num_emitted", rounds.emitted),
+    ):
+        assert np.array_equal(
+            np.bincount(rounds.lane, column, minlength=shape[0] * shape[1]).reshape(shape), getattr(counts, name)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

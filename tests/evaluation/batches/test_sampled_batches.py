@@ -1,4 +1,5 @@
-"""Batches of 7 with real random numbers write with the target's law; `benchmarks.batch_law` asks the same of a hundred times as many.
+"""Batches of 7 with real random numbers write with the target's law; `benchmarks.batch_law` asks the same of a hundred
+times as many.
 
 A lossless batch fails one of these tests with a probability of `FALSE_ALARM` per p-value and seed; seeds are fixed.
 """
@@ -52,7 +53,9 @@ def test_p_values_of_cases_that_share_a_seed_lie_together():
     names = ("toys never_draft", "toys fixed_length", "toys heuristic", "toys self_verify", "toys ada_edl")
     few = [case for case in cases() if case.name.startswith(names) and case.name.endswith(("plain", "cold"))]
     together = [[case.law_p(case.answers(42, seed)) for case in few] for seed in range(8)]
-    apart = [[case.law_p(case.answers(42, seed * len(few) + place)) for place, case in enumerate(few)] for seed in range(8)]
+    apart = [
+        [case.law_p(case.answers(42, seed * len(few) + place)) for place, case in enumerate(few)] for seed in range(8)
+    ]
     pairs = np.triu_indices(len(few), 1)
     shared, separate = (float(np.corrcoef(np.array(p).T)[pairs].mean()) for p in (together, apart))
     assert shared > 0.2, "of independent ones the mean of 45 correlations over 8 seeds has a standard deviation of 0.06"
@@ -61,6 +64,7 @@ def test_p_values_of_cases_that_share_a_seed_lie_together():
 
 def test_outcomes_that_are_rare_are_pooled_before_any_is_seen_and_impossible_ones_are_refused():
     law = {(0,): 0.5, (1,): 0.46, (2,): 0.03, (3,): 0.01}
-    # of 100 the last two are expected under 5 times each, and 4 times together: with the rarest of the others they are one cell
+    # of 100 the last two are expected under 5 times each, and 4 times together: with the rarest of the others they are
+    # one cell
     assert p_value([(Counter({(0,): 50, (1,): 20, (2,): 30}), law)]) == 1.0
     assert p_value([(Counter({(0,): 50, (4,): 50}), law)]) == 0.0

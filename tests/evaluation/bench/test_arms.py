@@ -1,4 +1,6 @@
-"""Arms take turns and write the same number of tokens; transformers runs under its own schedules and is left as it was."""
+"""Arms take turns and write the same number of tokens; transformers runs under its own schedules and is left as it
+was.
+"""
 
 import pytest
 import torch

@@ -16,7 +16,9 @@ from lm import Sampling
 def test_every_policy_has_a_row_at_every_size(pair):
     loop = Loop(pair=pair, prompts=[[1, 2], [3, 4, 5]], sampling=Sampling(), max_draft_length=4, max_new_tokens=6)
     rows, curves = measure_sizes(loop, {"none": FixedLength(0), "two": FixedLength(2), "own": TokenProb(0.4)}, [1, 3])
-    assert [(row["batch_size"], row["policy"]) for row in rows] == [(size, name) for size in (1, 3) for name in ("none", "two", "own")]
+    assert [(row["batch_size"], row["policy"]) for row in rows] == [
+        (size, name) for size in (1, 3) for name in ("none", "two", "own")
+    ]
     for size in (1, 3):
         assert max(row["against_fixed"] for row in rows if row["batch_size"] == size and row["policy"] != "own") >= 1.0
     assert len(size_sheet(rows).rows) == 3
@@ -37,7 +39,8 @@ def test_auto_runs_with_the_curves_of_batches_and_every_request_is_written_to_it
     rules = [policy for policy, _ in ran if isinstance(policy, BatchAuto)]
     assert len(rules) == 4
     assert all(rule.costs.draft(3) < 1.0 for rule in rules)  # seconds; a toy takes less than the 1 that it was told
-    assert all(sum(one.num_emitted for one in run.rounds) == 2 * 3 * 6 for _, run in ran)  # two requests a seat, none ended by an EOS
+    # two requests a seat, none ended by an EOS
+    assert all(sum(one.num_emitted for one in run.rounds) == 2 * 3 * 6 for _, run in ran)
 
 
 RUN = batch_sizes._run

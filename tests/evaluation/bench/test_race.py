@@ -1,4 +1,6 @@
-"""A race on the embedded trio: every arm in every cell, finished cells are kept, slow models write the same tokens, gains are paired."""
+"""A race on the embedded trio: every arm in every cell, finished cells are kept, slow models write the same tokens,
+gains are paired.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,12 @@ ASKED = {
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    flags = {"decode.dir": tmp_path / "decode", "heads.dir": tmp_path / "heads", "decode.t_draft_s": 0.001, "decode.t_target_s": 0.005}
+    flags = {
+        "decode.dir": tmp_path / "decode",
+        "heads.dir": tmp_path / "heads",
+        "decode.t_draft_s": 0.001,
+        "decode.t_target_s": 0.005,
+    }
     flags |= {"decode.num_dev": 2, "decode.num_test": 2, "decode.max_new_tokens": 8, "decode.max_draft_length": 4}
     parser = parser_for(bench)
     spelt = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
@@ -44,7 +51,9 @@ def config(tmp_path, monkeypatch):
 @pytest.fixture
 def slowed(monkeypatch):
     """Two and three extra layers, without a clock."""
-    monkeypatch.setattr(Stopwatch, "slowed", lambda self, natural, *, ratio, t_draft_s: Speed(2, 3, natural.with_ratio(ratio)))
+    monkeypatch.setattr(
+        Stopwatch, "slowed", lambda self, natural, *, ratio, t_draft_s: Speed(2, 3, natural.with_ratio(ratio))
+    )
 
 
 def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed, monkeypatch, capsys):
@@ -65,7 +74,9 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
-    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known)).save_pretrained(tmp_path / "heads" / "exported" / "linear")
+    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known)).save_pretrained(
+        tmp_path / "heads" / "exported" / "linear"
+    )
     for name, is_foreign in (("greedy", True), ("sampled", False)):
         choices = Choices(config, name, SAMPLINGS[name], cost=COST)
         chosen = choices.at(COST, ("head_drawn", "auto_drawn"))
@@ -79,9 +90,18 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
 
 
 def made_up(**seconds):
-    arms = [{"family": name, "setting": name, "is_foreign": False, "seconds": values} for name, values in seconds.items()]
+    arms = [
+        {"family": name, "setting": name, "is_foreign": False, "seconds": values} for name, values in seconds.items()
+    ]
     speed = {"draft_layers": 0, "target_layers": 0, "t_draft_s": 0.01, "t_target_s": [0.05]}
-    return {"sampling": "greedy", "num_tokens": 10, "speed": speed, "default_schedule": "", "arms": arms, "ratio_wished": 5}
+    return {
+        "sampling": "greedy",
+        "num_tokens": 10,
+        "speed": speed,
+        "default_schedule": "",
+        "arms": arms,
+        "ratio_wished": 5,
+    }
 
 
 CELL = made_up(
@@ -96,7 +116,9 @@ CELL = made_up(
 def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
     entropy = standings_of(CELL)[2]
     tokens = np.array([10, 10])
-    assert entropy.over["fixed_length"] == gain_over(Spent(tokens, np.array([2.0, 3.0])), Spent(tokens, np.array([1.0, 3.0])))
+    assert entropy.over["fixed_length"] == gain_over(
+        Spent(tokens, np.array([2.0, 3.0])), Spent(tokens, np.array([1.0, 3.0]))
+    )
     assert entropy.over["fixed_length"].value == pytest.approx(0.25)
     assert entropy.median_over["fixed_length"] == pytest.approx(0.5)
     assert entropy.over["target_alone"].value == pytest.approx(1.5)
@@ -117,12 +139,17 @@ def test_the_best_constant_schedule_is_what_gains_are_measured_from():
 
 def test_the_best_training_free_policy_is_what_heads_have_to_lead():
     arms = [
-        {"family": family, "setting": "", "is_foreign": False, "seconds": [1.0, 1.0]} for family in ("head", "head_drawn", "auto_drawn")
+        {"family": family, "setting": "", "is_foreign": False, "seconds": [1.0, 1.0]}
+        for family in ("head", "head_drawn", "auto_drawn")
     ]
     cell = CELL | {"arms": [*CELL["arms"], *arms]}
-    assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), "over entropy, and not over a head that was named"
+    assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), (
+        "over entropy, and not over a head that was named"
+    )
     of_dev = [arm | {"on_dev": {"entropy": 1.0, "max_prob": 2.0}.get(arm["family"], 0.5)} for arm in cell["arms"]]
-    assert standings_of(cell | {"arms": of_dev})[-2].over["training-free"].value == pytest.approx(2.0), "the one that dev chose"
+    assert standings_of(cell | {"arms": of_dev})[-2].over["training-free"].value == pytest.approx(2.0), (
+        "the one that dev chose"
+    )
     sheet = summary_sheet([(cell, standings_of(cell))])
     assert sheet.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
     assert sheet.column("over best training-free") == ["+100.0 (+0, +200)"] * 2

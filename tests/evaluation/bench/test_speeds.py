@@ -1,4 +1,6 @@
-"""Times as wished: layers are found on a line, and a slow pair costs what the pair costs plus the difference of its bare forwards."""
+"""Times as wished: layers are found on a line, and a slow pair costs what the pair costs plus the difference of its
+bare forwards.
+"""
 
 from dataclasses import replace
 

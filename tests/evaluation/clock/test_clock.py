@@ -21,7 +21,11 @@ from lm import CachedModel, Pair, Sampling
 from tests.decode.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
 
 WARM = Sampling(temperature=0.8)
-POLICIES: dict[str, Policy] = {"fixed_length": FixedLength(2), "cumulative_token_prob": CumulativeTokenProb(0.3), "ada_edl": AdaEDL(0.4)}
+POLICIES: dict[str, Policy] = {
+    "fixed_length": FixedLength(2),
+    "cumulative_token_prob": CumulativeTokenProb(0.3),
+    "ada_edl": AdaEDL(0.4),
+}
 COST = CostModel.constant(0.001, 0.005)
 
 
@@ -96,7 +100,8 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     runners = runners_on(recorded)
     predicted = [COST.time_s(runner.arm.test)[0] for runner in runners]
     verify_s = [0.005 * runner.arm.test.counts.num_target[0] for runner in runners]
-    # drafts three tenths slower than predicted and 0.1 ms beside the rounds of each generation, but for the first family
+    # drafts three tenths slower than predicted and 0.1 ms beside the rounds of each generation, but for the first
+    # family
     slower = [np.zeros(5), *(0.3 * (total - verify) for total, verify in zip(predicted[1:], verify_s[1:], strict=True))]
     rest = [0.0, 0.0001, 0.0001]
     parts = [
@@ -124,7 +129,9 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert "AdaEDL" in path.read_text()
     runner = picks_of([arm], COST)["fixed_length"]
     assert runner.policy == FixedLength(2)
-    assert np.array_equal(runner.replayed(3).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths)
+    assert np.array_equal(
+        runner.replayed(3).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths
+    )
 
 
 @pytest.mark.parametrize(("num_prompts", "repeats", "word"), [(-1, 3, "clock"), (2, 0, "repeats")])

@@ -84,7 +84,9 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
     for head in heads.values():
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
-    arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits))
+    arms = list(
+        replay_arms([head_grid(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits)
+    )
     picks = picks_of(arms, COST)
     assert picks["head_specdec"].arm.grid.name.startswith("head:fed-")
     assert picks["head_fed"].arm.grid.name.startswith("head:fed+s-")
@@ -107,8 +109,8 @@ def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_
 def test_the_interval_is_paired_and_covers():
     """Of 300 intervals, at most 33 miss the true gain, and at least 3.
 
-    Misses are binomial. At the nominal 5 % their mean is 15; more than 33 have probability 1e-5, fewer than 3 4e-5. Of an interval that
-    covers only 80 % the mean is 60, and 33 or fewer have probability 2e-5.
+    Misses are binomial. At the nominal 5 % their mean is 15; more than 33 have probability 1e-5, fewer than 3 4e-5. Of
+    an interval that covers only 80 % the mean is 60, and 33 or fewer have probability 2e-5.
     """
     generator = np.random.default_rng(0)
     misses = 0
@@ -161,7 +163,9 @@ def test_auto_is_the_rule_that_tune_recommended():
 
 
 def test_a_prefix_head_competes_before_the_draw_and_after_it_and_in_the_rule(splits):
-    """Before the draw it pays a forward for the token that it then does without; one that keeps that token pays none for nothing."""
+    """Before the draw it pays a forward for the token that it then does without; one that keeps that token pays none
+    for nothing.
+    """
     torch.manual_seed(0)
     heads = {"it": AcceptanceHead(16, 1, "prefix", True).eval()}
     grids = grids_of({"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5)

@@ -1,4 +1,6 @@
-"""Decoded hierarchies beside replayed policies: settings follow the costs, times are the three-time model's, the page computes the same."""
+"""Decoded hierarchies beside replayed policies: settings follow the costs, times are the three-time model's, the page
+computes the same.
+"""
 
 import html
 import re
@@ -30,7 +32,9 @@ HSDDW = Competitor("HSDDW", 3, (Setting("K<=10", lambda: None),))
 FIXED = Competitor("pre-verified, fixed lengths", 3, (SHORT, LONG))
 
 
-def run_of(competitor: Competitor, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40) -> Run:
+def run_of(
+    competitor: Competitor, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40
+) -> Run:
     """Every prompt: ten tokens, `target` rounds of five handed over, three accepted."""
     counts = Counts(
         num_emitted=10,
@@ -40,12 +44,16 @@ def run_of(competitor: Competitor, setting: Setting, micro: int, draft: int, tar
         num_micro_forwards=micro,
         num_draft_forwards=draft,
     )
-    decoded = Decoded(counts=counts, lengths=(5,) * target, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5)
+    decoded = Decoded(
+        counts=counts, lengths=(5,) * target, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5
+    )
     return Run(competitor, setting, (decoded,) * num_prompts)
 
 
 def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
-    """Of FIXED, the short setting asks the target often, the long one the draft; which is faster depends on the ratio."""
+    """Of FIXED, the short setting asks the target often, the long one the draft; which is faster depends on the
+    ratio.
+    """
     runs = [
         run_of(HSDDW, HSDDW.settings[0], 20, 4, 2, num_prompts=num_prompts),
         run_of(FIXED, SHORT, 10, 4, 3, num_prompts=num_prompts),
@@ -85,7 +93,9 @@ def test_a_decoded_row_compares_throughputs(arms):
 
 
 def test_a_third_level_pays_exactly_between_its_break_evens():
-    """Two runs of ten tokens: T = 4 c + 2 + 20 c m against 10 c + 3, equal at m = (6 c + 1) / 20 c, which is 0.55 for c = 0.2."""
+    """Two runs of ten tokens: T = 4 c + 2 + 20 c m against 10 c + 3, equal at m = (6 c + 1) / 20 c, which is 0.55 for c
+    = 0.2.
+    """
     plain = run_of(Competitor("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
     gain = third_level_frame([plain, hierarchies().dev[0]], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
     here = gain[gain["is_here"]]
@@ -113,9 +123,14 @@ def test_the_page_computes_hierarchies_as_python_does(arms, tmp_path, ratio):
     ).stdout
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
     table = dom.split('id="third"')[1].split("</table>")[0]
-    rows = [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in re.findall(r"<tr data-decoded.*?</tr>", table)]
+    rows = [
+        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+        for row in re.findall(r"<tr data-decoded.*?</tr>", table)
+    ]
     cost = CostModel.constant(1 / shown, 1.0)
-    expected = sorted(hierarchies().picks(cost).items(), key=lambda item: -hierarchies().spent(item[1], cost).tokens_per_s)
+    expected = sorted(
+        hierarchies().picks(cost).items(), key=lambda item: -hierarchies().spent(item[1], cost).tokens_per_s
+    )
     assert [row[:2] for row in rows] == [[family, run.label] for family, run in expected]
     for row, (_, run) in zip(rows, expected, strict=True):
         assert float(row[2]) == pytest.approx(hierarchies().spent(run, cost).tokens_per_s, rel=5e-3)

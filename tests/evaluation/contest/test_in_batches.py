@@ -1,4 +1,6 @@
-"""Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against fixed lengths."""
+"""Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against
+fixed lengths.
+"""
 
 from dataclasses import replace
 
@@ -46,7 +48,9 @@ def test_the_reported_setting_is_fastest_on_dev_at_its_size_and_gains_are_over_t
             continue
         arm = next(arm for arm in replays.arms if arm.grid.family == result.family)
         costs = setup.curves(arm.grid.policy.stop_kind)
-        dev, test = ([load.spent(costs) for load in Entry(arm.grid, split).loads(result.batch_size)] for split in replays.traces)
+        dev, test = (
+            [load.spent(costs) for load in Entry(arm.grid, split).loads(result.batch_size)] for split in replays.traces
+        )
         best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
         assert result.setting == arm.grid.settings[best]
         assert (result.tokens_per_s, result.request_s) == (test[best].tokens_per_s, test[best].request_s)
@@ -69,11 +73,23 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
     torch.manual_seed(0)
     heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
     cost = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": dear}))
-    arms = list(replay_arms([head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces))
+    arms = list(
+        replay_arms(
+            [head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces
+        )
+    )
     contest = BatchContest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
     ((_, results),) = contest.results()
-    assert [each.family for each in results[-4:]] == ["head_drawn", "auto_drawn", "auto_drawn_learning", "perfect_drawn"]
-    rules = [batch_auto_for(head, replays.traces.dev, Setup(cost, 0.3).curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
+    assert [each.family for each in results[-4:]] == [
+        "head_drawn",
+        "auto_drawn",
+        "auto_drawn_learning",
+        "perfect_drawn",
+    ]
+    rules = [
+        batch_auto_for(head, replays.traces.dev, Setup(cost, 0.3).curves(f"drawn+s-d{head.depth}"), 3)
+        for head in heads.values()
+    ]
     rule = max(rules, key=lambda each: each.throughput)
     load = step_through(replays.traces.test, rule, queue_of(len(replays.traces.test.rows), 3), 3)
     assert results[-3].tokens_per_s == pytest.approx(load.spent(rule.costs).tokens_per_s)
@@ -82,8 +98,14 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
 def test_measured_times_of_verification_are_taken_as_they_are():
     measured = CostModel(0.1, (1.0, 1.1, 1.3), "measured")
     setups = setups_of([measured, COST], (0.0, 0.2))
-    assert [(setup.cost.origin, setup.verify_share) for setup in setups] == [("measured", None), ("given", 0.0), ("given", 0.2)]
-    assert [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)] == pytest.approx([1.0, 1.1, 1.3, 1.5])
+    assert [(setup.cost.origin, setup.verify_share) for setup in setups] == [
+        ("measured", None),
+        ("given", 0.0),
+        ("given", 0.2),
+    ]
+    assert [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)] == pytest.approx(
+        [1.0, 1.1, 1.3, 1.5]
+    )
     assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
     assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
 

@@ -19,7 +19,16 @@ from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
-SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "6")
+SMALL = (
+    "--decode.num_dev",
+    "3",
+    "--decode.num_test",
+    "2",
+    "--decode.max_new_tokens",
+    "24",
+    "--decode.max_draft_length",
+    "6",
+)
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 
 
@@ -28,7 +37,16 @@ def flags(tmp_path_factory):
     """Of a run with a recorded trace and one untrained head."""
     directory = tmp_path_factory.mktemp("run")
     AcceptanceHead(96, 0, "drawn").save_pretrained(directory / "heads" / "exported" / "plain")
-    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory / "heads"), *SMALL, *TIMES]
+    flags = [
+        "--config",
+        "configs/tiny.yaml",
+        "--decode.dir",
+        str(directory),
+        "--heads.dir",
+        str(directory / "heads"),
+        *SMALL,
+        *TIMES,
+    ]
     run(COMMANDS, argv=["trace", *flags])
     return flags
 
@@ -72,7 +90,12 @@ def test_what_tune_writes_is_what_auto_replays(flags, capsys):
     assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
     assert auto["played"][1]["num_emitted"] > 0
-    assert set(document["tuned"][0]["recommended"]) >= {"index_offset", "index_slope", "throughput", "max_rejection_prob"}
+    assert set(document["tuned"][0]["recommended"]) >= {
+        "index_offset",
+        "index_slope",
+        "throughput",
+        "max_rejection_prob",
+    }
 
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
@@ -152,12 +175,30 @@ def test_a_table_in_a_pipe_is_wide(capsys):
 def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
     path = tmp_path / "warm"
     AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
-    there = ["--decode.heads", f"[{path}]", "--pair.sampling.temperature", "0.5", "--decode.allow_foreign_heads", "true"]
+    there = [
+        "--decode.heads",
+        f"[{path}]",
+        "--pair.sampling.temperature",
+        "0.5",
+        "--decode.allow_foreign_heads",
+        "true",
+    ]
     home = flags[flags.index("--decode.dir") + 1]
     _, document = printed(capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home)
     rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
     assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
     assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
     with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", str(tmp_path / "nowhere")])
+        run(
+            COMMANDS,
+            argv=[
+                "evaluate",
+                *flags,
+                *there,
+                "--decode.dir",
+                str(tmp_path / "there"),
+                "--home",
+                str(tmp_path / "nowhere"),
+            ],
+        )
     assert "nowhere/trace/manifest.json" in capsys.readouterr().err

@@ -30,7 +30,9 @@ STOPS = {"entropy": 0.05, "token_prob": 0.02}
 def arms():
     splits = Traces(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     grids = [
-        make_grid(name, name, values) for name, values in default_values(5).items() if name in {"fixed_length", "entropy", "token_prob"}
+        make_grid(name, name, values)
+        for name, values in default_values(5).items()
+        if name in {"fixed_length", "entropy", "token_prob"}
     ]
     return list(replay_arms([*grids, *bounds()], splits)), splits.test
 
@@ -39,7 +41,11 @@ def arms():
 def page(arms, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     plots = [pareto(arms[0], {}), entropies(arms[1])]
-    write_report(path, Page(about="a < b", ratio=5.0, stops=STOPS, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots), names={})
+    write_report(
+        path,
+        Page(about="a < b", ratio=5.0, stops=STOPS, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots),
+        names={},
+    )
     return path
 
 
@@ -51,7 +57,15 @@ def test_the_page_fetches_nothing_and_is_small(page):
 
 
 def batch_row(size: int, family: str, share: float, tokens_per_s: float, gain: float) -> dict[str, object]:
-    named = {"dataset": "made", "ratio": 5.0, "costs": "given", "verify_share": share, "batch_size": size, "family": family, "name": family}
+    named = {
+        "dataset": "made",
+        "ratio": 5.0,
+        "costs": "given",
+        "verify_share": share,
+        "batch_size": size,
+        "family": family,
+        "name": family,
+    }
     return named | {"setting": f"x={size}", "tokens_per_s": tokens_per_s, "gain": gain, "request_s": 2.0}
 
 
@@ -66,12 +80,23 @@ def test_plots_of_two_datasets_lie_side_by_side(arms, tmp_path):
 def test_counts_of_any_size_fit_into_the_page(most):
     values = np.array([[0, 1], [most, 2]])
     packed = _packed(values)
-    assert np.frombuffer(base64.b64decode(packed["numbers"]), f"<u{packed['bits'] // 8}").tolist() == values.ravel().tolist()
+    assert (
+        np.frombuffer(base64.b64decode(packed["numbers"]), f"<u{packed['bits'] // 8}").tolist()
+        == values.ravel().tolist()
+    )
 
 
 def dom_of(url: str) -> str:
     """The page once its scripts have run."""
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom", url]
+    command = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+        url,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
@@ -93,7 +118,8 @@ def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
     dom = dom_of(f"{page.as_uri()}#ratio={ratio}&stop={stop}")
     table = dom.split('id="ranking"')[1].split("</table>")[0]
     rows = [
-        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in re.findall(r"<tr[^>]*data-family.*?</tr>", table)
+        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+        for row in re.findall(r"<tr[^>]*data-family.*?</tr>", table)
     ]
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
     assert shown == pytest.approx(ratio, rel=0.01)
@@ -117,11 +143,15 @@ def test_the_page_shows_every_family_at_the_batch_size_that_is_picked(arms, tmp_
         for share in (0.0, 0.2)
         for family, tokens_per_s, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
     ]
-    write_report(tmp_path / "report.html", Page(about="", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, batches=rows), names={})
+    write_report(
+        tmp_path / "report.html",
+        Page(about="", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, batches=rows),
+        names={},
+    )
     dom = dom_of(f"{(tmp_path / 'report.html').as_uri()}#batch=4")
     table = dom.split('id="batched"')[1].split("</table>")[0]
     shown = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", table.split("<tbody>")[1])]
     assert shown == [["entropy", "x=4", "16.0", "+20.0 %", "2.00"], ["fixed_length", "x=4", "14.0", "", "2.00"]]
-    assert [re.findall(r"<option[^>]*>(.*?)<", part) for part in re.findall(r'id="batch-share">(.*?)</select>', dom)] == [
-        ["0 t_draft", "0.2 t_draft"]
-    ]
+    assert [
+        re.findall(r"<option[^>]*>(.*?)<", part) for part in re.findall(r'id="batch-share">(.*?)</select>', dom)
+    ] == [["0 t_draft", "0.2 t_draft"]]

@@ -30,9 +30,13 @@ def sets() -> list[Replays]:
     torch.manual_seed(0)
     head = AcceptanceHead(16, 1, "drawn", True).eval()
     values = default_values(5)
-    grids = [make_grid(name, name, values[name]) for name in FAMILIES] + [head_grid("it", head, {"max_rejection_prob": LOGISTIC})]
+    grids = [make_grid(name, name, values[name]) for name in FAMILIES] + [
+        head_grid("it", head, {"max_rejection_prob": LOGISTIC})
+    ]
     every = [Traces(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
-    return [replay_dataset(traces, grids, heads={"it": head}, cost=COST, perfect_head=True, name="") for traces in every]
+    return [
+        replay_dataset(traces, grids, heads={"it": head}, cost=COST, perfect_head=True, name="") for traces in every
+    ]
 
 
 def judged(replays: Replays, name: str, *, num_home: int = 0) -> Judged:
@@ -69,11 +73,15 @@ def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkey
     grid = make_grid("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
     traces = Traces(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     home = judged(sets[0], "home")
-    there = judged(replay_dataset(traces, [grid], heads={}, cost=COST, perfect_head=False, name=""), "there", num_home=home.num_dev)
+    there = judged(
+        replay_dataset(traces, [grid], heads={}, cost=COST, perfect_head=False, name=""), "there", num_home=home.num_dev
+    )
     travelled = {each.result.family: each for each in travel(home, there, test=traces.test, cost=COST)}
     assert there.results[0].setting == {"k": LENGTH}
     result, kept = travelled["fixed_length"]
-    assert result.setting == next(each.setting for each in home.results if each.family == "fixed_length") != {"k": LENGTH}
+    assert (
+        result.setting == next(each.setting for each in home.results if each.family == "fixed_length") != {"k": LENGTH}
+    )
     assert result.gain.value == pytest.approx(kept.value)
     assert kept.high < -0.01
     assert travelled["entropy"].kept is None

@@ -29,7 +29,12 @@ def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:
 
 
 def generations(
-    t_draft_s: float, t_target_s: float, slope_s: float = 0.0, *, begin_s: float = 0.0, lengths: Sequence[int] = (0, 1, 3, 6)
+    t_draft_s: float,
+    t_target_s: float,
+    slope_s: float = 0.0,
+    *,
+    begin_s: float = 0.0,
+    lengths: Sequence[int] = (0, 1, 3, 6),
 ) -> list[Generation]:
     """Rounds with exactly those times; the first of each reads a prompt and is slow."""
     made = []
@@ -121,12 +126,24 @@ def test_a_stop_is_paid_at_every_draft_forward():
 
 def test_what_was_not_measured_as_a_whole_is_the_sum_of_its_parts():
     cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
-    assert [cost.stop_s(kind) for kind in ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")] == [0.0, 0.002, 0.005, 0.004]
+    assert [cost.stop_s(kind) for kind in ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")] == [
+        0.0,
+        0.002,
+        0.005,
+        0.004,
+    ]
 
 
 def test_policies_of_one_kind_of_stop_share_a_name():
     heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
-    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "max_prob & token_prob", "fed+s-d2", "drawn+s-d2"}
+    assert set(policies_by_kind(heads)) == {
+        "entropy",
+        "token_prob",
+        "max_prob",
+        "max_prob & token_prob",
+        "fed+s-d2",
+        "drawn+s-d2",
+    }
     both = HeadPolicy(heads[0], also=heads[1])
     assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
     assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(PerfectHead("drawn")))] == ["", "", ""]
@@ -138,7 +155,9 @@ def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
     by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
     assert by_size["fed-d1"] == num_weights / draft_weights
     assert by_size["entropy"] == 0.0
-    other = CostModel(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
+    other = CostModel(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(
+        10.0
+    )
     assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
     assert "by size" in other.title
 
@@ -176,4 +195,10 @@ def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
 
 def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
     head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
-    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "max_prob & token_prob", "drawn+s-d1"}
+    assert set(time_stops(loop, policies_by_kind([head]))) == {
+        "entropy",
+        "token_prob",
+        "max_prob",
+        "max_prob & token_prob",
+        "drawn+s-d1",
+    }

@@ -1,4 +1,6 @@
-"""`evaluation hierarchy`, `evaluate` and `bench` with three models, and `evaluation theory`, on the embedded trio and a handful of tokens."""
+"""`evaluation hierarchy`, `evaluate` and `bench` with three models, and `evaluation theory`, on the embedded trio and a
+handful of tokens.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,16 @@ from lm import Sampling, load_pair
 
 ROOT = Path(__file__, "../../../..").resolve()
 WIDTHS = {"micro": 24, "draft": 96}
-FEW = ["--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "8", "--decode.max_draft_length", "4"]
+FEW = [
+    "--decode.num_dev",
+    "1",
+    "--decode.num_test",
+    "2",
+    "--decode.max_new_tokens",
+    "8",
+    "--decode.max_draft_length",
+    "4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +41,19 @@ def few_settings(monkeypatch):
 
 
 def command(name: str, directory: Path, *flags: str) -> None:
-    run(COMMANDS, argv=[name, "--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory), *flags])
+    run(
+        COMMANDS,
+        argv=[
+            name,
+            "--config",
+            "configs/tiny.yaml",
+            "--decode.dir",
+            str(directory),
+            "--heads.dir",
+            str(directory),
+            *flags,
+        ],
+    )
 
 
 def document(capsys) -> dict:
@@ -39,7 +62,9 @@ def document(capsys) -> dict:
 
 
 def head_of(level: str, directory: Path, **provenance) -> str:
-    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means acceptance."""
+    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means
+    acceptance.
+    """
     torch.manual_seed(0)
     head = AcceptanceHead(WIDTHS[level], 1, "drawn", True)
     hidden, scalars = torch.randn(256, WIDTHS[level]), torch.rand(256, 2)
@@ -75,8 +100,14 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     capsys.readouterr()
     command("hierarchy", tmp_path, *FEW, *heads)
     counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
-    resumed = {tuple(arm[name] for name in counted) for arm in document(capsys)["datasets"]["stories"]["arms"] if arm["setting"] != ""}
-    assert {row for row in resumed if row[0].startswith(("HSDDW", "sd + "))} <= {tuple(arm[name] for name in counted) for arm in arms}
+    resumed = {
+        tuple(arm[name] for name in counted)
+        for arm in document(capsys)["datasets"]["stories"]["arms"]
+        if arm["setting"] != ""
+    }
+    assert {row for row in resumed if row[0].startswith(("HSDDW", "sd + "))} <= {
+        tuple(arm[name] for name in counted) for arm in arms
+    }
     manifest = path.with_name("manifest.json")
     manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
     with pytest.raises(SystemExit):
@@ -85,7 +116,16 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
 
 
 def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, tmp_path):
-    times = ["--decode.t_draft_s", "0.2", "--decode.t_target_s", "1", "--decode.t_micro_s", "0.05", "--decode.ratios", "[20]"]
+    times = [
+        "--decode.t_draft_s",
+        "0.2",
+        "--decode.t_target_s",
+        "1",
+        "--decode.t_micro_s",
+        "0.05",
+        "--decode.ratios",
+        "[20]",
+    ]
     grid = ["--decode.grid", '{"fixed_length": {"k": [0, 1, 2, 3]}}', "--decode.hierarchies", "true"]
     command("evaluate", tmp_path, *FEW, *times, *grid)
     assert "decoded on 2 test prompts, not replayed" in capsys.readouterr().out
@@ -103,7 +143,11 @@ def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, t
 
 def test_bench_times_three_models_beside_two():
     config = config_of(parser := parser_for(COMMANDS["bench"]), parser.parse_args(["--config", "configs/tiny.yaml"]))
-    rows = list(hierarchy_rows(load_pair(config.pair), [[5, 6, 7]], {"greedy": Sampling(temperature=0)}, lengths=(2,), num_tokens=6))
+    rows = list(
+        hierarchy_rows(
+            load_pair(config.pair), [[5, 6, 7]], {"greedy": Sampling(temperature=0)}, lengths=(2,), num_tokens=6
+        )
+    )
     assert {row["drafter"] for row in rows} >= {"target alone", "sd K=2", "HSDDW K<=10", "interleaved (Chen) m=1 n=1"}
     assert all(row["against_sd"] == pytest.approx(1) for row in rows if row["drafter"] == "sd K=2")
     assert len(hierarchy_sheet([{"threads": 1, **row} for row in rows]).rows) == len(rows)

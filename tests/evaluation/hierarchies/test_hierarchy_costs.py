@@ -36,7 +36,14 @@ def test_the_three_times_are_found_again_from_generations_that_obey_them():
 
 
 def test_a_stalled_generation_moves_no_time():
-    generations = [decoded(5, 2, 1), decoded(0, 3, 2), decoded(7, 7, 1), decoded(1, 0, 5), decoded(2, 9, 3), decoded(8, 1, 4)]
+    generations = [
+        decoded(5, 2, 1),
+        decoded(0, 3, 2),
+        decoded(7, 7, 1),
+        decoded(1, 0, 5),
+        decoded(2, 9, 3),
+        decoded(8, 1, 4),
+    ]
     stalled = replace(generations[4], later_draft_s=2.0, later_target_s=3.0)
     times = fit_times([*generations, *generations, stalled], is_micro=[False] * 13)
     assert (times.t_micro_s, times.t_draft_s, times.t_target_s) == pytest.approx((0.001, 0.004, 0.02), rel=0.02)
@@ -80,7 +87,9 @@ def test_kept_generations_are_read_back_and_a_torn_line_is_cut_off(tmp_path):
 
 def test_a_repeated_generation_keeps_its_median(tmp_path):
     def taking(seconds: float) -> Generation:
-        return Generation((1, 2), tuple(Round((), 0, (token,), "limit", counts(1, 1, 1), seconds, 1.0) for token in (1, 2)), Counts())
+        return Generation(
+            (1, 2), tuple(Round((), 0, (token,), "limit", counts(1, 1, 1), seconds, 1.0) for token in (1, 2)), Counts()
+        )
 
     one = Decoded.of([taking(seconds) for seconds in (2.0, 90.0, 3.0)])
     assert (one.seconds, one.later_draft_s, one.later_target_s, one.repeats) == (8.0, 3.0, 1.0, 3)

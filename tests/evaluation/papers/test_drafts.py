@@ -1,4 +1,6 @@
-"""Tables about drafts: dev chooses by counts and times, test is clocked and chooses nothing, and gains are those of the clock."""
+"""Tables about drafts: dev chooses by counts and times, test is clocked and chooses nothing, and gains are those of the
+clock.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,16 @@ from evaluation.papers.choice import finalists_of, fitted, joined
 from evaluation.papers.drafts import Contest
 from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
 
-SMALL = ("--decode.num_dev", "1", "--decode.num_test", "2", "--decode.max_new_tokens", "10", "--decode.max_draft_length", "6")
+SMALL = (
+    "--decode.num_dev",
+    "1",
+    "--decode.num_test",
+    "2",
+    "--decode.max_new_tokens",
+    "10",
+    "--decode.max_draft_length",
+    "6",
+)
 GRID = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}))
 SETTINGS = {k: Setting(f"k={k}", lambda: None) for k in (1, 2, 4)}
 FIXED = Competitor("chain", 2, tuple(SETTINGS.values()))
@@ -24,11 +35,17 @@ CONTEST = Contest(FIXED, SETTINGS[4], (STOP,))
 ALONE = Competitor("target alone", 1, (Setting("", lambda: None),))
 
 
-def decoded(*, rounds: int, length: int, emitted: int, draft_s: float = 0.0, target_s: float = 0.0, seconds: float = 1.0) -> Decoded:
+def decoded(
+    *, rounds: int, length: int, emitted: int, draft_s: float = 0.0, target_s: float = 0.0, seconds: float = 1.0
+) -> Decoded:
     """A generation of rounds of one length, its first round included."""
-    counts = Counts(num_emitted=emitted, num_drafted=rounds * length, num_target=rounds, num_draft_forwards=rounds * length)
+    counts = Counts(
+        num_emitted=emitted, num_drafted=rounds * length, num_target=rounds, num_draft_forwards=rounds * length
+    )
     lengths = (length,) * rounds
-    return Decoded(counts=counts, lengths=lengths, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s)
+    return Decoded(
+        counts=counts, lengths=lengths, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s
+    )
 
 
 def timed(rounds: int, length: int, emitted: int, stall: float = 1.0) -> Decoded:
@@ -88,21 +105,25 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
     ]
     assert [row["over best fixed"].split()[0] for row in rows if row["over best fixed"]] == ["-50.0%", "+25.0%"]
     assert rows[-1]["over published"].startswith("+150.0%")
-    assert (
-        stop_verdict(lines)
-        == "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
+    assert stop_verdict(lines) == (
+        "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
     )
 
 
 def test_a_gain_whose_interval_holds_0_beats_nothing():
     lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
-    assert stop_verdict(lines).startswith("No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%")
+    assert stop_verdict(lines).startswith(
+        "No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%"
+    )
 
 
 def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
     lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
     assert line_rows(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
-    assert stop_verdict(lines) == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
+    assert (
+        stop_verdict(lines)
+        == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
+    )
 
 
 def test_a_single_prompt_proves_nothing():
@@ -138,7 +159,9 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
     path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     tests = [line for line in lines if line["value"]["repeats"] == 2]
-    assert not {line["key"]["prompt"] for line in tests} & {line["key"]["prompt"] for line in lines if line not in tests}
+    assert not {line["key"]["prompt"] for line in tests} & {
+        line["key"]["prompt"] for line in lines if line not in tests
+    }
     paces = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
     for line in tests:
         line["value"]["seconds"] = paces[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]

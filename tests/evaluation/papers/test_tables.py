@@ -21,7 +21,16 @@ from lm import Sampling
 from tests.decode.small_pair import trace
 
 COST = CostModel.constant(0.2, 1.0)
-SMALL = ("--decode.num_dev", "3", "--decode.num_test", "3", "--decode.max_new_tokens", "24", "--decode.max_draft_length", "8")
+SMALL = (
+    "--decode.num_dev",
+    "3",
+    "--decode.num_test",
+    "3",
+    "--decode.max_new_tokens",
+    "24",
+    "--decode.max_draft_length",
+    "8",
+)
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 METHODS = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(0.3)}
 
@@ -33,9 +42,20 @@ def flags(tmp_path_factory):
     torch.manual_seed(0)
     for depth, weight in ((0, 1.0), (1, 1.0), (0, 6.0), (1, 6.0)):
         known = Provenance(reject_weight=weight, metrics={"raw_kl": 0.1 + depth, "train_raw_kl": 0.2 * weight})
-        AcceptanceHead(96, depth, provenance=known).save_pretrained(directory / "heads" / "exported" / f"fed-d{depth}-w{weight:g}")
+        AcceptanceHead(96, depth, provenance=known).save_pretrained(
+            directory / "heads" / "exported" / f"fed-d{depth}-w{weight:g}"
+        )
     AcceptanceHead(96, 0, "drawn", True).save_pretrained(directory / "heads" / "exported" / "drawn+s")
-    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(directory / "heads"), *SMALL, *TIMES]
+    flags = [
+        "--config",
+        "configs/tiny.yaml",
+        "--decode.dir",
+        str(directory),
+        "--heads.dir",
+        str(directory / "heads"),
+        *SMALL,
+        *TIMES,
+    ]
     run(COMMANDS, argv=["trace", *flags])
     return flags
 
@@ -44,7 +64,9 @@ def flags(tmp_path_factory):
 def played():
     """A trace with categories."""
     made = trace(Sampling(temperature=0.6), copies=1)
-    return replace(made, rows=tuple(replace(row, category="even" if i % 2 == 0 else "odd") for i, row in enumerate(made.rows)))
+    return replace(
+        made, rows=tuple(replace(row, category="even" if i % 2 == 0 else "odd") for i, row in enumerate(made.rows))
+    )
 
 
 def printed(capsys, *argv):
@@ -105,7 +127,9 @@ def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
     part = played.select(range(0, len(played.rows), 2))
     seconds = COST.time_s(replay_settings(part, FixedLength(5))).sum()
     assert rows[0]["even"] == f"{part.num_positions / seconds:.2f}"
-    assert list(by_category("made", replace(played, rows=tuple(replace(row, category="") for row in played.rows)))) == ["made"]
+    assert list(by_category("made", replace(played, rows=tuple(replace(row, category="") for row in played.rows)))) == [
+        "made"
+    ]
 
 
 def test_a_generation_length_ends_every_response_there(played):
@@ -124,7 +148,11 @@ def test_a_generation_length_ends_every_response_there(played):
 
 def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(played):
     assert threshold_for("pythia-6.9b", played, COST)[0] == 0.4
-    assert threshold_for("Meta-Llama-3-70B-Instruct", played, COST)[0] == threshold_for("Qwen2.5-14B", played, COST)[0] == 0.3
+    assert (
+        threshold_for("Meta-Llama-3-70B-Instruct", played, COST)[0]
+        == threshold_for("Qwen2.5-14B", played, COST)[0]
+        == 0.3
+    )
     held_out = played.select(range(8))
     speeds = {h: COST.tokens_per_s(replay_settings(held_out, Entropy(h)))[0] for h in CHOICES}
     chosen, _ = threshold_for("another", played, COST)
@@ -138,7 +166,9 @@ def test_hsddw_tables_have_the_papers_rows(flags, capsys):
     marks = [(row["Pre-verify"], row["Self-verify"], row["HSDDW"]) for row in ablation["rows"]]
     assert marks == [("", "", ""), ("x", "", ""), ("", "x", ""), ("x", "x", ""), ("", "", "x")]
     assert [row["Model"] for row in utilisation["rows"]] == ["target-draft", "target-micro", "Pre+Self-verify", "HSDDW"]
-    assert first["rows"][1]["stories"].split()[0] == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
+    assert (
+        first["rows"][1]["stories"].split()[0] == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
+    )
     assert mathematics == []
 
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from evaluation.theory import closed_forms as theory
-from evaluation.theory.monte_carlo import acceptance_rounds, interleaved_rounds, pearl_steps, pre_verified_rounds, two_level_rounds
+from evaluation.theory.monte_carlo import (
+    acceptance_rounds,
+    interleaved_rounds,
+    pearl_steps,
+    pre_verified_rounds,
+    two_level_rounds,
+)
 from lm import acceptance_rate
 
 NUM_ROUNDS = 300
@@ -39,9 +45,13 @@ def test_chens_expected_tokens_are_the_mean_of_his_table_a1_and_his_theorems_hol
     assert sum(table.values()) == pytest.approx(1.0)
     tokens = theory.interleaved_tokens(beta, alpha, m=m, n=n)
     assert tokens == pytest.approx(sum(count * probability for count, probability in table.items()))
-    assert tokens == pytest.approx((1 - beta ** (n + 1)) / (1 - beta) * (1 - survival**m) / (1 - survival) + survival**m)
+    assert tokens == pytest.approx(
+        (1 - beta ** (n + 1)) / (1 - beta) * (1 - survival**m) / (1 - survival) + survival**m
+    )
     c, c_s = 0.2, 0.1
-    assert theory.interleaved_speedup((beta, alpha), (c * c_s, c), m=m, n=n) == pytest.approx(tokens / (1 + m * c + m * n * c * c_s))
+    assert theory.interleaved_speedup((beta, alpha), (c * c_s, c), m=m, n=n) == pytest.approx(
+        tokens / (1 + m * c + m * n * c * c_s)
+    )
 
 
 def test_chens_special_cases_are_as_printed():
@@ -59,7 +69,9 @@ def test_pre_verified_expected_tokens_are_those_of_the_loop(rates, m, n):
 
 
 def test_a_wrong_formula_is_seen_by_the_monte_carlo_check():
-    """The tests above have the power to tell: Chen's form without the medium's token, and one inner round too few, both fail."""
+    """The tests above have the power to tell: Chen's form without the medium's token, and one inner round too few, both
+    fail.
+    """
     interleaved = interleaved_rounds((0.5, 0.8), m=2, n=1, num_rounds=NUM_ROUNDS)
     assert abs(interleaved.z_score(theory.expected_tokens(0.5, 2))) > 4
     pre_verified = pre_verified_rounds((0.5, 0.8), m=2, n=4, num_rounds=NUM_ROUNDS)

@@ -1,4 +1,6 @@
-"""The trace of a feature draft: each draft in it is that of a round by itself, and played to the real loop it has its replay's counts."""
+"""The trace of a feature draft: each draft in it is that of a round by itself, and played to the real loop it has its
+replay's counts.
+"""
 
 from dataclasses import fields
 
@@ -25,7 +27,9 @@ PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM = Sampling(temperature=1.3)
 
 
-def recorder(kind: str, sampling: Sampling = WARM, length: int = LENGTH, eos_ids: tuple[int, ...] = (EOS,)) -> ChainRecorder:
+def recorder(
+    kind: str, sampling: Sampling = WARM, length: int = LENGTH, eos_ids: tuple[int, ...] = (EOS,)
+) -> ChainRecorder:
     return ChainRecorder(draft(kind), target(), sampling, VOCAB, frozenset(eos_ids), length)
 
 
@@ -34,10 +38,15 @@ def responses(num: int, sampling: Sampling = WARM, seed: int = 0, eos_ids: tuple
     decoder = decoder_of("eagle", FixedLength(0), sampling, eos_ids=eos_ids)
     generator = torch.Generator().manual_seed(seed)
     texts = [list(decoder.generate(PROMPT, LIMIT, generator=generator).token_ids) for _ in range(num)]
-    return [Exchange(str(place), "", PROMPT, text, "stop" if text[-1] in eos_ids else "length") for place, text in enumerate(texts)]
+    return [
+        Exchange(str(place), "", PROMPT, text, "stop" if text[-1] in eos_ids else "length")
+        for place, text in enumerate(texts)
+    ]
 
 
-def decoder_of(kind: str, policy: Policy, sampling: Sampling = WARM, *, length: int = LENGTH, eos_ids=(EOS,)) -> SpeculativeDecoder:
+def decoder_of(
+    kind: str, policy: Policy, sampling: Sampling = WARM, *, length: int = LENGTH, eos_ids=(EOS,)
+) -> SpeculativeDecoder:
     tapped = TappedModel(target(), draft(kind))
     drafter = ModelDrafter(feature_model(draft(kind), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, max_draft_length=length, eos_ids=frozenset(eos_ids))
@@ -47,7 +56,9 @@ def traced(kind: str, sampling: Sampling = WARM, num: int = 12, seed: int = 0) -
     return record_trace(recorder(kind, sampling), responses(num, sampling, seed), max_new_tokens=LIMIT, seed=seed)
 
 
-def expected_draft(kind: str, response: list[int], start: int, chance: torch.Tensor) -> tuple[list[int], int, list[dict[str, float]]]:
+def expected_draft(
+    kind: str, response: list[int], start: int, chance: torch.Tensor
+) -> tuple[list[int], int, list[dict[str, float]]]:
     """(tokens, how many pass, signals of each) of the round from `start`, drafted token by token beside the target."""
     tapped = TappedModel(target(), draft(kind))
     model = feature_model(draft(kind), tapped)
@@ -145,7 +156,11 @@ def test_the_mean_counts_of_replay_are_those_of_the_loop_s_exact_law():
             texts[text] = texts.get(text, 0.0) + prob
         if trace is None:  # the first policy's texts, in their order, are those of both
             known, weights = list(texts), np.array(list(texts.values()))
-            every = [Exchange(str(place), "", PROMPT, list(text), "length") for place, text in enumerate(known) for _ in range(copies)]
+            every = [
+                Exchange(str(place), "", PROMPT, list(text), "length")
+                for place, text in enumerate(known)
+                for _ in range(copies)
+            ]
             trace = record_trace(recorder("glide", sampling, 2, ()), every, max_new_tokens=limit, seed=7)
         assert [texts[text] for text in known] == pytest.approx(weights.tolist())
         counts = replay_settings(trace, policy).counts
@@ -154,7 +169,9 @@ def test_the_mean_counts_of_replay_are_those_of_the_loop_s_exact_law():
             groups = amounts.reshape(len(known), copies).astype(float)
             error = np.sqrt((weights**2 * groups.var(1, ddof=1) / copies).sum())
             assert error < 0.1
-            assert (weights * groups.mean(1)).sum() == pytest.approx(exact, rel=0, abs=4 * error + 1e-9), "an error of 0 leaves rounding"
+            assert (weights * groups.mean(1)).sum() == pytest.approx(exact, rel=0, abs=4 * error + 1e-9), (
+                "an error of 0 leaves rounding"
+            )
 
 
 def outcome_of(generation: Generation) -> tuple[tuple[int, ...], int, int]:

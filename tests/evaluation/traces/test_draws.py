@@ -21,12 +21,28 @@ from evaluation.traces.trace import Trace, TraceRow, join
 from lm import Sampling
 from tests.decode.small_pair import trace
 
-SMALL = ["--decode.num_dev", "3", "--decode.num_test", "1", "--decode.max_new_tokens", "12", "--decode.max_draft_length", "3"]
+SMALL = [
+    "--decode.num_dev",
+    "3",
+    "--decode.num_test",
+    "1",
+    "--decode.max_new_tokens",
+    "12",
+    "--decode.max_draft_length",
+    "3",
+]
 WARM = Sampling(temperature=0.6)
 
 
 def flags(directory: Path, num_draws: int) -> list[str]:
-    where = ["--decode.dir", str(directory), "--decode.prompts_per_shard", "2", "--decode.draws_per_prompt", str(num_draws)]
+    where = [
+        "--decode.dir",
+        str(directory),
+        "--decode.prompts_per_shard",
+        "2",
+        "--decode.draws_per_prompt",
+        str(num_draws),
+    ]
     return ["--config", "configs/tiny.yaml", "--heads.dir", str(directory / "heads"), *where, *SMALL]
 
 
@@ -68,7 +84,9 @@ def test_a_flipped_byte_of_a_trace_is_named_and_its_shard_recorded_again(tmp_pat
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted.*evaluation trace"):
+    with pytest.raises(
+        ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted.*evaluation trace"
+    ):
         loaded(tmp_path, 3)
     run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])
     assert f"{path} does not hold the bytes that were written" in capsys.readouterr().err
@@ -109,7 +127,9 @@ def test_of_greedy_sampling_more_than_one_draw_is_refused(tmp_path, capsys):
 
 
 def test_an_id_may_hold_the_mark_of_a_turn(tmp_path):
-    lines = [{"id": f"set#{number}", "prompt": "Tom has 3 pens.", "category": f"kind {number % 2}"} for number in range(40)]
+    lines = [
+        {"id": f"set#{number}", "prompt": "Tom has 3 pens.", "category": f"kind {number % 2}"} for number in range(40)
+    ]
     lines.append({"id": "talk", "turns": ["Tom has 3 pens.", "Ann has 4."], "category": "talk"})
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -118,8 +138,15 @@ def test_an_id_may_hold_the_mark_of_a_turn(tmp_path):
     own = ["--data.prompts", str(path), "--data.split_ids", str(splits)]
     run(COMMANDS, argv=["trace", *flags(tmp_path, 1), *own])
     parser = parser_for(COMMANDS["trace"])
-    dev = trace_folder(Experiment(config_of(parser, parser.parse_args([*flags(tmp_path, 1), *own])))).load("prompts").dev
-    assert {row.id: row.category for row in dev.rows} == {"talk": "talk", "talk#2": "talk", "set#2": "kind 0", "set#3": "kind 1"}
+    dev = (
+        trace_folder(Experiment(config_of(parser, parser.parse_args([*flags(tmp_path, 1), *own])))).load("prompts").dev
+    )
+    assert {row.id: row.category for row in dev.rows} == {
+        "talk": "talk",
+        "talk#2": "talk",
+        "set#2": "kind 0",
+        "set#3": "kind 1",
+    }
     names = dict(zip([row.id for row in dev.rows], dev.prompt_of_row.tolist(), strict=True))
     assert names["talk"] == names["talk#2"]
     assert dev.num_prompts == 3
@@ -140,7 +167,10 @@ def pick(traced: Trace, k: int) -> Pick:
 def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
     cost = CostModel.constant(0.2, 1.0)
     once = trace(WARM)
-    both = [gain_over(pick(traced, 1).spent(cost), pick(traced, 4).spent(cost)) for traced in (once, join([once, once, once]))]
+    both = [
+        gain_over(pick(traced, 1).spent(cost), pick(traced, 4).spent(cost))
+        for traced in (once, join([once, once, once]))
+    ]
     assert both[1] == pytest.approx(both[0], rel=1e-9)
     assert both[0].low < both[0].high
 
@@ -148,7 +178,9 @@ def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
 def test_amounts_of_rows_become_those_of_their_prompts():
     rows = tuple(TraceRow(name, "", (1,), (1,), 1) for name in ("b", "a", "a#2", "a#3", "c#2", "b"))
     traced = trace(WARM).select(range(6))
-    traced = replace(traced, rows=tuple(replace(row, id=named.id) for row, named in zip(traced.rows, rows, strict=True)))
+    traced = replace(
+        traced, rows=tuple(replace(row, id=named.id) for row, named in zip(traced.rows, rows, strict=True))
+    )
     replayed = replay_settings(traced, make_grid("fixed_length", "fixed_length", {"k": [1, 2]}).policy)
     amounts = np.array([[1, 2, 4, 8, 16, 32], [1, 1, 1, 1, 1, 1]])
     assert replayed.per_prompt(amounts).tolist() == [[33, 14, 16], [2, 3, 1]]

@@ -1,4 +1,6 @@
-"""Played to the real loop, a trace writes its own text with the very counts of its replay, whatever the policy (law 4.10)."""
+"""Played to the real loop, a trace writes its own text with the very counts of its replay, whatever the policy (law
+4.10).
+"""
 
 from dataclasses import fields
 
@@ -22,7 +24,9 @@ from tests.evaluation.toy_traces import traced
 RULES = POLICIES | {
     "auto_online": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2),
     "auto_learning": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2, is_learning=True),
-    "auto_before_the_draw": Auto(toy_head("prefix", seed=2), 0.05, 1.0, t_verify_s=0.3, probe_every=2, is_learning=True),
+    "auto_before_the_draw": Auto(
+        toy_head("prefix", seed=2), 0.05, 1.0, t_verify_s=0.3, probe_every=2, is_learning=True
+    ),
     "kept_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, keeps_newest=True),
     "auto_stops_drafting": Auto(toy_head("fed", seed=2), 2.0, 1.0, prior_rounds=1.0, probe_every=2),
 }
@@ -35,7 +39,13 @@ def rows_that_differ(decoder: SpeculativeDecoder, policy: Policy, traced: Trace)
     for number, row in enumerate(traced.rows):
         generation = decoder.generate(row.prompt_ids, row.limit, generator=PlayedDraws(traced, number))
         lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=traced.max_draft_length + 1)
-        counts = Counts(**{f.name: int(np.take(getattr(replayed.counts, f.name), number)) for f in fields(Counts) if "micro" not in f.name})
+        counts = Counts(
+            **{
+                f.name: int(np.take(getattr(replayed.counts, f.name), number))
+                for f in fields(Counts)
+                if "micro" not in f.name
+            }
+        )
         assert generation.token_ids == row.response_ids
         if generation.counts != counts or not np.array_equal(lengths, replayed.lengths[0, number]):
             different.append(number)
@@ -49,12 +59,16 @@ def test_the_loop_counts_what_replay_counts_for_every_policy(policy):
     assert not rows_that_differ(decoder_of(RULES[policy], length=3), RULES[policy], some)
 
 
-@pytest.mark.parametrize(("sampling", "limit", "eos_ids"), [("top_k", 5, ()), ("top_p", 3, (0, 2)), ("greedy", 5, (2,)), ("cold", 1, (2,))])
+@pytest.mark.parametrize(
+    ("sampling", "limit", "eos_ids"), [("top_k", 5, ()), ("top_p", 3, (0, 2)), ("greedy", 5, (2,)), ("cold", 1, (2,))]
+)
 @pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "both_heads", "auto_online"])
 def test_the_loop_counts_what_replay_counts_under_every_sampling_limit_and_eos(policy, sampling, limit, eos_ids):
     _, every = traced(sampling, limit, 2, eos_ids)
     some = every.select(range(0, len(every.rows), max(1, len(every.rows) // 30)))
-    assert not rows_that_differ(decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2), RULES[policy], some)
+    assert not rows_that_differ(
+        decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2), RULES[policy], some
+    )
 
 
 def model_head(timing: str) -> AcceptanceHead:
@@ -75,7 +89,11 @@ def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_betwe
         HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
     ):
         decoder = SpeculativeDecoder(
-            model(1, 2), ModelDrafter(model(2), policy, vocab_size=VOCAB), sampling=sampling, max_draft_length=LENGTH, vocab_size=VOCAB
+            model(1, 2),
+            ModelDrafter(model(2), policy, vocab_size=VOCAB),
+            sampling=sampling,
+            max_draft_length=LENGTH,
+            vocab_size=VOCAB,
         )
         assert decoder.eos_ids == {EOS}
         assert len(rows_that_differ(decoder, policy, recorded)) <= 1

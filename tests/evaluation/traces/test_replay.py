@@ -1,5 +1,5 @@
-"""Replay has the law of the real loop (law 4.10), exactly: every trace of a pair of toys with its probability, against every branch of the
-loop on a script of draws.
+"""Replay has the law of the real loop (law 4.10), exactly: every trace of a pair of toys with its probability, against
+every branch of the loop on a script of draws.
 """
 
 from collections import defaultdict
@@ -25,7 +25,8 @@ CLEARANCE = 2e-5
 
 @dataclass(frozen=True)
 class Diary(Policy):
-    """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the counts.
+    """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the
+    counts.
 
     But for what a prefix head says, which is all that the prefix heads of `POLICIES` are told.
     """
@@ -49,8 +50,17 @@ class Diary(Policy):
         return clear(state[0] + 3 * seen.entropy + 5 * seen.max_prob + expit(seen.fed_logit), 0.8) > 0.8
 
     def after(self, state, drawn):
-        told = (drawn.entropy, drawn.max_prob, drawn.token_prob, expit(drawn.drawn_logit), expit(drawn.fed_logit), drawn.position)
-        mixed = clear(state[0] + sum(weight * number for weight, number in zip((3, 5, 7, 11, 13, 0.17), told, strict=True)), 0.7)
+        told = (
+            drawn.entropy,
+            drawn.max_prob,
+            drawn.token_prob,
+            expit(drawn.drawn_logit),
+            expit(drawn.fed_logit),
+            drawn.position,
+        )
+        mixed = clear(
+            state[0] + sum(weight * number for weight, number in zip((3, 5, 7, 11, 13, 0.17), told, strict=True)), 0.7
+        )
         return (mixed, state[1]), mixed > 0.7
 
     def lesson(self, state, drawn, acceptance_prob):
@@ -58,12 +68,16 @@ class Diary(Policy):
 
     def end(self, state, outcome):
         *numbers, (lesson,) = outcome
-        mixed = 3.1 * lesson + sum(weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), numbers, strict=True))
+        mixed = 3.1 * lesson + sum(
+            weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), numbers, strict=True)
+        )
         return clear(state[0] + mixed), state[1]
 
 
 def clear(value, *marks):
-    """value modulo 1, clear of 0, 1 and the marks: else the last bit of a float, not replay, would decide a draft's length."""
+    """value modulo 1, clear of 0, 1 and the marks: else the last bit of a float, not replay, would decide a draft's
+    length.
+    """
     value = value % 1.0
     nearest = min(float(np.min(np.abs(value - mark))) for mark in (0.0, 1.0, *marks))
     assert nearest > CLEARANCE, f"a decision hangs by {nearest:.1e}: change a constant of Diary"
@@ -128,7 +142,9 @@ def test_a_lesson_of_one_token_too_many_is_seen(monkeypatch):
 
 
 class Foresight(LearnedProb):
-    """Illegal: in a trace lessons can be had before the draft has ended, and this one acts on them at once; no loop can."""
+    """Illegal: in a trace lessons can be had before the draft has ended, and this one acts on them at once; no loop
+    can.
+    """
 
     def start(self):
         object.__setattr__(self, "foreseen", False)

@@ -55,7 +55,8 @@ def test_no_policy_beats_the_oracle_on_any_row():
         counts = replay_settings(trace, policy).counts
         for ratio in (1.0, 3.0, 10.0):
             assert np.all(
-                counts.num_draft_forwards + ratio * counts.num_target >= oracle.num_draft_forwards + ratio * oracle.num_target - 1e-9
+                counts.num_draft_forwards + ratio * counts.num_target
+                >= oracle.num_draft_forwards + ratio * oracle.num_target - 1e-9
             )
 
 
@@ -81,9 +82,13 @@ TIMES = {
 
 @pytest.mark.parametrize("name", TIMES)
 def test_the_oracle_takes_the_least_time_that_any_choice_takes(name):
-    cost, traced = TIMES[name], small_trace(Sampling(temperature=0.6), copies=5)  # with drafts accepted as far as a choice matters
+    # with drafts accepted as far as a choice matters
+    cost, traced = TIMES[name], small_trace(Sampling(temperature=0.6), copies=5)
     oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
-    brute = [least_s(tuple(traced.is_rejected[slice(*ends)].tolist()), cost.round_s(LENGTH)) for ends in pairwise(traced.offsets)]
+    brute = [
+        least_s(tuple(traced.is_rejected[slice(*ends)].tolist()), cost.round_s(LENGTH))
+        for ends in pairwise(traced.offsets)
+    ]
     assert cost.time_s(oracle)[0] == pytest.approx(brute)
     all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.t_target_s[0] * np.diff(traced.offsets)
     assert oracle.counts.num_discarded.sum() == 0

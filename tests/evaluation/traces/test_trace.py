@@ -8,7 +8,17 @@ import torch
 
 from data_gen.store.manifest import settle
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import AdaEDL, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, MaxProb, SelfVerify, TokenProb
+from decode.policies import (
+    AdaEDL,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    HeadPolicy,
+    Heuristic,
+    MaxProb,
+    SelfVerify,
+    TokenProb,
+)
 from decode.policies.bounds import PerfectHead
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
@@ -131,7 +141,9 @@ def test_at_temperature_0_replay_agrees_with_decoding_prompt_by_prompt(name, col
     )
     for row, prompt in enumerate(PROMPTS[:20]):
         real = decoder.generate(prompt, LIMIT).counts
-        assert tuple(int(getattr(counts, name)[0, row]) for name in COUNTED) == tuple(getattr(real, name) for name in COUNTED)
+        assert tuple(int(getattr(counts, name)[0, row]) for name in COUNTED) == tuple(
+            getattr(real, name) for name in COUNTED
+        )
 
 
 @pytest.mark.slow
@@ -142,7 +154,11 @@ def test_the_counts_of_replay_and_of_decoding_have_one_mean():
     for name, policy in POLICIES.items():
         counts = replay_settings(traced, policy).counts
         decoder = SpeculativeDecoder(
-            model(1, 2), ModelDrafter(model(2), policy), sampling=WARM, max_draft_length=LENGTH, eos_ids=frozenset({EOS})
+            model(1, 2),
+            ModelDrafter(model(2), policy),
+            sampling=WARM,
+            max_draft_length=LENGTH,
+            eos_ids=frozenset({EOS}),
         )
         real = [decoder.generate(prompt, LIMIT, generator=generator).counts for prompt in PROMPTS[:8]]
         for what in ("num_drafted", "num_target"):
@@ -203,7 +219,9 @@ def test_a_policy_that_reads_no_hidden_state_loads_none(tmp_path, warm):
         path.unlink()
     assert np.array_equal(*(replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (back, warm)))
     part = back.select(range(5))
-    assert np.array_equal(*(replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (part, warm.select(range(5)))))
+    assert np.array_equal(
+        *(replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (part, warm.select(range(5))))
+    )
     for each in (back, part):
         with pytest.raises(FileNotFoundError):
             each.logit(head("drawn"))

@@ -29,20 +29,28 @@ def chain_pairs(num: int = 400_000) -> Pairs:
         for here in (GOOD, BAD)
         for there in (GOOD, BAD)
         for accepted in (1.0, 0.0)
-        for _ in range(round(num * (STAYS[here] if there == here else 1 - STAYS[here]) * (there if accepted else 1 - there) / 40))
+        for _ in range(
+            round(num * (STAYS[here] if there == here else 1 - STAYS[here]) * (there if accepted else 1 - there) / 40)
+        )
     ]
     return Pairs(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def worth_of_going_on(price: float, newest: float, survival: float = 1.0, depth: int = 14, *, is_lagging: bool = False) -> float:
-    """By the tree of all continuations: the expected tokens of one more draft step and of the best that may follow, less their price."""
+def worth_of_going_on(
+    price: float, newest: float, survival: float = 1.0, depth: int = 14, *, is_lagging: bool = False
+) -> float:
+    """By the tree of all continuations: the expected tokens of one more draft step and of the best that may follow,
+    less their price.
+    """
     worth = -price
     for there in (GOOD, BAD):
         move = STAYS[newest] if there == newest else 1 - STAYS[newest]
         later = STAYS[there] * there + (1 - STAYS[there]) * (BAD if there == GOOD else GOOD)
         worth += move * survival * there * (later if is_lagging else 1.0)
         if depth > 1 and survival * there > price * 0.9:
-            worth += move * max(0.0, worth_of_going_on(price, there, survival * there, depth - 1, is_lagging=is_lagging))
+            worth += move * max(
+                0.0, worth_of_going_on(price, there, survival * there, depth - 1, is_lagging=is_lagging)
+            )
     return worth
 
 
@@ -87,7 +95,16 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
 
 def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_price():
     drawn = Auto(PerfectHead("drawn"), 0.1, 1.0, throughput=2.0, is_online=False, index_offset=0.3, index_slope=0.5)  # type: ignore[arg-type]
-    fed = Auto(PerfectHead("fed"), 0.1, 1.0, throughput=2.0, is_online=False, index_offset=0.3, index_slope=0.5, first_index=0.15)  # type: ignore[arg-type]
+    fed = Auto(
+        PerfectHead("fed"),
+        0.1,
+        1.0,
+        throughput=2.0,
+        is_online=False,
+        index_offset=0.3,
+        index_slope=0.5,
+        first_index=0.15,
+    )  # type: ignore[arg-type]
     for rule, firsts in ((drawn, []), (fed, [math.inf])):
         state, survival = rule.begin(rule.start()), 1.0
         for position, logit in enumerate([*firsts, 1.5, 0.5, -0.5, -1.0]):
@@ -125,7 +142,9 @@ def test_times_of_the_rule_are_those_of_the_cost_model():
 
 
 def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
-    """t_target jumps from k = 0 to k = 1, as it does on small CPU models: the last token's price says nothing of that."""
+    """t_target jumps from k = 0 to k = 1, as it does on small CPU models: the last token's price says nothing of
+    that.
+    """
     traced = trace(Sampling(temperature=0.6))
     cost = CostModel(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):

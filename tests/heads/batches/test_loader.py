@@ -1,4 +1,6 @@
-"""Reading: each response once an epoch, the same order everywhere, resumable, bounded in memory; broken shards refused."""
+"""Reading: each response once an epoch, the same order everywhere, resumable, bounded in memory; broken shards
+refused.
+"""
 
 import json
 import random
@@ -55,13 +57,16 @@ def test_batches_have_about_equal_numbers_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "size"), [(1, 96), (2, 96), (3, 96), (4, 96), (6, 96), (8, 96), (16, 96), (24, 96), (32, 96), (40, 80)]
+    ("world_size", "size"),
+    [(1, 96), (2, 96), (3, 96), (4, 96), (6, 96), (8, 96), (16, 96), (24, 96), (32, 96), (40, 80)],
 )
 def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(world_size: int, size: int):
     def turns():
         return shuffled(LENGTHS, seed=5, epoch=0)
 
-    shares = [[numbers(batch) for batch in batches(turns(), size, Share(rank, world_size))] for rank in range(world_size)]
+    shares = [
+        [numbers(batch) for batch in batches(turns(), size, Share(rank, world_size))] for rank in range(world_size)
+    ]
     assert {len(share) for share in shares} == {num_batches(len(EVERY), size)}
     whole = [numbers(batch) for batch in batches(turns(), size, Share())]
     for step, batch in zip(zip(*shares, strict=True), whole, strict=True):
@@ -69,7 +74,9 @@ def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(
     readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
     assert world_size > 16 or sum(map(len, readers)) == len(set.union(*readers))
     parts = [len(share[0]) * world_size / size for share in shares]
-    assert max(parts) <= (1 if world_size in (1, 2, 4, 8) else 1.5), "while blocks are full each has its part, or about that"
+    assert max(parts) <= (1 if world_size in (1, 2, 4, 8) else 1.5), (
+        "while blocks are full each has its part, or about that"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 60])
@@ -152,7 +159,9 @@ def break_data(directory: Path, how: str) -> None:
         rewrite(path, hidden=stored["hidden"][:, :8].contiguous())
     elif how == "empty":
         for index in range(2):
-            empty = {name: tensor[:0].clone() for name, tensor in stored.items()} | {"row_offsets": torch.zeros(1, dtype=torch.int64)}
+            empty = {name: tensor[:0].clone() for name, tensor in stored.items()} | {
+                "row_offsets": torch.zeros(1, dtype=torch.int64)
+            }
             write_shard(features_path(directory, "fed", "train", index), save(empty), rows=0, tokens=0)
 
 
@@ -178,7 +187,10 @@ def test_broken_features_are_refused_and_named(tmp_path: Path, how: str, says: s
 def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: Path):
     config = make_config(data_dir, tmp_path)
     text = (data_dir / "manifest.json").read_text()
-    for old, new, says in (("made-up/draft", "other/draft", "draft name"), ('"temperature": 1.0', '"temperature": 0.5', "sampling")):
+    for old, new, says in (
+        ("made-up/draft", "other/draft", "draft name"),
+        ('"temperature": 1.0', '"temperature": 0.5', "sampling"),
+    ):
         changed = tmp_path / "changed"
         shutil.copytree(data_dir, changed, dirs_exist_ok=True)
         (changed / "manifest.json").write_text(text.replace(old, new))
@@ -246,7 +258,9 @@ def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, mo
     data_dir = write_data(tmp_path / "data")
     read = []
     digest = shards.hashlib.file_digest
-    monkeypatch.setattr(shards.hashlib, "file_digest", lambda file, name: read.append(Path(file.name)) or digest(file, name))
+    monkeypatch.setattr(
+        shards.hashlib, "file_digest", lambda file, name: read.append(Path(file.name)) or digest(file, name)
+    )
     train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
     files = [("train", 0), ("dev", 0), ("test", 0)]
     assert sorted(read) == sorted(features_path(data_dir, "fed", split, index) for split, index in files)

@@ -1,4 +1,6 @@
-"""Online features equal cached ones up to the precision in which those are stored; the frozen draft stays out of checkpoints."""
+"""Online features equal cached ones up to the precision in which those are stored; the frozen draft stays out of
+checkpoints.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,12 @@ from lm.forwards import hidden_states, logits_of
 def draft() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -31,7 +38,10 @@ def rows() -> list[Row]:
     for length in (5, 9):
         probs = torch.rand(length, generator=generator).tolist()
         coins = [(torch.rand(length, generator=generator) < 0.3).tolist() for _ in range(2)]
-        log_p, rates = (-torch.rand(length, generator=generator)).tolist(), torch.rand(length, generator=generator).tolist()
+        log_p, rates = (
+            (-torch.rand(length, generator=generator)).tolist(),
+            torch.rand(length, generator=generator).tolist(),
+        )
         made.append(Row(ids(4), ids(length), ids(length), probs, log_p, rates, coins))
     return made
 
@@ -56,7 +66,10 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
     torch.testing.assert_close(drawn.hidden[:5], expected, atol=1e-5, rtol=1e-5)
     log_probs = logits_of(draft, expected, 40).float().log_softmax(-1)
     torch.testing.assert_close(
-        drawn.scalars["log_token_prob"][:5], log_probs[torch.arange(5), torch.tensor(row.draft_ids)], atol=1e-5, rtol=1e-5
+        drawn.scalars["log_token_prob"][:5],
+        log_probs[torch.arange(5), torch.tensor(row.draft_ids)],
+        atol=1e-5,
+        rtol=1e-5,
     )
     assert torch.equal(drawn.token[:5], torch.tensor(row.draft_ids))
     assert of_timing({"drawn": drawn}, "prefix").acceptance_prob[:5].tolist() == pytest.approx(row.acceptance_rate)

@@ -1,4 +1,6 @@
-"""Metrics from a histogram equal direct formulas on all tokens; calibration finds the minimum that a general optimiser finds."""
+"""Metrics from a histogram equal direct formulas on all tokens; calibration finds the minimum that a general optimiser
+finds.
+"""
 
 import numpy as np
 import pytest
@@ -105,7 +107,9 @@ def test_a_signal_alone_gets_its_best_logistic_regression(tokens):
     slope, offset = fit_logistic(observe(signal, prob[None]))
     for row in range(2):
         z, p = signal[row].double().numpy(), prob.double().numpy()
-        best = minimize(lambda ab, z=z, p=p: np.mean(np.logaddexp(0, ab[0] * z + ab[1]) - p * (ab[0] * z + ab[1])), x0=[0.5, 0.0]).x
+        best = minimize(
+            lambda ab, z=z, p=p: np.mean(np.logaddexp(0, ab[0] * z + ab[1]) - p * (ab[0] * z + ab[1])), x0=[0.5, 0.0]
+        ).x
         assert (float(slope[row]), float(offset[row])) == pytest.approx(tuple(best), abs=5e-3)
 
 

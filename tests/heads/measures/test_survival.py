@@ -1,4 +1,6 @@
-"""Along a draft: histograms by position against loops, expected counts against tossed coins and against known extremes."""
+"""Along a draft: histograms by position against loops, expected counts against tossed coins and against known
+extremes.
+"""
 
 import pytest
 import torch
@@ -33,11 +35,15 @@ def test_histograms_by_position_are_those_of_all_drafts(rows):
         for head in range(2):
             for ours, whole in ((found.token, token), (found.survival, survival)):
                 torch.testing.assert_close(ours.accepted[head * 4 + k].sum(), whole.accepted[head].sum())
-                torch.testing.assert_close(ours.logit[head * 4 + k].sum(), whole.logit[head].sum(), rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(
+                    ours.logit[head * 4 + k].sum(), whole.logit[head].sum(), rtol=1e-6, atol=1e-6
+                )
                 torch.testing.assert_close(ours.entropy[head * 4 + k], whole.entropy[head])
 
 
-def toss(hat: list[float], prob: list[float], threshold: float, lag: int, limit: int, generator: torch.Generator) -> tuple[int, int]:
+def toss(
+    hat: list[float], prob: list[float], threshold: float, lag: int, limit: int, generator: torch.Generator
+) -> tuple[int, int]:
     """(drafted, rounds) of one response, by the rule of law 4.8 with coins."""
     drafted = rounds = start = 0
     while start < len(prob):
@@ -71,7 +77,10 @@ def test_expected_counts_are_the_means_of_tossed_coins(rows, lag: int):
                 [
                     sum(x)
                     for x in zip(
-                        *(toss(hat[s.start : s.stop], prob[s.start : s.stop].tolist(), threshold, lag, 4, generator) for s in spans()),
+                        *(
+                            toss(hat[s.start : s.stop], prob[s.start : s.stop].tolist(), threshold, lag, 4, generator)
+                            for s in spans()
+                        ),
                         strict=True,
                     )
                 ]
@@ -88,14 +97,21 @@ def test_certain_heads_draft_all_or_one():
     prob, lengths = torch.ones(10), torch.tensor([10])
     for logit, drafted, rounds in ((30.0, 10, 1), (-30.0, 5, 5)):
         found = expected_counts(
-            torch.full((1, 10), logit), prob, row_lengths=lengths, thresholds=torch.tensor([0.5]), max_draft_length=20, lag=0
+            torch.full((1, 10), logit),
+            prob,
+            row_lengths=lengths,
+            thresholds=torch.tensor([0.5]),
+            max_draft_length=20,
+            lag=0,
         )
         assert (float(found.num_drafted), float(found.num_rounds)) == (drafted, rounds)
     assert float(found.discard_rate) == 0
 
 
 def test_a_fed_time_head_drafts_one_more():
-    """Every token is as good as rejected: the drawn-time head sees it at once, the fed-time head one token later (law 4.8)."""
+    """Every token is as good as rejected: the drawn-time head sees it at once, the fed-time head one token later (law
+    4.8).
+    """
     found = [
         expected_counts(
             torch.full((1, 9), -30.0),

@@ -14,7 +14,13 @@ from train import train
 
 @pytest.fixture(scope="module")
 def config(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    made = make_config(data_dir, tmp_path_factory.mktemp("run"), timings=("fed", "drawn"), scalars=(False, True), trainer={"max_epochs": 1})
+    made = make_config(
+        data_dir,
+        tmp_path_factory.mktemp("run"),
+        timings=("fed", "drawn"),
+        scalars=(False, True),
+        trainer={"max_epochs": 1},
+    )
     train(made)
     return made
 

@@ -1,4 +1,6 @@
-"""A head is used with the draft, the target and the sampling that it was trained for, or refused with both named (law 4.1)."""
+"""A head is used with the draft, the target and the sampling that it was trained for, or refused with both named (law
+4.1).
+"""
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -8,7 +10,14 @@ from heads.model.fits import check_fits, description_of
 from heads.model.provenance import Provenance
 
 WARM = {"temperature": 1.0, "top_k": None, "top_p": None}
-HERE = {"path": "models/draft", "name": "draft", "fingerprint": "a" * 64, "commit": None, "revision": None, "hidden_size": 4}
+HERE = {
+    "path": "models/draft",
+    "name": "draft",
+    "fingerprint": "a" * 64,
+    "commit": None,
+    "revision": None,
+    "hidden_size": 4,
+}
 
 
 def head(**provenance) -> AcceptanceHead:
@@ -33,7 +42,10 @@ def test_a_head_of_another_sampling_is_refused_with_both_named():
     ],
 )
 def test_a_head_of_another_model_is_refused_with_both_named(role, other):
-    with pytest.raises(ValueError, match=f"the head h was trained with {other['path']} where the {role} is models/draft; .*allow_foreign"):
+    with pytest.raises(
+        ValueError,
+        match=f"the head h was trained with {other['path']} where the {role} is models/draft; .*allow_foreign",
+    ):
         check_fits(head(**{role: other}), "h", **{role: HERE})
 
 
@@ -52,7 +64,9 @@ def test_a_head_that_says_nothing_else_passes(same):
 
 
 def test_two_models_at_one_path_are_told_apart_by_their_weights():
-    with pytest.raises(ValueError, match=r"models/draft \(fingerprint b+\) where pair.draft is models/draft \(fingerprint a+\)"):
+    with pytest.raises(
+        ValueError, match=r"models/draft \(fingerprint b+\) where pair.draft is models/draft \(fingerprint a+\)"
+    ):
         check_fits(head(draft=HERE | {"fingerprint": "b" * 64}), "h", draft=HERE | {"role": "pair.draft"})
 
 

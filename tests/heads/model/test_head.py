@@ -19,7 +19,11 @@ from heads.model.stepwise import StepwiseHead
 
 
 def filled(
-    depth: int = 3, timing: str = "fed", scalars: bool | tuple[str, ...] = False, embedding: bool = False, **provenance: float
+    depth: int = 3,
+    timing: str = "fed",
+    scalars: bool | tuple[str, ...] = False,
+    embedding: bool = False,
+    **provenance: float,
 ) -> AcceptanceHead:
     """A head of width 6 with no weight at zero."""
     head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=Provenance(**provenance))  # type: ignore[arg-type]
@@ -101,7 +105,11 @@ def test_scalars_have_names_and_an_order_of_their_own(tmp_path: Path):
 
 
 def test_standard_scalars_are_written_as_true():
-    assert filled(scalars=True).config["scalars"] is filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"] is True
+    assert (
+        filled(scalars=True).config["scalars"]
+        is filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"]
+        is True
+    )
     assert filled().config["scalars"] is False
 
 
@@ -117,7 +125,9 @@ def test_calibration_undoes_the_loss_weights():
     logit = math.log(0.4 / 0.6)
     for value in (logit, np.array([logit]), torch.tensor([logit], dtype=torch.float64)):
         calibrated = head.calibrated_logit(value)
-        assert (calibrated if isinstance(calibrated, float) else calibrated.item()) == pytest.approx(math.log(0.8 / 0.2) / 2)
+        assert (calibrated if isinstance(calibrated, float) else calibrated.item()) == pytest.approx(
+            math.log(0.8 / 0.2) / 2
+        )
         assert type(calibrated) is type(value)
     assert float(head.raw(torch.tensor(logit))) == pytest.approx(0.4)
 
@@ -129,12 +139,17 @@ def test_saved_and_loaded_head_is_the_same_in_a_fresh_process(tmp_path: Path, sc
     inputs = [torch.randn(4, 6), torch.randn(4, 2) if scalars else None, torch.randn(4, 6) if embedding else None]
     torch.save(inputs, tmp_path / "inputs.pt")
     code = (
-        "import sys, torch; from heads import AcceptanceHead; head = AcceptanceHead.from_pretrained(sys.argv[1] + '/head');"
+        "import sys, torch; from heads import AcceptanceHead; head = AcceptanceHead.from_pretrained(sys.argv[1] + "
+        "'/head');"
         "print(head.config == eval(sys.argv[2]), head(*torch.load(sys.argv[1] + '/inputs.pt')).tolist())"
     )
     root = Path(__file__).parents[3]
     answer = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), repr(head.config)], capture_output=True, text=True, check=True, cwd=root
+        [sys.executable, "-c", code, str(tmp_path), repr(head.config)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
     )
     assert answer.stdout.strip() == f"True {head(*inputs).tolist()}"
     assert "Acceptance-prediction head" in (tmp_path / "head" / "README.md").read_text()
@@ -142,7 +157,8 @@ def test_saved_and_loaded_head_is_the_same_in_a_fresh_process(tmp_path: Path, sc
 
 def damage(path: Path, change: str) -> None:
     weights = path / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}  # load_file maps the file that is overwritten below
+    # load_file maps the file that is overwritten below
+    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     if change == "missing":
         del tensors["blocks.1.weight"]
     elif change == "extra":

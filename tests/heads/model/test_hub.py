@@ -1,4 +1,6 @@
-"""Heads go to the hub and come back, through huggingface_hub's own requests to a server of this test; offline is one clear line."""
+"""Heads go to the hub and come back, through huggingface_hub's own requests to a server of this test; offline is one
+clear line.
+"""
 
 import base64
 import hashlib
@@ -31,11 +33,17 @@ class Hub(BaseHTTPRequestHandler):
             self.repos.setdefault(name, {})
             self.answer({"url": f"{constants.ENDPOINT}/{name}"})
         elif "/preupload/" in self.path:
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+            ]
             self.answer({"files": files})
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
-            files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
+            files = {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
             self.repos[self.repo].update(files)
             self.answer({"commitUrl": f"{constants.ENDPOINT}/{self.repo}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
@@ -53,7 +61,9 @@ class Hub(BaseHTTPRequestHandler):
             content = files[self.path.rsplit("/", 1)[1]]
             self.answer(content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', **{"X-Repo-Commit": COMMIT})
         elif "/tree/" in self.path:
-            self.answer([{"type": "file", "path": name, "size": len(content), "oid": "0"} for name, content in files.items()])
+            self.answer(
+                [{"type": "file", "path": name, "size": len(content), "oid": "0"} for name, content in files.items()]
+            )
         else:
             self.answer({"id": self.repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
 
@@ -107,7 +117,9 @@ def test_an_official_head_is_imported_from_the_hub(tmp_path: Path, repos):
 
     official, hidden = write_official(tmp_path / "official", 3), torch.randn(7, 6)
     repos["hacky/head"] = {file.name: file.read_bytes() for file in (tmp_path / "official").iterdir()}
-    path = import_(make_config(tmp_path, tmp_path), source="hacky/head", out=str(tmp_path / "imported"), reject_weight=6.0)
+    path = import_(
+        make_config(tmp_path, tmp_path), source="hacky/head", out=str(tmp_path / "imported"), reject_weight=6.0
+    )
     head = AcceptanceHead.from_pretrained(path)
     torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
 

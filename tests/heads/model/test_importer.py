@@ -45,8 +45,15 @@ def write_official(path: Path, num_layers: int) -> OfficialHead:
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
 def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers: int):
     official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
-    assert len(load_file(tmp_path / "official" / "model.safetensors")) == 2 + 2 * min(num_layers, 1), "the shared block is stored once"
-    path = import_(make_config(tmp_path, tmp_path), source=str(tmp_path / "official"), out=str(tmp_path / "imported"), reject_weight=6.0)
+    assert len(load_file(tmp_path / "official" / "model.safetensors")) == 2 + 2 * min(num_layers, 1), (
+        "the shared block is stored once"
+    )
+    path = import_(
+        make_config(tmp_path, tmp_path),
+        source=str(tmp_path / "official"),
+        out=str(tmp_path / "imported"),
+        reject_weight=6.0,
+    )
     head = AcceptanceHead.from_pretrained(path)
     torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
     assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)

@@ -37,7 +37,9 @@ def test_the_metrics_of_a_split_are_the_means_of_those_of_its_sets(two_sets: Pat
             assert sum(tokens) == results[split]["labels"][timing]["num_tokens"]
             for name, whole in results[split]["heads"].items():
                 if name.startswith(timing):
-                    mean = sum(n * part["heads"][name]["calibrated_kl"] for n, part in zip(tokens, parts, strict=True)) / sum(tokens)
+                    mean = sum(
+                        n * part["heads"][name]["calibrated_kl"] for n, part in zip(tokens, parts, strict=True)
+                    ) / sum(tokens)
                     assert mean == pytest.approx(whole["calibrated_kl"], abs=1e-5)
     assert parts[0]["labels"] != parts[1]["labels"]
     assert "| dev/small |" in (tmp_path / "run" / "tables.md").read_text()

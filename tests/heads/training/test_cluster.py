@@ -29,7 +29,9 @@ def saved(run_dir: Path) -> dict:
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_requeue_checkpoint_of_lightning_is_never_gone_on_from(data_dir: Path, tmp_path: Path, capsys, resume: bool):
-    """It is of a finished run with another learning rate; `test`, too, would load it in place of the weights just trained."""
+    """It is of a finished run with another learning rate; `test`, too, would load it in place of the weights just
+    trained.
+    """
     old = make_config(data_dir, tmp_path / "old", learning_rate=0.3)
     train(old)
     anew = make_config(data_dir, tmp_path / "new")
@@ -61,7 +63,9 @@ def test_slurm_s_environment_requeues_nothing(data_dir: Path, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("slurm")
-def test_srun_with_tasks_that_lightning_cannot_place_is_one_line(monkeypatch: pytest.MonkeyPatch, data_dir: Path, tmp_path: Path):
+def test_srun_with_tasks_that_lightning_cannot_place_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, data_dir: Path, tmp_path: Path
+):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
     with pytest.raises(ValueError, match=r"SLURM: .*--ntasks-per-node=2"):

@@ -46,7 +46,9 @@ def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir:
     assert AcceptanceHead.from_pretrained(path).provenance.metrics["auroc"] > 0
 
 
-def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = make_config(data_dir, tmp_path, trainer=ONE)
     train(config)
     before = (tmp_path / "run.json").read_bytes()
@@ -70,9 +72,14 @@ def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_p
     directory = RunDirectory(tmp_path)
     assert directory.prepare(config, resume=True).checkpoint is None
     train(config)
-    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True).checkpoint == str(directory.checkpoint)
+    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True).checkpoint == str(
+        directory.checkpoint
+    )
     other = changed(config, learning_rate=0.5)
-    for different, key in ((other, r"heads\.learning_rate"), (replace(config, trainer=config.trainer | {"max_epochs": 2}), "max_epochs")):
+    for different, key in (
+        (other, r"heads\.learning_rate"),
+        (replace(config, trainer=config.trainer | {"max_epochs": 2}), "max_epochs"),
+    ):
         with pytest.raises(ValueError, match=key):
             directory.prepare(different, resume=True)
     assert directory.prepare(other, resume=False).checkpoint is None
@@ -125,7 +132,9 @@ def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: P
     (tmp_path / ".head.partial").mkdir()
     (tmp_path / ".head.partial" / ".model.safetensors.4711.partial").write_bytes(b"half of the weights")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AcceptanceHead, "save_pretrained", lambda self, where: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(
+            AcceptanceHead, "save_pretrained", lambda self, where: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+        )
         with pytest.raises(ValueError, match="cannot be written"):
             save_whole(AcceptanceHead(4, 2), path)
     assert AcceptanceHead.from_pretrained(path).depth == 1

@@ -1,4 +1,6 @@
-"""A process that is told to stop, or is killed, in the middle of a run: the next run ends in the very heads of an uninterrupted one."""
+"""A process that is told to stop, or is killed, in the middle of a run: the next run ends in the very heads of an
+uninterrupted one.
+"""
 
 import hashlib
 import random
@@ -36,10 +38,16 @@ def whole(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def interrupt(config, folder: Path, kind: signal.Signals, variables: dict[str, str]) -> int:
-    """Send a signal to a real `python train.py` at a random moment after its first checkpoint; the step it had saved last."""
+    """Send a signal to a real `python train.py` at a random moment after its first checkpoint; the step it had saved
+    last.
+    """
     checkpoint = Path(config.heads.dir, "last.ckpt")
     run = subprocess.Popen(
-        command(config, folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment() | variables
+        command(config, folder),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment() | variables,
     )
     deadline = time.monotonic() + 120
     while not checkpoint.is_file() and run.poll() is None and time.monotonic() < deadline:
@@ -53,13 +61,19 @@ def interrupt(config, folder: Path, kind: signal.Signals, variables: dict[str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "every", "variables"),
-    [(signal.SIGTERM, 100_000, {}), (signal.SIGKILL, 5, {}), (signal.SIGUSR1, 100_000, SLURM), (signal.SIGTERM, 100_000, SLURM)],
+    [
+        (signal.SIGTERM, 100_000, {}),
+        (signal.SIGKILL, 5, {}),
+        (signal.SIGUSR1, 100_000, SLURM),
+        (signal.SIGTERM, 100_000, SLURM),
+    ],
     ids=["SIGTERM", "SIGKILL", "SIGUSR1 under SLURM", "SIGTERM under SLURM"],
 )
 def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole, kind, every: int, variables: dict[str, str]
 ):
-    """320 steps. SIGTERM, and SIGUSR1, leave a checkpoint of their own; after SIGKILL the last one that was due is gone on from.
+    """320 steps. SIGTERM, and SIGUSR1, leave a checkpoint of their own; after SIGKILL the last one that was due is gone
+    on from.
 
     Under SLURM the same command is the requeued job.
     """
@@ -74,8 +88,12 @@ def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("trainer", [{}, {"val_check_interval": 3}])
-def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer):
-    """Gone on from each checkpoint that a run writes, also from those beside a validation: none is left out, none counts twice."""
+def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer
+):
+    """Gone on from each checkpoint that a run writes, also from those beside a validation: none is left out, none
+    counts twice.
+    """
     monkeypatch.setattr("train.report", lambda sweep, directory: sweep.state_dict() | {"history": sweep.history})
     save, written = WholeCheckpoints.save_checkpoint, []
 
@@ -96,11 +114,15 @@ def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(data_dir: Path, tmp_
         (tmp_path / str(index) / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
         (tmp_path / str(index) / "last.ckpt").write_bytes(checkpoint)
         found = run(str(index))
-        assert [name for name in expected if not is_same(expected[name], found[name])] == [], f"gone on from checkpoint {index}"
+        assert [name for name in expected if not is_same(expected[name], found[name])] == [], (
+            f"gone on from checkpoint {index}"
+        )
 
 
 def is_same(one: object, other: object) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+    return (
+        torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+    )
 
 
 def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,7 +138,9 @@ def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: 
     assert WholeCheckpoints().load_checkpoint(path, weights_only=True) == {"step": 1}
 
 
-def test_checkpoints_take_a_twentieth_of_the_time_and_come_every_half_minute_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_take_a_twentieth_of_the_time_and_come_every_half_minute_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Steps of a second; writing takes 1 s, then 4 s."""
     now, written, writing = [0.0], [], iter([1.0, 4.0, 4.0, 4.0])
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])

@@ -15,7 +15,10 @@ from heads.training.trainer import make_trainer, trainer_arguments
 from tests.heads.made_up import HIDDEN, make_config, train_by_command, write_yaml
 from train import train
 
-EARLY_STOPPING = {"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": {"monitor": "dev/calibrated_kl", "patience": 2}}
+EARLY_STOPPING = {
+    "class_path": "pytorch_lightning.callbacks.EarlyStopping",
+    "init_args": {"monitor": "dev/calibrated_kl", "patience": 2},
+}
 
 
 def probs(run_dir: Path) -> torch.Tensor:
@@ -43,7 +46,9 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
 
 def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(data_dir: Path, tmp_path: Path):
     """A learning rate far too high: dev gets worse from early on."""
-    config = make_config(data_dir, tmp_path / "run", learning_rate=0.5, trainer={"max_epochs": 30, "callbacks": [EARLY_STOPPING]})
+    config = make_config(
+        data_dir, tmp_path / "run", learning_rate=0.5, trainer={"max_epochs": 30, "callbacks": [EARLY_STOPPING]}
+    )
     results = train_by_command(config, tmp_path)
     sweep = load_sweep(tmp_path / "run" / "last.ckpt")
     means = [sum(entry["calibrated_kl"]) for entry in sweep.history]
@@ -57,7 +62,11 @@ def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(d
 def test_a_callback_can_be_given_on_the_command_line(data_dir: Path, tmp_path: Path):
     path = write_yaml(make_config(data_dir, tmp_path / "run"), tmp_path)
     parser = parser_for(train, trainer=pl.Trainer)
-    flags = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=dev/calibrated_kl", "--trainer.callbacks.patience=7"]
+    flags = [
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.monitor=dev/calibrated_kl",
+        "--trainer.callbacks.patience=7",
+    ]
     config = config_of(parser, parser.parse_args(["--config", str(path), *flags]))
     callbacks = trainer_arguments(config)["callbacks"]
     assert [callback.patience for callback in callbacks if isinstance(callback, pl.callbacks.EarlyStopping)] == [7]
@@ -124,7 +133,11 @@ def test_a_trainer_that_cannot_be_is_one_line(data_dir: Path, tmp_path: Path, ca
 
 def test_the_schedule_ends_where_the_first_of_epochs_and_steps_does(data_dir: Path, tmp_path: Path):
     """8 batches an epoch."""
-    for trainer, expected in (({"max_epochs": 3}, 24), ({"max_epochs": 3, "max_steps": 5}, 5), ({"max_epochs": 1, "max_steps": 50}, 8)):
+    for trainer, expected in (
+        ({"max_epochs": 3}, 24),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_epochs": 1, "max_steps": 50}, 8),
+    ):
         config = make_config(data_dir, tmp_path / "run", trainer=trainer)
         made = make_trainer(config)
         made.datamodule = build(config)[1]

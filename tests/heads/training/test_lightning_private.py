@@ -1,4 +1,6 @@
-"""What the run asks of Lightning's private side is what Lightning does: these tests fail where a later version answers otherwise."""
+"""What the run asks of Lightning's private side is what Lightning does: these tests fail where a later version answers
+otherwise.
+"""
 
 import re
 from pathlib import Path
@@ -35,7 +37,9 @@ def test_steps_and_validations_come_when_lightning_says_so(data_dir: Path, tmp_p
     train(make_config(data_dir, tmp_path, depths=(0,), trainer=trainer))
     assert witness.steps == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6]
     before = [0, *witness.steps[:-1]]
-    assert [within for within, _ in witness.said] == [now == then for now, then in zip(witness.steps, before, strict=True)]
+    assert [within for within, _ in witness.said] == [
+        now == then for now, then in zip(witness.steps, before, strict=True)
+    ]
     assert witness.validated_after == [4, 8, 12, 16]
     assert [number for number, (_, due) in enumerate(witness.said, start=1) if due] == witness.validated_after
 
@@ -54,7 +58,9 @@ def test_a_requeue_checkpoint_is_found_until_it_is_ignored(tmp_path: Path):
 
 def test_one_file_alone_names_what_is_private_of_lightning():
     """Attributes of the trainer, its loops and connectors that begin with `_`."""
-    private = re.compile(r"(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|import _\w+.*lightning|lightning.* import _")
+    private = re.compile(
+        r"(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|import _\w+.*lightning|lightning.* import _"
+    )
     naming = [path.name for path in (ROOT / "heads").rglob("*.py") if private.search(path.read_text())]
     naming += [path.name for path in [ROOT / "train.py"] if private.search(path.read_text())]
     assert naming == [Path(lightning_private.__file__).name]

@@ -13,9 +13,13 @@ def test_loss_is_the_formula_of_law_4_7():
     accept, reject = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 3.0, 12.0])
     for head in range(3):
         a, r = accept[head], reject[head]
-        numerator = (a * prob * -logit[head].sigmoid().log() + r * (1 - prob) * -(1 - logit[head].sigmoid()).log()).sum()
+        numerator = (
+            a * prob * -logit[head].sigmoid().log() + r * (1 - prob) * -(1 - logit[head].sigmoid()).log()
+        ).sum()
         expected = numerator / (a * prob + r * (1 - prob)).sum()
-        assert float(weighted_bce(logit, Targets.of(prob, accept, reject))[head]) == pytest.approx(float(expected), rel=1e-5)
+        assert float(weighted_bce(logit, Targets.of(prob, accept, reject))[head]) == pytest.approx(
+            float(expected), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("prob", [0.05, 0.5, 0.8, 0.99])
@@ -26,7 +30,9 @@ def test_population_optimum_is_logit_minus_log_of_the_weights(prob: float, accep
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = weighted_bce(logit, Targets.of(torch.tensor([prob]), torch.tensor([accept]), torch.tensor([reject]))).sum()
+        loss = weighted_bce(
+            logit, Targets.of(torch.tensor([prob]), torch.tensor([accept]), torch.tensor([reject]))
+        ).sum()
         loss.backward()
         return loss
 
@@ -41,4 +47,6 @@ def test_reject_weight_six_says_0_4_where_0_8_is_true():
 def test_a_given_mass_replaces_the_denominator():
     logit, prob, ones = torch.randn(1, 7), torch.rand(7), torch.ones(1)
     targets = Targets.of(prob, ones, 3 * ones)
-    torch.testing.assert_close(weighted_bce(logit, targets._replace(mass=2 * targets.mass)), weighted_bce(logit, targets) / 2)
+    torch.testing.assert_close(
+        weighted_bce(logit, targets._replace(mass=2 * targets.mass)), weighted_bce(logit, targets) / 2
+    )

@@ -1,4 +1,6 @@
-"""How many processes train decides how fast a run is, and not what it is: batches, steps and schedule are those of one process."""
+"""How many processes train decides how fast a run is, and not what it is: batches, steps and schedule are those of one
+process.
+"""
 
 import csv
 import json
@@ -31,7 +33,11 @@ class KeepsMiddle(pl.Callback):
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.is_global_zero and (self.folder / "last.ckpt").is_file() and not (self.folder / "middle.ckpt").is_file():
+        if (
+            trainer.is_global_zero
+            and (self.folder / "last.ckpt").is_file()
+            and not (self.folder / "middle.ckpt").is_file()
+        ):
             shutil.copy(self.folder / "last.ckpt", self.folder / "middle.ckpt")
 
 
@@ -50,7 +56,12 @@ def saved(run_dir: Path, name: str = "last.ckpt") -> dict[str, Any]:
 def run(config: Config, folder: Path) -> str:
     """Train in a process of its own, which starts the others; what it says on stderr."""
     return subprocess.run(
-        command(config, folder), cwd=ROOT, check=True, capture_output=True, text=True, env=environment(Path(__file__).parent)
+        command(config, folder),
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(Path(__file__).parent),
     ).stderr
 
 
@@ -71,13 +82,20 @@ def test_the_schedule_is_that_of_one_process(data_dir: Path, tmp_path: Path, dev
     if int(devices) == 1:
         assert line == "training in 1 process, a batch of 8 responses in all, 16 steps"
     else:
-        assert line == f"training in {devices} processes, a batch of 8 responses in all, {8 // int(devices)} each, 16 steps"
+        assert (
+            line
+            == f"training in {devices} processes, a batch of 8 responses in all, {8 // int(devices)} each, 16 steps"
+        )
 
 
-def test_a_batch_that_processes_cannot_share_equally_is_refused(data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_batch_that_processes_cannot_share_equally_is_refused(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     with pytest.raises(SystemExit, match="2"):
         train_by_command(make_config(data_dir, tmp_path / "run"), tmp_path, "--trainer.devices", "3")
-    assert "error: heads.batch_size is 8 and 3 processes (trainer.devices x trainer.num_nodes)" in capsys.readouterr().err
+    assert (
+        "error: heads.batch_size is 8 and 3 processes (trainer.devices x trainer.num_nodes)" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match=r"heads.batch_size is 8 and 6 processes .*make it a multiple of 6"):
         make_trainer(make_config(data_dir, tmp_path, trainer={"devices": 3, "num_nodes": 2, "strategy": "ddp"}))
 
@@ -93,7 +111,9 @@ def test_an_experiment_takes_one_device_unless_it_says_more(path: Path):
 
 
 def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_on_it(data_dir: Path, tmp_path: Path):
-    """With `auto`, too: it is the number that is recorded. Config and folder are those of a run; its checkpoint is there."""
+    """With `auto`, too: it is the number that is recorded. Config and folder are those of a run; its checkpoint is
+    there.
+    """
     for rate in (0.0, 0.1):
         config = make_config(data_dir, tmp_path / str(rate), trainer={"max_epochs": 1, "devices": "auto"}, dropout=rate)
         train(config)
@@ -101,7 +121,9 @@ def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_
         assert directory.read()["processes"] == 1
         assert directory.prepare(config, resume=True, processes=1).checkpoint
         if rate:
-            with pytest.raises(ValueError, match=r"a run of 1 processes, this one has 8, and with heads.dropout 0.1 .*--resume false"):
+            with pytest.raises(
+                ValueError, match=r"a run of 1 processes, this one has 8, and with heads.dropout 0.1 .*--resume false"
+            ):
                 directory.prepare(config, resume=True, processes=8)
             assert directory.read()["processes"] == 1, "what was refused has written nothing"
         else:
@@ -154,12 +176,20 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_a_checkpoint_within_an_accumulated_step_has_the_gradients_of_all_processes(data_dir: Path, tmp_path: Path):
-    """Three batches to a step, a validation and with it a checkpoint after the fourth: the gradients of one batch are held."""
+    """Three batches to a step, a validation and with it a checkpoint after the fourth: the gradients of one batch are
+    held.
+    """
     grads = []
     for devices in (1, 2):
         folder = tmp_path / str(devices)
         callbacks = [by_name(KeepsMiddle, folder=str(folder))]
-        trainer = {"max_epochs": 1, "accumulate_grad_batches": 3, "val_check_interval": 4, "callbacks": callbacks, "devices": devices}
+        trainer = {
+            "max_epochs": 1,
+            "accumulate_grad_batches": 3,
+            "val_check_interval": 4,
+            "callbacks": callbacks,
+            "devices": devices,
+        }
         config = make_config(data_dir, folder, trainer=trainer, learning_rate=1e-5, checkpoint_every_n_steps=1000)
         run(config, tmp_path)
         grads.append(saved(folder, "middle.ckpt")["partial_grads"])

@@ -32,7 +32,9 @@ def tokens(count: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(("scalars", "embedding"), [(False, False), (True, False), (False, True), (True, True)])
-def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool):
+def test_fused_loss_and_gradients_equal_autograd(
+    monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool
+):
     """Over several chunks, the last one shorter."""
     monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 1)
     monkeypatch.setattr(fused_loss, "LEAST_CHUNK", 32)
@@ -48,14 +50,20 @@ def test_fused_loss_and_gradients_equal_autograd(monkeypatch: pytest.MonkeyPatch
     slow = torch.autograd.grad((expected * scale).sum(), list(made.parameters()))
     found = made.loss(hidden, *inputs, targets=targets)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad((found * scale).sum(), list(made.parameters())), slow, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * scale).sum(), list(made.parameters())), slow, atol=1e-6, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("has_inputs", [False, True])
 def test_fused_loss_drops_what_autograd_drops(depth: int, has_inputs: bool):
-    """Within one chunk the masks are drawn in the same order; the same step drops the same, another step something else."""
-    made = HeadStack(Shape("drawn", Inputs.of(has_inputs, has_inputs, is_normalised=True), depth), WEIGHTS, hidden_size=8, seed=0)
+    """Within one chunk the masks are drawn in the same order; the same step drops the same, another step something
+    else.
+    """
+    made = HeadStack(
+        Shape("drawn", Inputs.of(has_inputs, has_inputs, is_normalised=True), depth), WEIGHTS, hidden_size=8, seed=0
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
@@ -87,7 +95,9 @@ def test_stacked_logits_are_those_of_the_heads_alone(depth: int, scalars: bool):
             parameter.copy_(torch.randn_like(parameter))
     together = made(hidden, given if scalars else None)
     for index in range(len(WEIGHTS)):
-        torch.testing.assert_close(made.head(index)(hidden, given if scalars else None), together[index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            made.head(index)(hidden, given if scalars else None), together[index], rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -124,7 +134,9 @@ def test_initial_values_do_not_depend_on_the_rest_of_the_grid():
 
 
 def test_clipping_is_per_head():
-    sweep = Sweep({"depths": [1], "reject_weights": [1.0, 6.0]}, {"hidden_size": 8, "scalar_stats": {}, "provenance": {}})
+    sweep = Sweep(
+        {"depths": [1], "reject_weights": [1.0, 6.0]}, {"hidden_size": 8, "scalar_stats": {}, "provenance": {}}
+    )
     (_, made), factors = sweep.items()[0], torch.tensor([10.0, 0.01])
     for parameter in made.parameters():
         parameter.grad = factors.view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter).clone()
@@ -160,7 +172,10 @@ def test_grid_is_every_combination_once():
 def test_prefix_heads_take_of_a_grid_what_is_known_before_the_draw():
     options = {"scalars": (False, True), "embeddings": (False, True), "depths": (1,), "reject_weights": (1.0,)}
     shapes = grid(HeadsConfig(timings=("drawn", "prefix"), **options))
-    assert {str(spec) for spec in specs(shapes) if spec.shape.timing == "prefix"} == {"prefix-d1-w1", "prefix+entropy-d1-w1"}
+    assert {str(spec) for spec in specs(shapes) if spec.shape.timing == "prefix"} == {
+        "prefix-d1-w1",
+        "prefix+entropy-d1-w1",
+    }
     with pytest.raises(ValueError, match=r"heads.timings has prefix, and every combination .* reads the token"):
         grid(HeadsConfig(timings=("drawn", "prefix"), scalars=(("log_token_prob",),)))
 
@@ -169,5 +184,7 @@ def test_prefix_heads_take_of_a_grid_what_is_known_before_the_draw():
 @pytest.mark.parametrize("scalars", [(True,), (False, True)])
 def test_the_papers_heads_join_a_grid_of_others_once(timings, scalars):
     options = {"timings": timings, "scalars": scalars, "depths": (1,), "reject_weights": (1.0, 6.0)}
-    others, all_of_them = ({str(spec) for spec in specs(grid(HeadsConfig(**options, specdec=on)))} for on in (False, True))
+    others, all_of_them = (
+        {str(spec) for spec in specs(grid(HeadsConfig(**options, specdec=on)))} for on in (False, True)
+    )
     assert all_of_them == others | {"fed-d1-w1", "fed-d1-w6"}

@@ -50,10 +50,15 @@ class StopWithin(StopAfter):
 
 
 @pytest.mark.parametrize(
-    ("stop", "accumulate"), [(StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(13), 1), (StopAfter(11), 3), (StopWithin(13), 1)]
+    ("stop", "accumulate"),
+    [(StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(13), 1), (StopAfter(11), 3), (StopWithin(13), 1)],
 )
-def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(data_dir: Path, tmp_path: Path, stop, accumulate: int):
-    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, inside an accumulated step, and inside a forward."""
+def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(
+    data_dir: Path, tmp_path: Path, stop, accumulate: int
+):
+    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, inside an accumulated step, and inside a
+    forward.
+    """
     trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     whole = make_config(data_dir, tmp_path / "whole", trainer=trainer, checkpoint_every_n_steps=1000)
     train(whole)
@@ -78,12 +83,18 @@ def kill_second_process(arguments: list[str], checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed", [2, 1])
-def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(data_dir: Path, tmp_path: Path, resumed: int):
-    """gloo, 8 responses a batch: the same batches, so the same weights up to rounding; metrics over dev, each token once."""
+def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(
+    data_dir: Path, tmp_path: Path, resumed: int
+):
+    """gloo, 8 responses a batch: the same batches, so the same weights up to rounding; metrics over dev, each token
+    once.
+    """
     shared = {"timings": ("fed", "drawn"), "scalars": (True,), "learning_rate": 1e-3}
     trainer = {"max_epochs": 10}
     one = make_config(data_dir, tmp_path / "one", **shared, trainer=trainer)
-    two = make_config(data_dir, tmp_path / "two", **shared, trainer=trainer | {"devices": 2}, checkpoint_every_n_steps=1)
+    two = make_config(
+        data_dir, tmp_path / "two", **shared, trainer=trainer | {"devices": 2}, checkpoint_every_n_steps=1
+    )
     train(one)
     kill_second_process(command(two, tmp_path), tmp_path / "two" / "last.ckpt")
     assert not (tmp_path / "two" / "val_metrics.json").exists()
@@ -103,7 +114,11 @@ def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(
 
 def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Path):
     config = make_config(
-        data_dir, tmp_path / "run", timings=("fed", "drawn"), scalars=(False, True), trainer={"logger": True, "log_every_n_steps": 2}
+        data_dir,
+        tmp_path / "run",
+        timings=("fed", "drawn"),
+        scalars=(False, True),
+        trainer={"logger": True, "log_every_n_steps": 2},
     )
     results = train(config)
     written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
@@ -114,16 +129,30 @@ def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Pa
     assert {"by_position", "survival", "rates", "reliability"} <= head["raw"].keys()
     assert set(written["results"]["dev"]["signals"]["fed"]) == {"log_token_prob", "negative_entropy"}
     assert "| log_token_prob alone (drawn) |" in (tmp_path / "run" / "tables.md").read_text()
-    assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} >= {"heat_map.png", "reliability.png", "learning_curves.png"}
+    assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} >= {
+        "heat_map.png",
+        "reliability.png",
+        "learning_curves.png",
+    }
     assert list((tmp_path / "run" / "logs" / "tb").glob("events*"))
-    assert "dev/calibrated_kl/fed-d0-w1" in (tmp_path / "run" / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
+    assert (
+        "dev/calibrated_kl/fed-d0-w1" in (tmp_path / "run" / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
+    )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["torch"]
 
 
 def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
-    """Labels are a function of hidden state and log q(y): heads that see both come near zero KL, those that see one do not."""
+    """Labels are a function of hidden state and log q(y): heads that see both come near zero KL, those that see one do
+    not.
+    """
     config = make_config(
-        data_dir, tmp_path / "run", timings=("drawn",), scalars=(False, True), depths=(0,), learning_rate=0.1, trainer={"max_epochs": 40}
+        data_dir,
+        tmp_path / "run",
+        timings=("drawn",),
+        scalars=(False, True),
+        depths=(0,),
+        learning_rate=0.1,
+        trainer={"max_epochs": 40},
     )
     heads = train(config)["dev"]["heads"]
     assert heads["drawn+s-d0-w1"]["calibrated_kl"] < 0.003
@@ -133,7 +162,9 @@ def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
 
 
 def test_a_prefix_head_learns_the_acceptance_rate_beside_a_drawn_time_one(data_dir: Path, tmp_path: Path):
-    """That label is a function of the hidden state alone: a linear head of weight w comes to logit(rate) - ln w, law 4.7's optimum."""
+    """That label is a function of the hidden state alone: a linear head of weight w comes to logit(rate) - ln w, law
+    4.7's optimum.
+    """
     settings = {"timings": ("drawn", "prefix"), "depths": (0,), "learning_rate": 0.1, "trainer": {"max_epochs": 40}}
     _, data = build(config := make_config(data_dir, tmp_path / "run", **settings))
     assert data.timings == ("drawn",), "both read one feature set"
@@ -145,10 +176,19 @@ def test_a_prefix_head_learns_the_acceptance_rate_beside_a_drawn_time_one(data_d
 
 def test_a_candidate_head_learns_the_target_s_probability_of_the_token(data_dir: Path, tmp_path: Path):
     """Of one set of features with a drawn-time head, whose label is another one: each is close to its own."""
-    settings = {"timings": ("drawn", "candidate"), "scalars": (True,), "depths": (0, 1), "reject_weights": (1.0,), "learning_rate": 0.03}
+    settings = {
+        "timings": ("drawn", "candidate"),
+        "scalars": (True,),
+        "depths": (0, 1),
+        "reject_weights": (1.0,),
+        "learning_rate": 0.03,
+    }
     config = make_config(data_dir, tmp_path / "run", **settings, trainer={"max_epochs": 40})
     results = train(config)["dev"]
-    assert results["labels"]["candidate"]["mean_acceptance_prob"] < 0.7 * results["labels"]["drawn"]["mean_acceptance_prob"]
+    assert (
+        results["labels"]["candidate"]["mean_acceptance_prob"]
+        < 0.7 * results["labels"]["drawn"]["mean_acceptance_prob"]
+    )
     assert results["heads"]["candidate+s-d1-w1"]["raw_kl"] < 0.01
     assert results["heads"]["drawn+s-d1-w1"]["raw_kl"] < 0.01
 
@@ -159,7 +199,9 @@ def test_features_of_an_earlier_version_have_no_label_for_candidate_heads(data_d
         tensors = load_file(path)
         tensors.pop("target_prob")
         write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
-    train(make_config(tmp_path / "data", tmp_path / "drawn", timings=("drawn",), depths=(0,), trainer={"max_epochs": 1}))
+    train(
+        make_config(tmp_path / "data", tmp_path / "drawn", timings=("drawn",), depths=(0,), trainer={"max_epochs": 1})
+    )
     with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `python -m data_gen` again"):
         train(make_config(tmp_path / "data", tmp_path / "candidate", timings=("candidate",), depths=(0,)))
 

@@ -1,6 +1,7 @@
 """Directories of feature drafts, written by hand in every released layout, and plain computations of what they mean.
 
-The computations share nothing with `lm.features` but their formulas: attention head by head, over whole sequences, with no cache.
+The computations share nothing with `lm.features` but their formulas: attention head by head, over whole sequences, with
+no cache.
 """
 
 import json
@@ -12,9 +13,17 @@ from torch import Tensor
 
 from tests.lm.features.random_drafts import LAYERS, SIZES, VOCAB, WIDTH
 
-HEADS, KV_HEADS, INNER, REDUCED = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["intermediate_size"], [0, 2, 3, 6]
+HEADS, KV_HEADS, INNER, REDUCED = (
+    SIZES["num_attention_heads"],
+    SIZES["num_key_value_heads"],
+    SIZES["intermediate_size"],
+    [0, 2, 3, 6],
+)
 HEAD = WIDTH // HEADS
-KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")} | {"num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")} | {
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+}
 KEYS |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "hidden_act": "silu"}
 IDS = [1, 2, 2]
 """Layers that the EAGLE-3 directories read; the target is too shallow for the three that are usual."""
@@ -31,8 +40,14 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
-    attention = {"q_proj": (WIDTH, input_size), "k_proj": (KV_HEADS * HEAD, input_size), "v_proj": (KV_HEADS * HEAD, input_size)}
-    shapes = {f"{prefix}self_attn.{name}.weight": shape for name, shape in (attention | {"o_proj": (WIDTH, WIDTH)}).items()}
+    attention = {
+        "q_proj": (WIDTH, input_size),
+        "k_proj": (KV_HEADS * HEAD, input_size),
+        "v_proj": (KV_HEADS * HEAD, input_size),
+    }
+    shapes = {
+        f"{prefix}self_attn.{name}.weight": shape for name, shape in (attention | {"o_proj": (WIDTH, WIDTH)}).items()
+    }
     shapes |= {f"{prefix}mlp.{name}_proj.weight": (INNER, WIDTH) for name in ("gate", "up")} | {
         f"{prefix}mlp.down_proj.weight": (WIDTH, INNER)
     }
@@ -40,7 +55,9 @@ def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def eagle3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    shapes = layer_shapes(prefix, 2 * WIDTH) | {f"{prefix}{name}.weight": (WIDTH,) for name in ("input_layernorm", "hidden_norm")}
+    shapes = layer_shapes(prefix, 2 * WIDTH) | {
+        f"{prefix}{name}.weight": (WIDTH,) for name in ("input_layernorm", "hidden_norm")
+    }
     return shapes | {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (len(REDUCED), WIDTH)}
 
 
@@ -50,8 +67,15 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
         shapes = {"embed_tokens.weight": (VOCAB, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
         return dict(KEYS), weights(shapes | layer_shapes("layers.0.", WIDTH))
     if layout == "eagle3":
-        keys = KEYS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(REDUCED), "target_hidden_size": WIDTH}
-        return keys | {"eagle_aux_hidden_state_layer_ids": IDS}, weights(eagle3_shapes("midlayer.")) | {"d2t": D2T, "t2d": T2D}
+        keys = KEYS | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(REDUCED),
+            "target_hidden_size": WIDTH,
+        }
+        return keys | {"eagle_aux_hidden_state_layer_ids": IDS}, weights(eagle3_shapes("midlayer.")) | {
+            "d2t": D2T,
+            "t2d": T2D,
+        }
     if layout.startswith("speculators"):
         norms = {"speculators": ("input_norm", (3 * WIDTH,)), "speculators_fc_norm": ("fc_norm", (WIDTH,))}
         kind, size = norms[layout]
@@ -68,8 +92,17 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
             "eagle_aux_hidden_state_layer_ids": IDS,
         }
         return keys, weights(eagle3_shapes("layers.0.") | dict.fromkeys(names, size)) | {"d2t": D2T, "t2d": T2D}
-    keys = KEYS | {"large_hidden_size": WIDTH, "large_num_attention_heads": HEADS, "block_size": 5, "num_hidden_layers": 2}
-    shapes = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (VOCAB, WIDTH)}
+    keys = KEYS | {
+        "large_hidden_size": WIDTH,
+        "large_num_attention_heads": HEADS,
+        "block_size": 5,
+        "num_hidden_layers": 2,
+    }
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, WIDTH),
+        "model.norm.weight": (WIDTH,),
+        "lm_head.weight": (VOCAB, WIDTH),
+    }
     for place in range(2):
         prefix = f"model.layers.{place}."
         shapes |= layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)}
@@ -145,8 +178,12 @@ class Truth:
         self.cached = [([*layer.keys[0]], [*layer.values[0]]) for layer in layers]
 
 
-def expected(layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int) -> Tensor:
-    """Logits after `tokens`, of which the target has read the first `num_known`; an EAGLE's further states are its own."""
+def expected(
+    layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
+) -> Tensor:
+    """Logits after `tokens`, of which the target has read the first `num_known`; an EAGLE's further states are its
+    own.
+    """
     if layout == "glide":
         return _glide(tensors, truth, tokens, num_known)
     is_first = layout == "eagle"

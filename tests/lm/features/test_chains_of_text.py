@@ -1,4 +1,6 @@
-"""Chains from every place of a text, side by side, say what a draft says that is fed token by token beside its target."""
+"""Chains from every place of a text, side by side, say what a draft says that is fed token by token beside its
+target.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,12 @@ def test_a_chain_that_has_ended_leaves_the_others_as_they_are(kind):
 
 
 def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
-    made = Glide(config(num_hidden_layers=2, large_hidden_size=16, large_num_attention_heads=4), 3).double().eval().bind(target())
+    made = (
+        Glide(config(num_hidden_layers=2, large_hidden_size=16, large_num_attention_heads=4), 3)
+        .double()
+        .eval()
+        .bind(target())
+    )
     with pytest.raises(ValueError, match="has 2 layers") as refusal:
         Chains(made, told_of(target(), made, TEXT), TEXT)
     assert "\n" not in str(refusal.value)

@@ -1,4 +1,6 @@
-"""Law 4.5 for the two caches of a feature draft: whatever was drafted and rolled back, it gives what it gives afresh."""
+"""Law 4.5 for the two caches of a feature draft: whatever was drafted and rolled back, it gives what it gives
+afresh.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, draft, target
 
 
 def logits_afresh(kind, family, committed, drafted):
-    """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed to the draft one by one."""
+    """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed to the draft one by
+    one.
+    """
     tapped = TappedModel(target(family), draft(kind, family))
     tapped.forward(committed[:-1])
     model = feature_model(draft(kind, family), tapped)
@@ -70,4 +74,6 @@ def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
     for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
         torch.testing.assert_close(ours[None], logits_afresh(kind, "llama", committed, drafted)[0], rtol=0, atol=1e-10)
     model.roll_back(len(committed) - 1)
-    torch.testing.assert_close(model.forward([1, 2, 3, 0]), logits_afresh(kind, "llama", [1, 2, 3, 0], [])[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        model.forward([1, 2, 3, 0]), logits_afresh(kind, "llama", [1, 2, 3, 0], [])[0], rtol=0, atol=1e-10
+    )

@@ -1,4 +1,6 @@
-"""Released directories: every layout loads and computes what its formula says; what does not fit is refused in one line."""
+"""Released directories: every layout loads and computes what its formula says; what does not fit is refused in one
+line.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
         tokens = (committed + drafted)[:end]
         logits = model.forward(tokens)[0]
         plain = expected(layout, config, tensors, truth=truth, tokens=tokens, num_known=4)
-        torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)  # norms and rotary embeddings are float32, as Llama's
+        # norms and rotary embeddings are float32, as Llama's
+        torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
 
 
 def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounded(tmp_path):
@@ -40,7 +43,9 @@ def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
     target().save_pretrained(tmp_path)
     assert layout_of(ModelSource(path=str(tmp_path))) is None
     assert layout_of(ModelSource(path=str(tmp_path / "nothing"))) is None
-    names = {layout: layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout))))) for layout in LAYOUTS}
+    names = {
+        layout: layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout))))) for layout in LAYOUTS
+    }
     assert names == {layout: layout.removesuffix("_fc_norm") for layout in LAYOUTS}
 
 
@@ -55,8 +60,18 @@ BROKEN = {
     "another vocabulary": ("eagle3", {"vocab_size": 9}, {}, "vocabulary of 9, and this one has 7"),
     "another width of the target": ("glide", {"large_hidden_size": 32}, {}, "states of 32"),
     "other heads": ("glide", {"large_num_attention_heads": 2}, {}, "2 heads and the target's 4"),
-    "layers that the target has not": ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, r"layers \[1, 2, 9\]"),
-    "too shallow for the usual layers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": None}, {}, "name layers from 1 to 3"),
+    "layers that the target has not": (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
+        {},
+        r"layers \[1, 2, 9\]",
+    ),
+    "too shallow for the usual layers": (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": None},
+        {},
+        "name layers from 1 to 3",
+    ),
     "an id out of range": ("eagle3", {}, {"d2t": WRONG_ID}, "d2t, which holds offsets"),
     "maps that differ": ("eagle3", {}, {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
     "a map of another size": ("speculators", {}, {"d2t": D2T[:2]}, "d2t has shape"),

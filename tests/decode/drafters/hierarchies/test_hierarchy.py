@@ -1,6 +1,8 @@
-"""Hierarchies emit exactly the target's law (law 4.12; laws 4.2, 4.3), at two to four levels, whatever stops each level.
+"""Hierarchies emit exactly the target's law (law 4.12; laws 4.2, 4.3), at two to four levels, whatever stops each
+level.
 
-As in test_losslessness, nothing is sampled: every branch of the loop's draws is walked, in float64, on toys that disagree.
+As in test_losslessness, nothing is sampled: every branch of the loop's draws is walked, in float64, on toys that
+disagree.
 """
 
 import pytest
@@ -22,21 +24,32 @@ def micro(policy: Policy | None = None) -> ModelDrafter:
     return ModelDrafter(ToyModel(MICRO), policy or FixedLength(2))
 
 
-def hierarchy(draft_policy: Policy | None = None, micro_policy: Policy | None = None, **rounds: object) -> PreVerifiedDrafter:
+def hierarchy(
+    draft_policy: Policy | None = None, micro_policy: Policy | None = None, **rounds: object
+) -> PreVerifiedDrafter:
     """Micro drafts, draft pre-verifies, with inner rounds of two tokens."""
     settings = InnerRounds(**({"window": 2} | rounds))
     return PreVerifiedDrafter(micro(micro_policy), ToyModel(DRAFT), draft_policy or Policy(), rounds=settings)
 
 
 def assert_lossless(
-    drafter: Drafter, max_new_tokens: int = 3, *, sampling: Sampling | None = None, eos_ids: tuple[int, ...] = (2,), length: int = 20
+    drafter: Drafter,
+    max_new_tokens: int = 3,
+    *,
+    sampling: Sampling | None = None,
+    eos_ids: tuple[int, ...] = (2,),
+    length: int = 20,
 ) -> None:
     """The law of the loop on this drafter is the target's, to 1e-12; law 4.4 holds on every branch."""
     assert_lossless_for(ToyModel(TARGET), drafter, max_new_tokens, sampling=sampling, eos_ids=eos_ids, length=length)
 
 
-def assert_lossless_for(target: ToyModel, drafter: Drafter, max_new_tokens: int, *, sampling=None, eos_ids=(), length=20) -> None:
-    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)
+def assert_lossless_for(
+    target: ToyModel, drafter: Drafter, max_new_tokens: int, *, sampling=None, eos_ids=(), length=20
+) -> None:
+    decoder = SpeculativeDecoder(
+        target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length
+    )
 
     def play(draws):
         with observed(decoder) as seen:

@@ -1,4 +1,6 @@
-"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws 4.4, 4.5)."""
+"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws
+4.4, 4.5).
+"""
 
 from dataclasses import dataclass, field
 
@@ -63,7 +65,9 @@ def drafters(micro: CachedModel, draft: CachedModel) -> dict[str, Drafter]:
 NAMES = list(drafters(ToyModel(1), ToyModel(2)))
 
 
-def generate(drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = 24) -> Generation:
+def generate(
+    drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = 24
+) -> Generation:
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({5}), max_draft_length=8)
     return decoder.generate(PROMPT, new, generator=torch.Generator().manual_seed(seed))
 
@@ -116,7 +120,9 @@ def test_identical_models_never_reject_and_counts_are_what_the_schedule_says():
 
 
 def test_interleaved_counts_book_each_forward_to_its_model():
-    decoder = SpeculativeDecoder(ToyModel(1), InterleavedDrafter(ToyModel(1), ToyModel(1), m=2, n=3), eos_ids=frozenset())
+    decoder = SpeculativeDecoder(
+        ToyModel(1), InterleavedDrafter(ToyModel(1), ToyModel(1), m=2, n=3), eos_ids=frozenset()
+    )
     counts = decoder.generate(PROMPT, 27, generator=torch.Generator().manual_seed(0)).counts
     assert (counts.num_target, counts.num_drafted, counts.num_micro) == (3, 24, 18)
     assert (counts.num_draft_forwards, counts.num_micro_forwards) == (6, 18)
@@ -141,7 +147,9 @@ class Spy(Policy):
 
 def test_the_draft_level_sees_its_own_models_signals_at_every_emitted_position():
     spy = Spy()
-    generation = generate(PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), spy), ToyModel(1), new=12)
+    generation = generate(
+        PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), spy), ToyModel(1), new=12
+    )
     ids, expected = list(PROMPT), []
     for played in generation.rounds:
         for position, token in enumerate(played.drafted):
@@ -154,7 +162,9 @@ def test_the_draft_level_sees_its_own_models_signals_at_every_emitted_position()
 
 
 def test_tau_of_each_level_is_fed_by_the_rejections_of_the_level_above():
-    """tau_2: H of the draft where the target rejected; tau_1: H of the micro where the draft rejected; neither sees the other's."""
+    """tau_2: H of the draft where the target rejected; tau_1: H of the micro where the draft rejected; neither sees the
+    other's.
+    """
     inner, outer = Spy(), Spy()
     drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), inner), ToyModel(2), outer, rounds=InnerRounds(window=2))
     generation = generate(drafter, ToyModel(1), new=16)
@@ -173,13 +183,17 @@ def test_tau_of_each_level_is_fed_by_the_rejections_of_the_level_above():
 
 
 def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure():
-    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, and drafts longer than one inner round occur."""
+    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, and drafts longer than one inner
+    round occur.
+    """
     micro_policy, draft_policy = FixedLength(2), SelfVerifyAt(0.8)
     drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(micro_policy, draft_policy))
     generation = generate(drafter, ToyModel(1), new=60)
     ids = list(PROMPT)
     for played in generation.rounds:
-        entropies = [float(entropy(ToyModel(2).forward([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))]
+        entropies = [
+            float(entropy(ToyModel(2).forward([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))
+        ]
         assert all(value <= 0.8 for value in entropies[:-1])
         assert played.stop_reason != "policy" or entropies[-1] > 0.8
         ids += played.emitted

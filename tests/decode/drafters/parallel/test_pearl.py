@@ -1,4 +1,6 @@
-"""PEARL keeps the target's law exactly, a draw that two tests share does not, and its replay has the law of the real loop's steps."""
+"""PEARL keeps the target's law exactly, a draw that two tests share does not, and its replay has the law of the real
+loop's steps.
+"""
 
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +52,9 @@ def test_pearl_keeps_the_target_law(gamma):
 
 
 def test_a_draw_shared_by_a_step_and_the_next_changes_the_law(monkeypatch):
-    """The public code's flaw: the test that pre-verified, and passed, and the first test after it have one uniform between them."""
+    """The public code's flaw: the test that pre-verified, and passed, and the first test after it have one uniform
+    between them.
+    """
     passed: list[float] = []
 
     def shared(tokens, q, p, draws):
@@ -94,7 +98,9 @@ def test_replayed_steps_have_the_law_of_the_loops_steps(gamma, eos_ids):
         text, index = [*PROMPT, *response], torch.tensor(response)[:, None]
         target.reset()
         draft.reset()
-        p, q = (model.forward(text[:-1], len(response)).softmax(-1).gather(-1, index)[:, 0] for model in (target, draft))
+        p, q = (
+            model.forward(text[:-1], len(response)).softmax(-1).gather(-1, index)[:, 0] for model in (target, draft)
+        )
         passes = (q / p).clamp(max=1.0).tolist()
         for outcome in product((False, True), repeat=len(response)):
             chance = np.prod([1 - a if rejected else a for rejected, a in zip(outcome, passes, strict=True)])

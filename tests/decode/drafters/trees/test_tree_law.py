@@ -1,4 +1,6 @@
-"""Trees in the real loop: the output has exactly the target's law, whatever shape, policy and sampling; and counts are what was seen."""
+"""Trees in the real loop: the output has exactly the target's law, whatever shape, policy and sampling; and counts are
+what was seen.
+"""
 
 import pytest
 import torch
@@ -40,14 +42,19 @@ def tree_law(decoder: TreeDecoder, max_new_tokens: int) -> dict[tuple[int, ...],
     return law_of(play)
 
 
-def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how) -> None:
+def assert_target_law(
+    policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how
+) -> None:
     decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
     expected = decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids))
     assert_same_law(tree_law(decoder, 3), expected)
 
 
 CANDIDATE = toy_head("candidate", seed=2)
-RULES = POLICIES | {"candidate_head": HeadPolicy(CANDIDATE, 0.5), "learning_candidate_head": HeadPolicy(CANDIDATE, 0.5, is_learning=True)}
+RULES = POLICIES | {
+    "candidate_head": HeadPolicy(CANDIDATE, 0.5),
+    "learning_candidate_head": HeadPolicy(CANDIDATE, 0.5, is_learning=True),
+}
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -60,7 +67,9 @@ def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
     drawn = toy_head("drawn", seed=2)
     drawn.load_state_dict(CANDIDATE.state_dict())
     found = [
-        tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4)).generate(PROMPT, 20, generator=torch.Generator().manual_seed(0)).rounds
+        tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4))
+        .generate(PROMPT, 20, generator=torch.Generator().manual_seed(0))
+        .rounds
         for head in (CANDIDATE, drawn)
     ]
     assert [played.drafted for played in found[0]] == [played.drafted for played in found[1]]
@@ -80,7 +89,9 @@ def test_eagle_1s_tree_has_its_candidates_at_their_places():
     growth, generator, after = Growth(shape, frozenset()), torch.Generator().manual_seed(0), {}
     while growth.depth < 6:
         log_q = torch.randn(len(growth.expanded), vocab_size, generator=generator).log_softmax(-1)
-        paths = [() if node < 0 else tuple(growth.tokens[each] for each in growth.path(node)) for node in growth.expanded]
+        paths = [
+            () if node < 0 else tuple(growth.tokens[each] for each in growth.path(node)) for node in growth.expanded
+        ]
         after |= dict(zip(paths, log_q.argsort(descending=True).tolist(), strict=True))
         growth.add_level(log_q)
         if growth.expand() is None:
@@ -112,7 +123,9 @@ def _unreduced(tokens, law, draws):
     yield from (1.0 - law[token].item() for token in tokens)
 
 
-@pytest.mark.parametrize("mutant", [(TreeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)])
+@pytest.mark.parametrize(
+    "mutant", [(TreeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
+)
 def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
     assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
     monkeypatch.setattr(*mutant)

@@ -20,7 +20,9 @@ def random_tree(generator: torch.Generator) -> Tree:
     for _ in range(2):
         below = []
         for node in level:
-            for token in torch.randperm(_VOCAB, generator=generator)[: int(torch.randint(4, (), generator=generator))].tolist():
+            for token in torch.randperm(_VOCAB, generator=generator)[
+                : int(torch.randint(4, (), generator=generator))
+            ].tolist():
                 below.append(len(tokens))
                 tokens.append(token)
                 parents.append(node)
