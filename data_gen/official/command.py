@@ -93,8 +93,8 @@ def _check_asked(pair: PairConfig, data: DataConfig, split: str, *, features: bo
     if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
             f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without "
-            "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, here "
-            "and for train.py"
+            "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, "
+            "here and for train.py"
         )
 
 
