@@ -68,12 +68,12 @@ class Case:
 
     @cached_property
     def laws(self) -> list[Law]:
-        """Of the answers to each prompt."""
+        """The exact law of the answers to each prompt."""
         return [exact_law(self.decoder, prompt) for prompt in PROMPTS]
 
     @cached_property
     def joint_law(self) -> Law:
-        """Of the beginnings of two neighbours' answers."""
+        """The exact joint law of the first tokens of two neighbours' answers."""
         ours, others = (_beginnings(law) for law in self.laws)
         return {(a, b): p * q for (a, p), (b, q) in product(ours.items(), others.items())}
 
@@ -87,7 +87,7 @@ class Case:
         ]
 
     def drawn(self, num: int, source: int) -> list[Outcome]:
-        """As many answers, from the laws themselves."""
+        """Answers drawn from the exact laws themselves, as many as the batch gave."""
         generator = np.random.default_rng(source)
         columns = [_choices(law, num // 2, generator) for law in self.laws]
         return [answer for pair in zip(*columns, strict=True) for answer in pair]
@@ -104,7 +104,7 @@ class Case:
 
 @torch.inference_mode()
 def exact_law(decoder: SpeculativeDecoder, prompt: Sequence[int]) -> dict[Outcome, float]:
-    """What the target alone writes after the prompt: the product of its probabilities, over every sequence."""
+    """Law of the target alone after the prompt: the product of its probabilities, over every sequence."""
     law: dict[Outcome, float] = {}
     going: dict[Outcome, float] = {(): 1.0}
     for _ in range(LENGTH):
@@ -188,7 +188,7 @@ def cases() -> Iterator[Case]:
 
 
 def uniformity(p: np.ndarray, *, are_independent: bool = True) -> dict[str, Any]:
-    """What is known of p-values [sample, test]."""
+    """Summary of p-values [sample, test]: their median with its interval, and how far they are from uniform."""
     num, medians = p.size, np.median(p, axis=1)
     found: dict[str, Any] = {"num": num, "median": float(np.median(p)), "least": float(p.min())}
     if are_independent:

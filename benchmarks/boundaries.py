@@ -40,7 +40,7 @@ from train import train
 
 @dataclass(frozen=True)
 class Boundary:
-    """What reads a file or a setting."""
+    """A place where the project reads a file or a setting."""
 
     name: str
     read: Callable[[], object]
@@ -98,7 +98,7 @@ def _settings() -> list[Boundary]:
 
 
 def texts(folder: Path, config: Config) -> list[Boundary]:
-    """What users write."""
+    """Boundaries of the texts that users write."""
     prompts, responses, official, split = (
         folder / name for name in ("prompts.jsonl", "responses.jsonl", "official.json", "split.json")
     )
@@ -161,7 +161,7 @@ def texts(folder: Path, config: Config) -> list[Boundary]:
 
 
 def _stored(folder: Path, config: Config) -> list[Boundary]:
-    """What the project itself wrote."""
+    """Boundaries of the files that the project itself wrote."""
     whole = folder / "whole"
     shard = rows_path(config.data.dir, "train", 0)
     features = whole / "data" / "features" / "drawn" / "train-00000.safetensors"

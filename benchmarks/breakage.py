@@ -83,7 +83,7 @@ BROKEN = {"json": _break_json, "jsonl": _break_lines, "safetensors": _break_safe
 
 
 class Breakable(Protocol):
-    """What is tried: see `benchmarks.boundaries.Boundary`."""
+    """One file or setting to break: see `benchmarks.boundaries.Boundary`."""
 
     read: Callable[[], object]
     must_name: str | None

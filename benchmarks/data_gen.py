@@ -43,7 +43,7 @@ _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None}
 
 
 class Run(NamedTuple):
-    """What one arm took and made."""
+    """Seconds and bytes of one arm."""
 
     wall_s: float
     cpu_s: float

@@ -113,7 +113,7 @@ def _prepare(config: Any) -> None:
 
 
 def _outcome(folder: Path, commands: dict[str, Any], command: str, arguments: list[str]) -> str:
-    """What became of one command; data that it makes go to a new folder, so that nothing is there yet."""
+    """Run one command and say how it ended; data that it makes go to a new folder, so that nothing is there yet."""
     config = experiment(folder)
     fresh = at(config, folder / "fresh")
     settings = folder / "settings.json"

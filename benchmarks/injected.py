@@ -33,7 +33,7 @@ class Bench:
 
     @property
     def place(self) -> Path:
-        """Where a disturbed run goes."""
+        """The folder that a disturbed run writes to."""
         return self.whole.parent / "disturbed"
 
     def start(self, stage: Stage, config: Config | None = None) -> Child:

@@ -33,7 +33,7 @@ _MEMORY_ROWS, _MEMORY_TOKENS = 16, 16
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
-    """Of this process."""
+    """CPU seconds of this process so far."""
     start = time.process_time()
     work()
     return time.process_time() - start

@@ -160,7 +160,7 @@ class Child:
 
     @property
     def said(self) -> str:
-        """What it printed."""
+        """The text that the stage printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @property
@@ -181,7 +181,9 @@ def results(place: Path, stage: Stage) -> Digests:
 
 
 def lost(place: Path, stage: Stage, reference: Digests) -> str | None:
-    """What a stage that was just killed had reported as written, and is not there as it ought to be; None: nothing."""
+    """A file that a killed stage had reported as written and that is not there as it ought to be; None: there is no
+    such file.
+    """
     folder = place / stage.folder
     if stage.name == "training":
         if (folder / "last.ckpt").is_file():

@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What stored generations are filed under."""
+        """Key that stored generations are filed under."""
         return f"{self.label} {self.version}".strip()
 
 
@@ -51,7 +51,7 @@ class Competitor:
 def chosen(
     candidates: Iterable[Candidate], *, of: Callable[[Candidate], str], speed: Callable[[Candidate], float]
 ) -> dict[str, Candidate]:
-    """Of each competitor, or family of them, the candidate that is fastest on dev, the first of equals.
+    """The candidate of each competitor, or family of them, that is fastest on dev, the first of equals.
 
     Args:
         candidates: in order of preference.

@@ -7,7 +7,7 @@ from rich.console import Console
 
 
 def wide_console(width: int = 190) -> Console:
-    """As wide as the terminal; in a pipe or a file `width`, so that no column folds."""
+    """A console as wide as the terminal; in a pipe or a file `width`, so that no column folds."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 

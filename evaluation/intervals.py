@@ -24,7 +24,7 @@ _LEVELS = (2.5, 97.5)
 
 
 class Spent(NamedTuple):
-    """What each prompt came to."""
+    """Tokens and seconds of each prompt."""
 
     tokens: Int[np.ndarray, " prompt"]
     """Emitted."""
@@ -48,7 +48,7 @@ class Gain(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In per cent, with its interval."""
+        """The estimate in per cent, with its interval."""
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
 
@@ -92,7 +92,7 @@ CERTAIN = TimeErrors()
 
 
 class Work(NamedTuple):
-    """What the settings of one policy came to on each prompt, by law 4.9."""
+    """Tokens and seconds of each prompt under the settings of one policy, by law 4.9."""
 
     tokens: Int[np.ndarray, "setting prompt"]
     drafting_s: Float[np.ndarray, "setting prompt"]
@@ -102,7 +102,7 @@ class Work(NamedTuple):
 
     @property
     def seconds(self) -> Float[np.ndarray, "setting prompt"]:
-        """T."""
+        """Seconds of the generation, all forwards and stops together."""
         return self.drafting_s + self.stopping_s + self.verifying_s
 
 
@@ -190,5 +190,5 @@ def _weights(generator: np.random.Generator, count: int, num: int) -> Float[np.n
 
 
 def _factors(generator: np.random.Generator, error: float, num: int) -> Float[np.ndarray, "resample 1"]:
-    """What a time is multiplied by in each resample; at least a tenth, since no time is negative."""
+    """Factor of a time in each resample; at least a tenth, since no time is negative."""
     return np.maximum(0.1, 1.0 + error * generator.standard_normal((num, 1)))

@@ -32,7 +32,7 @@ class Sheet(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """In the order in which the rows have them."""
+        """Names of the columns, in the order in which the rows have them."""
         return list(self.headings or dict.fromkeys(column for row in self.rows for column in row))
 
     def column(self, heading: str) -> list[str]:
@@ -40,7 +40,7 @@ class Sheet(NamedTuple):
         return [str(row.get(heading, "")) for row in self.rows]
 
     def table(self) -> Table:
-        """As it prints. What is too wide folds: a figure that is cut says nothing."""
+        """The table as it prints. What is too wide folds: a figure that is cut says nothing."""
         table = Table(title=self.title, caption=self.note or None, caption_justify="left")
         for place, heading in enumerate(self.columns):
             table.add_column(heading, justify="left" if place < self.names else "right", overflow="fold")
@@ -53,7 +53,7 @@ class Sheet(NamedTuple):
         wide_console(width).print(self.table())
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The sheet as JSON has it."""
         return {"title": self.title, "rows": list(self.rows), "note": self.note}
 
 

@@ -215,7 +215,7 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
 
 
 def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:
-    """What was measured of these very heads; empty if nothing was."""
+    """Measurements of these very heads; empty if there are none."""
     if not run.metrics.is_file():
         return {}
     measured = read_json(run.metrics, remedy="train again, or name a head and delete it", keys=("results",))

@@ -12,7 +12,7 @@ from heads.model.inputs import STANDARD, Inputs
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """What heads must have in common to be stacked: inputs and depth."""
+    """Inputs and depth, which heads must have in common to be stacked."""
 
     timing: Timing
     inputs: Inputs

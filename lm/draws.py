@@ -128,7 +128,7 @@ class GreedyDraws:
     """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
     def token(self, law: Float[Tensor, " vocab"]) -> int:
-        """Where the law is largest.
+        """Token of the largest probability.
 
         Raises:
             ValueError: a law with NaN in it.
@@ -156,14 +156,16 @@ class GreedyDraws:
 
 
 def inverted(law: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"]) -> Int[Tensor, " 1"]:
-    """Where the distribution function first exceeds the uniform; len(law), which is no token, where the law has NaN."""
+    """First place where the distribution function exceeds the uniform; len(law), which is no token, where the law has
+    NaN.
+    """
     cumulative = law.cumsum(-1, dtype=torch.float64)
     # entries that do not exceed it are counted, since compiled code has no search; beside NaN nothing is less or more
     return (~(cumulative > cumulative[-1:] * (uniform * BELOW_ONE))).sum(-1, keepdim=True)
 
 
 def greedy_token(law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-    """Where the law is largest; len(law), which is no token, where it has NaN."""
+    """Place of the largest probability; len(law), which is no token, where it has NaN."""
     best, token = law.max(-1, keepdim=True)
     return torch.where(best.isnan(), law.shape[-1], token)
 

@@ -57,7 +57,7 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
 
 
 class _Outputs(NamedTuple):
-    """What must not change."""
+    """Outputs that must not change."""
 
     hidden: Tensor
     logits: Tensor
@@ -74,7 +74,7 @@ def _tried(model: PreTrainedModel, how: str) -> _Outputs:
 
 @torch.inference_mode()
 def _outputs(model: PreTrainedModel) -> _Outputs:
-    """Of a few tokens, and of one that follows them."""
+    """Outputs after a few tokens, and after one that follows them."""
     device = next(model.get_input_embeddings().parameters()).device
     ids, cache = torch.tensor([_TOKENS], device=device), make_cache(model, 8)
     hidden = model.base_model(input_ids=ids).last_hidden_state

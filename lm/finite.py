@@ -11,7 +11,9 @@ class NonFiniteError(ValueError):
 
 
 def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
-    """Which rows of logits [..., vocab] have a NaN, a +inf, or nothing but -inf; some -inf mark impossible tokens."""
+    """Rows of logits [..., vocab] that have a NaN, a +inf, or nothing but -inf, as booleans; some -inf mark impossible
+    tokens.
+    """
     return ~values.amax(-1).isfinite()  # NaN if any entry is NaN, so one number per row tells all three cases
 
 

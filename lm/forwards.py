@@ -87,7 +87,7 @@ def hidden_states(
 def _hidden_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
 ) -> list[Float[Tensor, "token hidden"]]:
-    """Of each sequence, in one forward."""
+    """Final hidden states of each sequence, in one forward."""
     width = max(map(len, rows))
     # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states
     # will do. Attention
@@ -110,7 +110,7 @@ def logits_of(
 
 
 def alike(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Which sequences share a forward: groups of at most `size`, longest first, so that a lack of memory shows at once.
+    """Groups of at most `size` sequences that share a forward, longest first, so that a lack of memory shows at once.
 
     A group ends before a sequence that would be padded by more than a fifth, once it holds `_ENOUGH_TOKENS`: fewer do
     not fill a processor.

@@ -163,7 +163,7 @@ class Keys:
         return [Feed(bound, num_near, is_far=False)] * has_near + [Feed(end, num_rows - num_near, is_far=True)]
 
     def is_other(self, feed: Feed) -> bool:
-        """What is cached has other frequencies than `feed` needs: the text is to be fed from its first token."""
+        """Do the cached keys have other frequencies than `feed` needs?"""
         return self.frequencies.reads_again and feed.is_far != self.is_far
 
     def begin(self, feed: Feed) -> bool:
@@ -173,8 +173,8 @@ class Keys:
         return is_other
 
     def begin_at_once(self, num_text: int, deepest: int) -> bool:
-        """As `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it, share one
-        forward.
+        """Begin like `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it,
+        share one forward.
 
         Args:
             num_text: tokens of the text, the last of which may be fed with the tree.

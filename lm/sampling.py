@@ -85,7 +85,7 @@ class Sampling:
         return logits
 
     def laws_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """What tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at
+        """Laws that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at
         temperature 0.
         """
         logits = self.processed(logits, token_ids)

@@ -88,8 +88,7 @@ def revealed_probs(
 def next_law(
     num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
 ) -> Float[Tensor, " vocab"]:
-    """What the token after the accepted ones is drawn from: the residual where one was rejected, else p (the bonus
-    token).
+    """Law of the token after the accepted ones: the residual where one was rejected, else p (the bonus token).
 
     One-hot distributions that disagree have the residual p.
     """
@@ -124,7 +123,7 @@ def verify(
 def _chances(
     tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
 ) -> Iterable[float]:
-    """Of each drafted token to be accepted, one by one as they are asked for."""
+    """Chance of each drafted token to be accepted, one by one as they are asked for."""
     if not tokens:
         return ()
     return map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedyDraws) else _acceptance_probs(tokens, q, p)
@@ -163,7 +162,6 @@ def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
 
 
 def _places_of_largest(p: Float[Tensor, "rows vocab"]) -> list[int]:
-    """Where each row is largest."""
     # torch on the CPU takes five times as long as numpy
     return (array_of(p) if p.is_cpu else p).argmax(-1).tolist()
 

@@ -144,7 +144,7 @@ class Lanes:
         return self.is_going
 
     def _choose(self) -> None:
-        """Of the rows with the batch's rule that want to go on, those that it lets."""
+        """Rows that the batch's rule lets draft on, among those whose requests have it and want to."""
         asked = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
         if not asked:
             return
@@ -161,7 +161,7 @@ class Lanes:
 
     @property
     def policies(self) -> list[Policy]:
-        """Of each row."""
+        """Policy of each row."""
         return [lane.policy for lane in self._rows]
 
     @property

@@ -69,7 +69,7 @@ class Measured:
 
 
 class Ended(NamedTuple):
-    """What verification made of the rows that drafted in the round before."""
+    """Outcomes of the rows that drafted in the round before."""
 
     num_rows: int
     num_tokens: int
@@ -110,7 +110,7 @@ class Pace:
         self._num_steps, self._at_s = self._num_steps + 1, now_s
 
     def chosen(self, worth: Any, num_tokens: int, *, is_paid: bool) -> Any:
-        """Which rows go on, bool [row].
+        """The rows that go on, bool [row].
 
         Args:
             worth: [row] of those that the rule decides for.
@@ -131,7 +131,7 @@ class Pace:
         return self._num_rows * max(alone, self._tokens / self._row_seconds)
 
     def _learn(self, ended: Ended, rest_s: float) -> None:
-        """What the round before took, and gave."""
+        """Learn from the seconds and tokens of the round before."""
         if ended.is_whole:
             self._target.see(ended.num_tokens, rest_s)
         draft, target = self._draft.curve, self._target.curve

@@ -35,7 +35,7 @@ _SERVED = "it stops less well there; the output's law holds"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What stands under KEY in the server's configuration."""
+    """Entries under KEY in the server's configuration."""
 
     policy: str
     """Of every request that asks for no other."""

@@ -60,7 +60,7 @@ class BatchSignals:
     def _columns(
         self, position: int, logits: Tensor, hidden: Tensor, token: Tensor, policies: Sequence[Policy]
     ) -> dict[str | AcceptanceHead, Float[Tensor, " rows"]]:
-        """What any policy asks for: signals by their names, scores by their heads."""
+        """Signals by their names and scores by their heads, as far as any policy asks for them."""
         wanted = frozenset[str]().union(*(policy.signals for policy in policies))
         if not wanted:
             return {}
@@ -88,7 +88,7 @@ class BatchSignals:
 
 
 def _seen(policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]) -> AfterDraw:
-    """What one row's policy sees; signals that it did not ask for mean nothing."""
+    """Signals that one row's policy sees; those that it did not ask for mean nothing."""
     if not numbers:
         return nothing_of(position)
     fed, prefix, drawn = policy.fed_head, policy.prefix_head, policy.drawn_head

@@ -70,7 +70,6 @@ def _locked(path: Path, setting: str) -> FileLock:
 
 
 def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
-    """What to say where the lock cannot be taken."""
     if error.errno not in _NO_LOCKS:
         return ValueError(
             f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}"

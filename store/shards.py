@@ -28,12 +28,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def rows_path(directory: str | Path, split: str, index: int) -> Path:
-    """Where a shard's rows are."""
+    """Path of a shard's rows."""
     return Path(directory) / "rows" / f"{split}-{index:05d}.parquet"
 
 
 def features_path(directory: str | Path, timing: str, split: str, index: int) -> Path:
-    """Where a shard's features of one timing (fed, drawn) are."""
+    """Path of a shard's features of one timing (fed, drawn)."""
     return Path(directory) / "features" / timing / f"{split}-{index:05d}.safetensors"
 
 

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def served(python: str, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What vLLM answers."""
+    """Serve the requests in vLLM and return its answers."""
     (folder / "job.json").write_text(json.dumps(jobs))
     command = [python, "-m", "benchmarks.serve.engine", str(folder / "job.json"), str(folder / "result.json")]
     done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)

@@ -240,7 +240,7 @@ def _rounds(requests: list[dict[str, Any]], found: dict[str, Any], loop: list[di
 
 
 def _lengths(answers: list[dict[str, Any]], is_asked: Callable[[int], bool]) -> list[int]:
-    """That were drafted, by those requests."""
+    """The different numbers of tokens that rounds of those requests drafted, ascending."""
     return sorted(
         {drafted for place, answer in enumerate(answers) if is_asked(place) for drafted, _ in answer["rounds"]}
     )

@@ -54,7 +54,7 @@ class Session:
         self._result()
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What became of a batch."""
+        """The answers of a batch and the seconds that they took."""
         assert self._process.stdin is not None, "a pipe was asked for"
         self._process.stdin.write(json.dumps(batch) + "\n")
         return self._result()
@@ -130,7 +130,7 @@ class Turn(NamedTuple):
 def timed(
     stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
-    """What all turns so far come to, after each of them; one before the first warms both engines up."""
+    """Time the two engines in turns and yield the summary after each turn; one turn before the first warms both up."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
     seen = defaultdict[tuple[int, str], list[Turn]](list)
     for turn in range(turns + 1):

@@ -53,7 +53,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 class Written:
-    """What every request's rounds came to, written down as the plugin is told of it."""
+    """A record of every request's rounds, written as the plugin is told of them."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         """Args:
@@ -93,7 +93,7 @@ class Engine:
         self._llm = LLM(**_arguments(job))
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What became of a batch."""
+        """The answers of a batch, with the rounds that they were written in."""
         self._written.rounds.clear()
         before, since, cpu_since = self._counters(), perf_counter(), process_time()
         with _illegal() if batch.get("is_illegal") else _as_it_is():
@@ -161,7 +161,7 @@ class Engine:
 
 
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """Of `LLM`: float32 and eager, so that tokens can be compared one by one."""
+    """Arguments of `LLM`: float32 and eager, so that tokens can be compared one by one."""
     arguments = {
         "model": job["target"],
         "dtype": "float32",
@@ -185,7 +185,7 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _illegal() -> Any:
-    """What no policy can say: it looks at a drawn token, stops, and drops it."""
+    """A decision that no policy can express: it looks at a drawn token, stops, and drops it."""
     from serve.lanes import Lane
 
     take = Lane.take

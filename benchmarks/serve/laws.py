@@ -27,7 +27,9 @@ class _Tokens(NamedTuple):
 def law_of(
     pair: Pair, requests: list[dict[str, Any]], answers: list[dict[str, Any]], sampling: Sampling
 ) -> dict[str, Any]:
-    """Of all answers: {"tokens", "ks_p", "z", "num_impossible" (tokens that the law never gives)}."""
+    """Compare all answers with the exact law: {"tokens", "ks_p", "z", "num_impossible" (tokens that the law never
+    gives)}.
+    """
     generator = torch.Generator().manual_seed(0)
     seen = [
         _tokens(pair, one["prompt_ids"], answer["token_ids"], sampling, generator)

@@ -22,7 +22,7 @@ LENGTHS = (40, 64, 24)
 
 
 def pair_of_the_trio() -> Pair:
-    """In float32."""
+    """The trio's target and draft in float32."""
     target, draft = (ModelSource(path=str(TRIO / role), dtype="float32") for role in ("target", "draft"))
     return load_pair(PairConfig(target=target, draft=draft))
 
@@ -78,7 +78,7 @@ def requests_of(pair: Pair, specs: list[str], count: int, *, shared: bool = Fals
 
 
 def decoded(pair: Pair, heads: dict[str, str], request: dict[str, Any], longest: int) -> dict[str, Any]:
-    """What our loop does: vLLM's first token is the target's alone."""
+    """The answers of our own loop: the first token comes from the target alone, as vLLM's does."""
     policy = parse_policy(request["policy"], load_head=lambda name: AcceptanceHead.from_pretrained(heads[name]))
 
     def loop(longest: int) -> SpeculativeDecoder:

@@ -120,8 +120,8 @@ def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequ
 
 @dataclass(frozen=True)
 class Told:
-    """What the target says of a batch. Learned positions: their next token is to be said, and NUM_DEPTHS or more are
-    before them.
+    """Features, keys and likeliest tokens of the target for one batch. Learned positions: their next token is to be
+    said, and NUM_DEPTHS or more are before them.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -143,7 +143,7 @@ class Told:
 
     @property
     def positions(self) -> Int[Tensor, "batch position"]:
-        """Of the tokens."""
+        """Positions of the tokens in their texts."""
         return torch.arange(self.tokens.shape[1]).expand(len(self.tokens), -1)
 
     def divergence(self, log_q: Float[Tensor, "learned vocab"]) -> Float[Tensor, ""]:

@@ -185,7 +185,7 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
 
 
 def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.Keys) -> dict[str, Any]:
-    """What is known about imported data, and how its features were made."""
+    """The manifest of imported data: its file's keys, and how its features were made."""
     settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
     return {
         "format": FORMAT,

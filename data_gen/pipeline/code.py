@@ -14,7 +14,7 @@ _DEPENDENCIES = ("torch", "transformers", "tokenizers")
 
 
 def folders() -> list[Path]:
-    """Where the project's packages lie on this machine."""
+    """The folders of the project's packages on this machine."""
     specs = [find_spec(name) for name in PACKAGES]
     return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
 

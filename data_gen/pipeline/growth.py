@@ -21,7 +21,7 @@ from data_gen.store.manifest import Parts, digest, read_manifest
 
 
 class Order(NamedTuple):
-    """What a run is to make."""
+    """The splits and shards that a run is to make."""
 
     split: dict[Split, Parts]
     """For the manifest."""
@@ -81,7 +81,7 @@ def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], siz
 
 
 def _ends_there(data: DataConfig, split: Split) -> list[int]:
-    """Where the parts of a split end that data.dir was made with; none where nothing was made."""
+    """Number of prompts up to the end of each part of a split, as data.dir was made; empty where nothing was made."""
     if not (Path(data.dir) / "manifest.json").is_file():
         return []
     return [part["prompts"] for part in read_manifest(data.dir).get("split", {}).get(split, [])]

@@ -49,7 +49,7 @@ class Size:
 
 
 class Need(NamedTuple):
-    """What one stage holds at its fullest moment."""
+    """Bytes that one stage holds at its fullest moment."""
 
     stage: str
     fixed: dict[str, float]
@@ -90,7 +90,7 @@ def needs(config: Config) -> list[Need]:
 
 
 class Gpus(NamedTuple):
-    """What there is."""
+    """The GPUs that there are: their number and their memory."""
 
     number: int
     usable_bytes: float
@@ -212,7 +212,7 @@ def _apart(pair: dict[str, Size], data: DataConfig) -> list[Need]:
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:
-    """On one GPU: every rank holds all heads, and with online features the draft."""
+    """Bytes on one GPU in training: every rank holds all heads, and with online features the draft."""
     width, kinds = draft.hidden_size, len(heads.timings) * len(heads.scalars) * len(heads.embeddings) + heads.specdec
     weight_count = (
         kinds * len(heads.reject_weights) * sum(depth * (width + 1) * width + width + 1 for depth in heads.depths)

@@ -76,7 +76,9 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
 
 
 def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
-    """What became of each shard, as its actor says: its index, and the kind and text of an error or neither."""
+    """Wait for the shards and yield each actor's report: the shard's index, and the kind and text of an error or
+    neither.
+    """
     import ray
     import ray.data
 

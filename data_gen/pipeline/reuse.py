@@ -61,7 +61,7 @@ def responses(config: Config, *, out: str) -> None:
 
 
 def _there(path: Path) -> dict[str, int]:
-    """What an earlier call wrote: a hash of each response by the id of its row."""
+    """Hashes of the responses that an earlier call wrote, by the id of their row."""
     if not path.is_file():
         return {}
     there = {}

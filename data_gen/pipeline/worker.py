@@ -48,7 +48,7 @@ FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker has to know; picklable, so that it can be sent to an actor."""
+    """Everything that a worker has to know; picklable, so that it can be sent to an actor."""
 
     pair: PairConfig
     data: DataConfig

@@ -63,7 +63,7 @@ class Exchange(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What became of the turns of a shard: each has an exchange or a problem, both in the order of the shard."""
+    """The exchange or the problem of every turn of a shard, both in the order of the shard."""
 
     exchanges: list[Exchange]
     problems: list[Problem]

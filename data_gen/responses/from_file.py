@@ -91,7 +91,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _line_offsets(path: str) -> list[int]:
-    """Where each line begins."""
+    """Byte offset of each line's beginning."""
     offsets, position = [], 0
     with open(path, "rb") as file:
         for line in file:

@@ -75,7 +75,7 @@ class TargetInProcess:
         return [batch.answers[index] for index in range(len(requests))]
 
     def _apart(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Which requests may be read together: those whose texts lie on one side of a change of frequencies."""
+        """Group requests that may be read together: their texts lie on one side of a change of frequencies."""
         frequencies = frequencies_of(self.model)
         if frequencies is None:
             return [list(range(len(requests)))]

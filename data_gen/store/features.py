@@ -70,7 +70,6 @@ def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:
 
 
 def _floats(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are there."""
     target_prob = columns["log_p"].float().exp().clamp(max=1)
     return {name: columns[name].float() for name in _FLOATS if name in columns} | {"target_prob": target_prob}
 

@@ -9,7 +9,7 @@ _WINDOW = 16
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that are needed here."""
 
     def decode(self, token_ids: list[int], **how: Any) -> Any:
         """The text of token ids."""
@@ -26,8 +26,8 @@ class Detokenizer:
         self._start = 0
 
     def add(self, token: int) -> str:
-        """What `token` adds; empty while a character is incomplete, and then all of it with the token that completes
-        it.
+        """Keep `token` and return the text that it adds; empty while a character is incomplete, and then all of it with
+        the token that completes it.
         """
         self._ids.append(token)
         text = self._text(self._start)
@@ -40,7 +40,7 @@ class Detokenizer:
         return piece
 
     def peek(self, tokens: tuple[int, ...]) -> str:
-        """What `tokens` would add; they are not kept."""
+        """The text that `tokens` would add; they are not kept."""
         return self._text(self._start, tokens)[self._shown :]
 
     def _text(self, start: int, more: tuple[int, ...] = ()) -> str:

@@ -76,9 +76,7 @@ class ProcessedSampling(Sampling):
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate` returns: transformers' own fields, and the rounds that the sequence was made
-    in.
-    """
+    """Output with `return_dict_in_generate`: transformers' own fields, and the rounds that the sequence was made in."""
 
     generation: Generation | None = None
 
@@ -153,7 +151,7 @@ def _drafting(
 
 
 class _Ends(NamedTuple):
-    """What ends a generation."""
+    """The conditions that end a generation."""
 
     eos_ids: frozenset[int]
     max_length: int

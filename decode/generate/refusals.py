@@ -48,8 +48,8 @@ _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]]
 
 
 def dropped_by_generate() -> dict[str, Any]:
-    """What the `generate` that called us was given and hands on to nobody: a reader of its streamer, say, would wait
-    for ever.
+    """Keywords that the `generate` which called us was given and hands on to nobody: a reader of its streamer, say,
+    would wait for ever.
 
     No signature can ask for these keywords, so they are read where they are.
     """

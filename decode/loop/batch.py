@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 class BatchRound(NamedTuple):
-    """What one round of the batch cost."""
+    """Cost of one round of the batch."""
 
     steps: tuple[int, ...]
     """Sequences in each draft step."""
@@ -103,7 +103,7 @@ class Batch:
 
     @property
     def generations(self) -> list[Generation]:
-        """Of every request, in their order."""
+        """Generation of every request, in their order."""
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def rounds(self, requests: Sequence[Request], *, max_draft_length: int) -> Iterator[BatchRound]:
@@ -170,7 +170,7 @@ class Batch:
         return tuple(steps)
 
     def _chosen(self, going: list[_Place], busy: list[_Place]) -> list[_Place]:
-        """Of the sequences that want to go on, those that the batch's rule lets go on."""
+        """Seats that the batch's rule lets draft on, among those whose sequences want to."""
         if self._rule is None or not going:
             return going
         worth = np.array([float(place.drafter.policy.worth(place.drafter.state)) for place in going])  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class Batch:
         return [place for place, goes_on in zip(going, chosen, strict=True) if goes_on]
 
     def _laws(self, asks: Sequence[Ask], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
-        """What tokens are drawn from, of all rows at once where the sampling allows it."""
+        """Laws that tokens are drawn from, computed for all rows at once where the sampling allows it."""
         if not self._sampling.sees_no_tokens:
             return [self._sampling.laws_after(rows, ask.token_ids) for rows, ask in zip(logits, asks, strict=True)]
         return self._sampling.laws_after(torch.cat(logits), ()).split([len(rows) for rows in logits])

@@ -179,7 +179,7 @@ class ModelDrafter:
     def drawn(
         self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
     ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """What `take` is told of a step, after a forward of the draft that gave these logits."""
+        """Draw a token from these logits of the draft, and return what `take` is told of the step."""
         session = self._session
         probs = q if session.sampling.is_plain else None
         token, drawn = self._signals.draw(len(self.proposal.tokens), logits, q, session.draws, probs=probs)

@@ -8,8 +8,8 @@ from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Tapp
 
 
 class Models(NamedTuple):
-    """What a `SpeculativeDecoder` and its `ModelDrafter` are given. They belong together: a feature draft reads this
-    very target.
+    """The models that a `SpeculativeDecoder` and its `ModelDrafter` share. They belong together: a feature draft reads
+    this very target.
     """
 
     target: CachedModel

@@ -65,7 +65,7 @@ class SignalReader(Protocol):
 
 
 class Reader:
-    """What both readers know of policy and model."""
+    """The part of both readers that depends on policy and model alone."""
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         unknown = policy.signals - frozenset(AfterDraw._fields)
@@ -87,7 +87,7 @@ class Reader:
 
 
 def places_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
-    """Where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both
+    """Devices where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both
     stay.
     """
     return model.device, model.output_device if policy.heads else None
@@ -98,14 +98,14 @@ def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
 
 
 def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position vocab"]:
-    """At temperature 1, in float32 or wider."""
+    """Probabilities at temperature 1, in float32 or wider."""
     return (logits if logits.itemsize >= 4 else logits.float()).softmax(-1)
 
 
 def numbers_of(
     logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], wanted: frozenset[str]
 ) -> dict[str, Float[Tensor, " 1"]]:
-    """Those of `OfToken` and of `AfterDraw` that are wanted, of softmax(logits), without a transfer to the host."""
+    """The wanted numbers of `OfToken` and `AfterDraw` for softmax(logits), without a transfer to the host."""
     log_probs = (logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1)
     columns = {"log_token_prob": log_probs.gather(0, token)}
     if "token_prob" in wanted:

@@ -32,7 +32,7 @@ class Round:
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """What was drafted after the accepted tokens."""
+        """The drafted tokens behind the accepted ones."""
         return self.drafted[self.num_accepted :]
 
     def cut(self, num_emitted: int) -> "Round":
@@ -56,7 +56,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated (without the prompt), how, and at what cost."""
+    """The generated tokens (without the prompt), the rounds that made them, and their cost."""
 
     token_ids: tuple[int, ...]
     rounds: tuple[Round, ...]

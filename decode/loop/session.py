@@ -18,7 +18,7 @@ from lm import DraftModel, Draws, GreedyDraws, Sampling
 
 @dataclass(eq=False)
 class Session:
-    """What one generation shares with its drafters. It is open while it is entered."""
+    """State that one generation shares with its drafters. It is open while it is entered."""
 
     sampling: Sampling
     eos_ids: frozenset[int]

@@ -46,8 +46,8 @@ JOINT = " & "
 
 
 class BeforeDraw(NamedTuple):
-    """What is known once the draft's forward has run and no token is drawn yet. Signals are those of the untruncated
-    temperature-1 q.
+    """Signals that are known once the draft's forward has run and no token is drawn yet. Signals are those of the
+    untruncated temperature-1 q.
     """
 
     position: Number
@@ -65,7 +65,7 @@ class BeforeDraw(NamedTuple):
 
 
 class AfterDraw(NamedTuple):
-    """What is known once the token is drawn, and kept."""
+    """Signals that are known once the token is drawn, and kept."""
 
     position: Number
     entropy: Number
@@ -79,7 +79,7 @@ class AfterDraw(NamedTuple):
 
     @property
     def before(self) -> BeforeDraw:
-        """What of it was known before the draw."""
+        """The signals among these that were known before the draw."""
         return BeforeDraw(self.position, self.entropy, self.max_prob, self.fed_logit, self.prefix_logit)
 
 
@@ -109,7 +109,7 @@ class Policy:
 
     @property
     def heads(self) -> "tuple[AcceptanceHead, ...]":
-        """Those that it asks."""
+        """The heads that it asks for scores."""
         return tuple(head for head in (self.fed_head, self.drawn_head, self.prefix_head) if head is not None)
 
     @property
@@ -124,8 +124,8 @@ class Policy:
 
     @property
     def stop_kind(self) -> str:
-        """What its stop costs goes by this name (law 4.9): policies of one kind do the same work in a draft step; "" is
-        none.
+        """Name under which the cost of its stop goes (law 4.9): policies of one kind do the same work in a draft step;
+        "" is none.
 
         Signals and heads in their order, with JOINT between them.
         """
@@ -157,8 +157,8 @@ class Policy:
         return ()
 
     def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        """What a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) / q(y)); lessons
-        are summed.
+        """The numbers that a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) /
+        q(y)); lessons are summed.
 
         Args:
             state: the very state that `after` was given with the token, so without it: what the policy knew when the

@@ -175,7 +175,7 @@ class Pace:
         self.tokens = rate * self.seconds
 
     def chosen(self, worth: Any, num_tokens: int) -> Any:
-        """Which sequences go on, bool [sequence].
+        """The sequences that go on, bool [sequence].
 
         Args:
             worth: [sequence] of those that may.
@@ -194,7 +194,7 @@ class Pace:
 
 
 def gaining(worth: Any, price: Any) -> Any:
-    """Which sequences gain most from one more step together, bool [sequence]; none where that would be a loss.
+    """The sequences that gain most from one more step together, bool [sequence]; none where that would be a loss.
 
     Args:
         worth: [sequence] tokens that the step is expected to bring to each.

@@ -102,7 +102,7 @@ class LearnedProb(Policy):
         return 1.0, LEARNER.learn(state[1], outcome.lesson)
 
     def _survival(self, state: Any, seen: Any) -> Number:
-        """With the newest token in it."""
+        """Survival probability of the draft with the newest token in it."""
         return state[0] * score_of(state[1].weights, self._inputs(seen))
 
     def _inputs(self, seen: Any) -> Inputs:

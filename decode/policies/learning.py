@@ -66,7 +66,7 @@ _FIRST = Weights(0.0, 1.0, 0.0)
 
 
 class Lesson(NamedTuple):
-    """What tokens teach, summed over them."""
+    """Sums over tokens of the numbers that each one teaches."""
 
     gradient: Weights
     """sum of (p - a) x."""
@@ -75,7 +75,7 @@ class Lesson(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What a generation has learned so far."""
+    """State that a generation has learned so far."""
 
     weights: Weights
     precision: Precision
@@ -98,7 +98,7 @@ class Learner(NamedTuple):
         return Learned(_FIRST, self._prior)
 
     def learn(self, before: Any, lesson: Any) -> Any:
-        """What is `Learned` after a round, from its `Lesson`; the same as before where the policy takes no lessons."""
+        """The state after a round and its `Lesson`; the same as before where the policy takes no lessons."""
         if not lesson:
             return before
         kept, prior = self.memory, self._prior
@@ -126,7 +126,7 @@ def score_of(weights: Weights, inputs: Inputs) -> Number:
 
 
 def lesson_of(weights: Weights, inputs: Inputs, acceptance_prob: Number) -> Lesson:
-    """What one token teaches."""
+    """The lesson of one token."""
     f, token = inputs
     score = score_of(weights, inputs)
     error, v = acceptance_prob - score, score * (1.0 - score)
@@ -135,7 +135,7 @@ def lesson_of(weights: Weights, inputs: Inputs, acceptance_prob: Number) -> Less
 
 
 def cut(value: Number) -> Number:
-    """As inputs are."""
+    """The number, at most _LARGEST in size: what logits and inputs of the regression are cut to."""
     if type(value) is float:  # the loop's is one, as in `sigmoid`
         return min(max(value, -_LARGEST), _LARGEST)
     return np.clip(value, -_LARGEST, _LARGEST)

@@ -70,12 +70,14 @@ class Scores:
 
     @property
     def signals(self) -> frozenset[str]:
-        """What the loop has to compute for these heads."""
+        """The signals that the loop has to compute for these heads."""
         return frozenset(f"{moment_of(head)}_logit" for head in (self.head, self.also) if head is not None)
 
     @property
     def stop_kind(self) -> str:
-        """As `Policy.stop_kind`: the shapes of the heads. A perfect head has none, and costs nothing."""
+        """Name of the stop's cost (`Policy.stop_kind`): the shapes of the heads. A perfect head has none, and costs
+        nothing.
+        """
         return JOINT.join(
             sorted(head.shape_name for head in (self.head, self.also) if head is not None and head.shape_name)
         )
@@ -120,8 +122,8 @@ class Scores:
 
     @cached_property
     def _calibrations(self) -> tuple[_Calibration | None, _Calibration | None]:
-        """Of the head that scores late and of the one that does not, read once: a head works them out anew each time it
-        is asked.
+        """Calibrations of the head that scores late and of the one that does not, read once: a head works them out anew
+        each time it is asked.
         """
         heads = self.of_timing("fed"), self.of_timing("drawn") or self.of_timing("prefix")
         fed, late = (None if head is None else _Calibration(head.calibration_shift, head.temperature) for head in heads)
@@ -186,7 +188,7 @@ class ScoringPolicy(Policy):
 
     @property
     def untaught(self) -> State:
-        """What a generation starts from; () where nothing is learned."""
+        """State that a generation starts from; () where nothing is learned."""
         return LEARNER.start() if self.is_learning else ()
 
     @property
@@ -222,5 +224,7 @@ class ScoringPolicy(Policy):
 
     @property
     def _own_signal(self) -> str:
-        """What is learned from beside the head: q(y), or with a prefix head, which knows no y, the largest q."""
+        """The probability that is learned from beside the head: q(y), or with a prefix head, which knows no y, the
+        largest q.
+        """
         return "max_prob" if self.head.timing == "prefix" else "token_prob"

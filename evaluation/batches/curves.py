@@ -19,7 +19,7 @@ def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
 
 
 def kept_curves(experiment: Experiment) -> BatchCosts | None:
-    """What was measured of this very loop; None where nothing was.
+    """Curves that were measured with this very loop; None where there are none.
 
     Raises:
         ValueError: a file that holds something else.

@@ -28,7 +28,7 @@ class LoadSpent(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole batch."""
+        """Throughput of the whole batch."""
         return self.tokens / self.seconds
 
 

@@ -29,7 +29,7 @@ class _Seats(Lockstep):
         return self.lanes.start < self.lanes.end
 
     def chosen(self, going: Array) -> Array:
-        """Of the seats that may draft on, those that the batch's rule lets."""
+        """Seats that the batch's rule lets draft on, among those whose sequences want to."""
         if self.pace is None or not going.any():
             return going
         at = going.nonzero()[0]
@@ -69,7 +69,7 @@ class _Seats(Lockstep):
 def step_through(
     trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int, *, is_drained: bool = False
 ) -> Load:
-    """What a batch does under one setting of a policy.
+    """Play a batch under one setting of a policy.
 
     Args:
         trace: of one or more prompts.

@@ -35,7 +35,7 @@ class BatchRun(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a clock said of batches."""
+    """Seconds that a clock found for batches."""
 
     rows: list[dict[str, Any]]
     """Of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's."""

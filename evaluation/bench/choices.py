@@ -38,7 +38,7 @@ class Chosen(NamedTuple):
 
 
 class Choices:
-    """What each family runs at under one sampling."""
+    """The setting that each family runs at under one sampling."""
 
     def __init__(self, config: Config, name: str, sampling: Sampling, *, cost: CostModel) -> None:
         """Args:

@@ -78,7 +78,7 @@ class Outside(NamedTuple):
 
 
 def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> Outside:
-    """What the loop spends outside forwards.
+    """Share of the loop's time that is spent outside forwards.
 
     Each generation is followed by its own forwards once more, bare and in their order, so that both see the same caches
     of the machine; medians are per model, tokens fed, and cache length to within 16.

@@ -38,7 +38,7 @@ _CONSTANTS = (2, 5, 10)
 
 @dataclass(frozen=True, kw_only=True)
 class RaceTerms:
-    """What every cell of a race has in common."""
+    """Terms that all cells of a race share."""
 
     num_prompts: int
     num_tokens: int
@@ -67,7 +67,7 @@ class Race:
 
     @cached_property
     def _cost(self) -> CostModel:
-        """Of the pair as it is."""
+        """Times of the pair as it is."""
         return costs_for(self.experiment)
 
     @cached_property
@@ -90,7 +90,7 @@ class Race:
                 yield self._once("cell", asked, partial(self._measured, ratio, name))
 
     def _once(self, kind: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was kept under this, or what is made now, and kept."""
+        """The value kept under this key, or a value that is made now and kept."""
         models = {level: self.experiment.described(level) for level in ("target", "draft")}
         layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
         decode = self.experiment.decode

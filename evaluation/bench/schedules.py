@@ -30,7 +30,7 @@ _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
 def constant(k: int) -> dict[str, Any]:
-    """What a user sets for drafts of a fixed length."""
+    """Keywords of `generate` for drafts of a fixed length."""
     return {
         "num_assistant_tokens": k,
         "num_assistant_tokens_schedule": "constant",
@@ -42,7 +42,7 @@ HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 
 
 def about_default() -> str:
-    """What the default schedule is here."""
+    """One line about the default schedule of the installed transformers."""
     return (
         f"confidence threshold {'moves (scikit-learn)' if is_sklearn_available() else 'fixed at 0.4 (no scikit-learn)'}"
     )

@@ -44,7 +44,7 @@ class Speed(NamedTuple):
 
 
 def speed_from(values: dict[str, Any], natural: CostModel) -> Speed:
-    """What `as_dict` wrote; what a stop costs is that of `natural`."""
+    """Read a speed as `as_dict` wrote it; a stop's seconds are those of `natural`."""
     times = {"t_draft_s": values["t_draft_s"], "t_target_s": tuple(values["t_target_s"]), "origin": values["origin"]}
     return Speed(values["draft_layers"], values["target_layers"], replace(natural, **times))
 

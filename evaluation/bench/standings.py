@@ -133,7 +133,7 @@ def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]])
 
 
 def title_of(cell: Mapping[str, Any]) -> str:
-    """What was measured."""
+    """Title of a cell: its sampling, its times and its texts."""
     speed, num_prompts = cell["speed"], len(cell["arms"][0]["seconds"])
     times = f"t_draft {1e3 * speed['t_draft_s']:.2f} ms, t_target/t_draft {ratio_of(cell):.2f}"
     texts = f"{num_prompts} prompts of {cell['num_tokens']} tokens"
@@ -147,7 +147,7 @@ def ratio_of(cell: Mapping[str, Any]) -> float:
 
 
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
-    """Where our fastest arm stands against each schedule, and which of ours are behind one."""
+    """Lead of our fastest arm over each schedule, and the arms of ours that are behind one."""
     ours = [one for one in standings if one.family not in (*SCHEDULES, ALONE)]
     best = max(ours, key=lambda one: one.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {_name(name)}" for name in SCHEDULES if name in best.over)

@@ -85,7 +85,7 @@ class PrimedLoop:
         )
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
-        """What every decoder starts from next."""
+        """Set the text that every decoder starts from next."""
         for model in (self._target, *self._drafts.values()):
             if isinstance(model, PrimedModel):
                 model.prime(prompt_ids)

@@ -43,11 +43,11 @@ class ClockRow:
 
     @property
     def largest_part(self) -> str:
-        """Where most of the difference lies."""
+        """The part of a round that most of the difference comes from."""
         return max(("draft", "verify", "rest"), key=lambda part: abs(getattr(self, part)))
 
     def cells(self, names: Mapping[str, str]) -> dict[str, str]:
-        """As tables have it."""
+        """The row as tables print it."""
         return {
             "policy": names.get(self.family, self.family),
             "setting": self.setting,
@@ -76,7 +76,7 @@ class ClockReport:
 
     @property
     def verdict(self) -> str:
-        """Which families differ by more than `TOLERANCE`, and where."""
+        """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
         beyond = [row for row in self.rows if abs(row.difference) > TOLERANCE]
         if not beyond:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
@@ -92,7 +92,7 @@ class ClockReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The row as JSON has it."""
         rows = [flat(row) for row in self.rows]
         return {
             "dataset": self.dataset,

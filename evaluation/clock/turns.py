@@ -36,7 +36,7 @@ class Took(NamedTuple):
 
 @dataclass(frozen=True)
 class Clocked:
-    """What all runners took."""
+    """Seconds of all runners, and the prompts on which all of them did what their replays say."""
 
     seconds: Float[Array, "runner repeat prompt part"]
     """Parts as `Took` names them."""

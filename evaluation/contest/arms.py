@@ -55,7 +55,7 @@ class Pick(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Which it stands for."""
+        """Family that the arm stands for."""
         return self.arm.grid.family
 
     @property
@@ -74,12 +74,12 @@ class Pick(NamedTuple):
         return total(self.arm.test.counts, self.setting)
 
     def tokens_per_s_on_dev(self, cost: CostModel) -> float:
-        """What it was chosen by."""
+        """Throughput on dev, by which the setting was chosen."""
         return float(cost.tokens_per_s(self.arm.dev)[self.setting])
 
     @property
     def policy(self) -> Policy:
-        """As the loop runs it."""
+        """The policy with the chosen setting, as the loop runs it."""
         return replace(self.arm.grid.policy, **self.values)  # type: ignore[type-var]
 
     def replayed(self, num_prompts: int) -> Replayed:
@@ -107,7 +107,7 @@ class Replays:
 
     @property
     def num_prompts(self) -> int:
-        """On test."""
+        """Number of test prompts."""
         return self.traces.test.num_prompts
 
     def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
@@ -115,7 +115,7 @@ class Replays:
         return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
 
     def cheapest(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
-        """Of the heads of each timing whose stop costs least, the one that is fastest on dev."""
+        """Fastest head on dev among those of each timing whose stop costs least."""
         stop_s = {arm.grid.name: cost.stop_s(arm.grid.policy.stop_kind) for arm in self.arms}
         found: dict[Timing, str] = {}
         for families in _HEADS.values():
@@ -141,7 +141,7 @@ class Replays:
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
 
     def oracle_arm(self, cost: CostModel) -> Arm:
-        """What knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
+        """Gain that knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
         accepted token pays.
         """
         oracle = Oracle(cost.round_s(self.traces.dev.max_draft_length))

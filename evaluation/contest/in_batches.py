@@ -69,7 +69,7 @@ class Setup(NamedTuple):
 
     @property
     def title(self) -> str:
-        """In titles of tables."""
+        """Name of the setup in titles of tables."""
         of = "batches" if self.measured is not None else "one sequence"
         each = (
             f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
@@ -86,15 +86,15 @@ class Entry:
 
     @cached_property
     def rounds(self) -> Rounds:
-        """Of every setting and row."""
+        """Rounds of every setting and row."""
         return replay_rounds(self.trace, self.grid.policy)
 
     def loads(self, size: int) -> list[Load]:
-        """What a batch does under every setting."""
+        """The batch's load under every setting."""
         return [self.load(setting, size) for setting in range(len(self.grid.settings))]
 
     def load(self, setting: int, size: int) -> Load:
-        """What a batch does under one."""
+        """The batch's load under one setting."""
         num_rows = len(self.trace.rows)
         first, end = self.rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
         own = Rounds(*(column[first:end] for column in self.rounds))
@@ -114,7 +114,7 @@ class BatchContest:
         self._replays, self._setups, self._sizes = replays, setups, sizes
 
     def results(self) -> Iterator[tuple[Setup, list[BatchResult]]]:
-        """Of every setup in turn, all sizes and families."""
+        """Results of every setup in turn, all sizes and families."""
         cost, traces = self._setups[0].cost, self._replays.traces
         families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
         grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
@@ -174,7 +174,7 @@ class BatchContest:
             yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
 
     def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
-        """Of each timing the head that is fastest for one sequence, and of the cheapest ones the fastest: in a batch a
+        """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a
         head gains less.
         """
         best = self._replays.best(cost)

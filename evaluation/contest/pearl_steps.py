@@ -102,6 +102,6 @@ def pearl_of(trace: Trace, cost: CostModel, *, gamma: int, exchange_s: float = 0
 
 
 def fastest_gamma(dev: Trace, cost: CostModel, *, exchange_s: float = 0.0) -> int:
-    """Of 1 … max_draft_length the fastest on these prompts, the smallest of equals."""
+    """The gamma in 1 … max_draft_length that is fastest on these prompts, the smallest of equals."""
     gammas = range(1, dev.max_draft_length + 1)
     return max(gammas, key=lambda gamma: pearl_of(dev, cost, gamma=gamma, exchange_s=exchange_s).spent.tokens_per_s)

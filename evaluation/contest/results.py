@@ -52,7 +52,7 @@ class Result:
 
 
 class Yardstick(NamedTuple):
-    """What results are measured by."""
+    """The arms and prompts that results are measured against."""
 
     spent: Mapping[str, Spent]
     """Of every replayed family, the best fixed length and the oracle among them."""

@@ -42,7 +42,7 @@ rule, bounds.
 
 
 def ordered(results: Sequence[Result]) -> list[Result]:
-    """In the order of `NAMES`."""
+    """The rows in the order of `NAMES`."""
     places = {family: place for place, family in enumerate(NAMES)}
     return sorted(results, key=lambda result: places.get(result.family, len(places)))
 

@@ -98,7 +98,7 @@ def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
 
 
 def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
-    """Those that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new
+    """Heads that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new
     names.
     """
     here, first = np.arange(dev.num_positions), dev.offsets[:-1]
@@ -136,7 +136,7 @@ def _moved(home: Sequence[Arm], there: Sequence[Arm], test: Trace) -> Iterator[A
 
 
 def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> Sheet:
-    """At home, travelled and tuned there, side by side."""
+    """Gains at home, travelled and tuned at the other set, side by side."""
     rows = [
         {
             "policy": NAMES.get(result.family, result.family),

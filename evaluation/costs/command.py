@@ -63,7 +63,7 @@ def time_sheet(times: Mapping[str, Any], bare: CostModel | None) -> Sheet:
 
 
 def stop_sheet(times: Mapping[str, Any]) -> Sheet:
-    """What each kind of stop adds to a draft step, the dearest last."""
+    """Seconds that each kind of stop adds to a draft step, the dearest last."""
     step_s = times["t_draft_s"]
     rows = [
         {

@@ -116,7 +116,7 @@ def loop_of(experiment: Experiment) -> Loop:
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
-    """What the times of a loop depend on."""
+    """The settings that the times of a loop depend on."""
     levels: tuple[Level, ...] = ("target", "draft")
     return {
         **{

@@ -77,7 +77,7 @@ class CostModel:
 
     @property
     def title(self) -> str:
-        """In titles of tables and plots: the ratio, where it comes from, and what stops are taken to cost."""
+        """Name of the costs in titles of tables and plots: the ratio, its origin, and the assumed seconds of stops."""
         return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin})"
 
     def with_ratio(self, ratio: float) -> "CostModel":

@@ -102,7 +102,7 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
 
 
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
-    """What each of these policies' stops costs."""
+    """Time the stop of each of these policies."""
     if not policies:
         return {}
     arms = {"": FixedLength(loop.max_draft_length), **{kind: Unstopping(policy) for kind, policy in policies.items()}}

@@ -46,7 +46,7 @@ class LevelPolicies:
 
 
 def version_of(heads: Iterable[AcceptanceHead]) -> str:
-    """Of a setting with these heads, whose paths may hold other weights tomorrow; empty for none."""
+    """Version of a setting with these heads, whose paths may hold other weights tomorrow; empty for none."""
     weights = b"".join(save(dict(head.state_dict())) for head in heads)
     return sha256(weights).hexdigest()[:8] if weights else ""
 

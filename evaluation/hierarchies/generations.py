@@ -24,7 +24,7 @@ from store.keyed import KeyedStore
 
 
 class Key(NamedTuple):
-    """Which generation."""
+    """Key of one generation."""
 
     prompt: str
     arm: str
@@ -33,7 +33,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one generation cost."""
+    """Counts and seconds of one generation."""
 
     counts: Counts
     lengths: tuple[int, ...]
@@ -75,7 +75,7 @@ def append_decoded(directory: Path, decoded: Mapping[Key, Decoded]) -> None:
 
 
 def read_decoded(directory: Path) -> dict[Key, Decoded]:
-    """What is there.
+    """Read all generations that are there.
 
     Raises:
         ValueError: a line that is no generation.

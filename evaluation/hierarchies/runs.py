@@ -66,11 +66,11 @@ class Run:
 
     @property
     def measured(self) -> Spent:
-        """By wall clock."""
+        """Throughput by wall clock."""
         return self.spent([one.seconds for one in self.decoded])
 
     def modelled(self, times: Times) -> Spent:
-        """By the cost model with three times."""
+        """Throughput by the cost model with three times."""
         return self.spent([times.seconds(counts) for counts in self.each])
 
     def spent(self, seconds: Sequence[float]) -> Spent:

@@ -103,7 +103,7 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
-    """What the figures say, in words."""
+    """The result of the figures in words: whether a third level pays."""
     plain, hierarchical = (
         max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s)
         for levels in (2, 3)

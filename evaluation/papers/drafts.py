@@ -184,7 +184,7 @@ def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[StopChoices]:
 
 
 def _short(spec: str) -> str:
-    """With a head's directory by its last part."""
+    """Name with a head's directory cut to its last part."""
     path = read_spec(spec)[1].get("head")
     return spec if path is None else spec.replace(str(path), Path(str(path)).name)
 

@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
     @property
     def fastest_fixed(self) -> Run:
-        """Of what it is held against."""
+        """The fixed length that the others are held against."""
         return max(
             (base for base in (self.published, self.best) if base is not None),
             key=lambda base: base.measured.tokens_per_s,
@@ -85,8 +85,8 @@ def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> l
 
 
 def stop_verdict(lines: Sequence[Line]) -> str:
-    """Which stops beat the best fixed length of their own draft on the clock, the whole interval above 0, and which do
-    not.
+    """The stops that beat the best fixed length of their own draft on the clock, the whole interval above 0, and those
+    that do not.
 
     The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been
     an unlucky one.

@@ -165,7 +165,7 @@ def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[in
 
 
 def at_window(competitor: Competitor) -> Competitor:
-    """With the paper's window, where a competitor has several settings."""
+    """The competitor with the paper's window, where it has several settings."""
     at = tuple(setting for setting in competitor.settings if setting.label == f"K={WINDOW}")
     return replace(competitor, settings=at or competitor.settings)
 

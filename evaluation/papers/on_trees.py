@@ -40,7 +40,7 @@ Prompts = Mapping[str, Sequence[tuple[str, list[int]]]]
 
 
 def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
-    """Those of Tables 3 and 4 that this draft makes.
+    """The part of Tables 3 and 4 that this draft makes.
 
     Raises:
         ValueError: no test prompts, no dev prompts; a draft or a target that cannot hold a tree.
@@ -57,7 +57,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
 
 
 def prompts_of(experiment: Experiment, split: Split) -> Prompts:
-    """Of every dataset."""
+    """Prompts of every dataset."""
     is_one = len(experiment.datasets) == 1
     return {
         dataset: [

@@ -67,13 +67,13 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
 
 
 def best_length(trace: Trace, cost: CostModel) -> Best:
-    """Of the fixed lengths."""
+    """The fastest fixed length."""
     lengths = np.array([length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length])
     return _best(cost.tokens_per_s(replay_settings(trace, FixedLength(lengths))), lengths)  # type: ignore[arg-type]
 
 
 def best_threshold(head: AcceptanceHead, trace: Trace, cost: CostModel) -> Best:
-    """Of one head's thresholds."""
+    """The fastest threshold of one head."""
     return _best(
         cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, np.array(THRESHOLDS)))), np.array(THRESHOLDS)
     )
@@ -117,7 +117,7 @@ def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[
 
 
 def described(cost: CostModel) -> str:
-    """Where a replayed figure comes from."""
+    """One line on the origin of a replayed figure."""
     return f"replayed on test, predicted at {cost.title}"
 
 

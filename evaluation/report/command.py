@@ -85,7 +85,7 @@ def evaluate(
 
 
 def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
-    """What competes, these heads among it."""
+    """Grids of all competitors, these heads among them."""
     return grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
 
 
@@ -136,7 +136,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def hierarchies_of(
     experiment: Experiment, dataset: str, traces: Traces, *, trio: Trio, costs: Sequence[CostModel]
 ) -> DecodedHierarchies | None:
-    """Those of one dataset, decoded; None where none are asked for."""
+    """Decoded hierarchies of one dataset; None where none are asked for."""
     if not experiment.decode.hierarchies:
         return None
     loop = resumable_loop(experiment, dataset, trio)
@@ -144,7 +144,7 @@ def hierarchies_of(
 
 
 class Terms(NamedTuple):
-    """Of the comparison on one dataset."""
+    """Terms of the comparison on one dataset."""
 
     dataset: str
     is_home: bool
@@ -218,7 +218,7 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
 
 
 def about(experiment: Experiment, cost: CostModel) -> str:
-    """What was evaluated, in one line."""
+    """One line on what was evaluated."""
     sampling = ", ".join(f"{key} {value}" for key, value in experiment.sampling.as_dict().items() if value is not None)
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
     measured = (
@@ -248,7 +248,7 @@ def in_batches(
     page: Page,
     sizes: Sequence[int],
 ) -> list[str]:
-    """What batches come to, printed and written, and the page with it; the names of files."""
+    """Print and write the results of batches, and the page with them; the names of files."""
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
     frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"
     write_atomic(path, frame.to_csv(index=False).encode())

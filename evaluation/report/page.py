@@ -54,7 +54,7 @@ class ReportHierarchy:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What the page shows."""
+    """Contents of the page."""
 
     about: str
     """One line under the title."""
@@ -123,7 +123,7 @@ def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy], stops: M
 
 
 def _weight(kind: str, stops: Mapping[str, float]) -> float:
-    """What a stop costs in units of the dearest one."""
+    """Seconds of a stop in units of the dearest one."""
     parts = (stops.get(part, 0.0) for part in kind.split(JOINT))
     return stops.get(kind, sum(parts)) / (max(stops.values(), default=0.0) or 1.0)
 

@@ -132,7 +132,7 @@ def _colour(family: str) -> str:
 
 
 def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
-    """Where the fed-time score of each drawn token stands (at the token after it), and whether the drawn token was
+    """Index of each drawn token's fed-time score (it stands at the token after it), and whether the drawn token was
     accepted.
     """
     following = drawn + 1

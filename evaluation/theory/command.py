@@ -120,7 +120,7 @@ def best_settings(rates: tuple[float, float, float], costs: tuple[float, float])
 
 
 def best_sheet(best: dict[str, dict[str, int | float]]) -> Sheet:
-    """What to run, by the closed forms."""
+    """Settings that the closed forms recommend."""
     rows = [
         {
             "drafter": name,

@@ -17,8 +17,8 @@ from lm.uniforms import draw
 
 
 class DrawnTokens(NamedTuple):
-    """What a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from, [draw]
-    each.
+    """Tokens that a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from,
+    [draw] each.
     """
 
     token: Int[Tensor, " draw"]

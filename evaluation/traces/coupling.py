@@ -57,7 +57,7 @@ class RowRecording:
 
     @classmethod
     def of(cls, draws: DrawnTokens, acceptance_prob: Tensor, **of_places: Tensor) -> "RowRecording":
-        """Of all draws, and of what is known of each position."""
+        """Couple all draws with the known outcome of each position."""
         signals = {"entropy": draws.entropy, "max_prob": draws.max_prob, "log_token_prob": draws.log_token_prob}
         return cls(
             token=draws.token.int(), acceptance_prob=acceptance_prob, hidden=draws.hidden, **signals, **of_places

@@ -43,7 +43,7 @@ _ROWS = pa.schema(
 
 
 class Place(NamedTuple):
-    """Which shard."""
+    """Address of one shard."""
 
     dataset: str
     split: str

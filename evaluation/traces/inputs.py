@@ -47,7 +47,7 @@ class TokenInputs:
         return self.make()
 
     def at(self, drafts: Int[Tensor, " drafts"]) -> "TokenInputs":
-        """Those of some tokens."""
+        """Inputs of some tokens."""
         return TokenInputs(lambda: self.tensors._replace(hidden=self.tensors.hidden[drafts]))
 
 

@@ -13,7 +13,7 @@ from evaluation.traces.trace import Array, Trace
 
 
 class Tokens(NamedTuple):
-    """What the trace says of every token, with one entry after the last, which only lanes that have ended read."""
+    """The trace's entries for every token, and one entry after the last, which only lanes that have ended read."""
 
     rejected: Int[Array, " positions+1"]
     fork: Int[Array, " positions+1"]
@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
-        """Of the trace, with the signals that the policy asks for."""
+        """Entries of the trace, with the signals that the policy asks for."""
         heads = {f"{moment_of(head)}_logit": head for head in policy.heads}
         signals = {}
         for name in policy.signals & frozenset(AfterDraw._fields):
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Lanes:
-    """Where each lane stands, arrays [lane]. Places are flat indices of the trace."""
+    """Positions of all lanes, arrays [lane]. Places are flat indices of the trace."""
 
     index: Int[Array, " lane"]
     """In the totals."""
@@ -79,7 +79,7 @@ class Lanes:
 
     @classmethod
     def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "Lanes":
-        """At the start of these rows; no round has begun."""
+        """Lanes at the start of these rows; no round has begun."""
         start, none = trace.offsets[rows], np.zeros_like(rows)
         limit = start + np.array([row.limit for row in trace.rows])[rows]
         return cls(

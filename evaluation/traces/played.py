@@ -65,7 +65,7 @@ class PlayedDraws(Draws):
         self._next = None
 
     def _recorded(self) -> int | None:
-        """What comes of the next draw, if the trace knows it."""
+        """Outcome of the next draw, if the trace knows it."""
         if self._next is None:
             return next(self._drafted, None)
         place = self._next

@@ -178,7 +178,7 @@ class TraceFolder:
         write_atomic(self.directory / "errors.jsonl", text.encode())
 
     def _manifest(self, eos_ids: Sequence[int]) -> dict[str, object]:
-        """What decides the trace; a run that resumes it must agree."""
+        """Settings that decide the trace; a run that resumes it must agree."""
         prompts: dict[str, str] = {}
         for dataset, spec in ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs):
             key = f"{dataset}.{spec.split}"

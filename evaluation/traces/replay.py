@@ -34,7 +34,7 @@ _ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
 
 @dataclass(frozen=True)
 class Replayed:
-    """What every setting did on every prompt."""
+    """Counts of every setting on every prompt."""
 
     counts: Counts
     """Arrays [setting, row]."""
@@ -109,7 +109,7 @@ _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_dra
 
 
 class Totals(NamedTuple):
-    """What all lanes did so far."""
+    """Counts of all lanes so far."""
 
     counts: dict[str, Int[Array, " lanes"]]
     lengths: Int[Array, "lanes lengths"]
@@ -215,7 +215,7 @@ class Lockstep:
         self._begin(ended, state)
 
     def _outcome(self) -> Outcome:
-        """Of each lane's round, if it ends here; where it does not, nobody reads it."""
+        """Outcome of each lane's round, if it ends here; where it does not, nobody reads it."""
         lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
         at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)

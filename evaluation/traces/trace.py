@@ -78,8 +78,8 @@ class Trace:
 
     @cached_property
     def prompt_of_row(self) -> Int[Array, " rows"]:
-        """Which prompt each row belongs to, numbered by first appearance. Its draws, and its later turns (81#2 after
-        81), are not independent of each other, so whoever resamples takes or leaves them together.
+        """Number of the prompt that each row belongs to, by first appearance. Its draws, and its later turns (81#2
+        after 81), are not independent of each other, so whoever resamples takes or leaves them together.
         """
         known = {(row.dataset, row.id) for row in self.rows}
         firsts = [(row.dataset, _LATER_TURN.sub("", row.id)) for row in self.rows]
@@ -130,8 +130,8 @@ class Trace:
 
     @cached_property
     def fork(self) -> Int[Array, " positions"]:
-        """Where a round that starts at each position leaves the path for a branch; num_positions where it never
-        does.
+        """The position at which a round that starts at each position leaves the path for a branch; num_positions where
+        it never does.
         """
         none = self.num_positions
         marks = np.where(self.is_rejected, np.arange(none), none)

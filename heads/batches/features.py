@@ -65,7 +65,7 @@ Batch = dict[str, Features]
 
 
 def of_timing(batch: Batch, timing: str) -> Features:
-    """What heads of this timing read, with the label that they are trained on and measured by as acceptance_prob."""
+    """Inputs of heads of this timing, with the label that they are trained on and measured by as acceptance_prob."""
     features, label = batch[FEATURE_SETS[timing]], LABELS[timing]
     return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
 

@@ -106,7 +106,7 @@ class BatchLoader:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the consumer is."""
+        """Position of the consumer."""
         return {"epoch": self.epoch, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -149,7 +149,7 @@ def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
 
 
 def pinned(batch: Batch) -> Batch:
-    """In page-locked memory where there is a GPU, so that copies to it overlap with its work."""
+    """The batch in page-locked memory where there is a GPU, so that copies to it overlap with its work."""
     if not torch.cuda.is_available():
         return batch
     return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

@@ -78,8 +78,8 @@ class FeatureData(pl.LightningDataModule):
 
     @cached_property
     def tested(self) -> tuple[str, ...]:
-        """What a finished sweep is measured on: dev, train and test, and where prompts come from several sets dev/NAME
-        and test/NAME.
+        """Names of the sets that a finished sweep is measured on: dev, train and test, and where prompts come from
+        several sets dev/NAME and test/NAME.
         """
         held_out = [split for split in ("dev", "test") if split in self._shards]
         by_set = [
@@ -90,7 +90,7 @@ class FeatureData(pl.LightningDataModule):
         return "dev", "train", *held_out[1:], *by_set
 
     def test_dataloader(self) -> list[BatchLoader]:
-        """In the order of `tested`; of train as many responses as dev has, which is enough to see how far heads
+        """Loaders in the order of `tested`; of train as many responses as dev has, which is enough to see how far heads
         overfit.
         """
         some = min(self.num_responses("train"), self.num_responses("dev"))
@@ -123,7 +123,7 @@ class FeatureData(pl.LightningDataModule):
 
     @property
     def share(self) -> Share:
-        """Of this process in the data."""
+        """Share of this process in the data."""
         return Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else Share()
 
     def _loader(

@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which process this is, of how many."""
+    """Number of this process, and of all of them."""
 
     rank: int = 0
     world_size: int = 1

@@ -143,7 +143,7 @@ def _signal_results(histogram: Histogram) -> dict[str, Any]:
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
-    """What is true of the split, whatever is predicted."""
+    """Figures of the split that no prediction changes."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     own = float(histogram.entropy[0] / histogram.total[0])
     of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)

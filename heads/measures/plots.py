@@ -85,7 +85,7 @@ def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """By draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of
+    """Plot by draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of
     inputs.
     """
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")

@@ -39,7 +39,7 @@ class LogitHistogram(Metric):
 
 
 class AlongDraft(NamedTuple):
-    """What `DraftMetric` measures."""
+    """Figures that `DraftMetric` measures."""
 
     token: Histogram
     """By head and draft position, flattened; likewise below."""
@@ -48,7 +48,7 @@ class AlongDraft(NamedTuple):
 
 
 class DraftMetric(Metric):
-    """What predictions come to along a draft: `heads.measures.survival`, for one way of making a probability of the
+    """Figures of predictions along a draft: `heads.measures.survival`, for one way of making a probability of the
     logit.
     """
 
@@ -81,7 +81,7 @@ class DraftMetric(Metric):
             getattr(self, name).add_(value)
 
     def compute(self) -> AlongDraft:
-        """Of all responses so far."""
+        """Figures of all responses so far."""
         counts = ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
         return AlongDraft(self.token.compute(), self.survival.compute(), counts)
 

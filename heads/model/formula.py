@@ -28,8 +28,8 @@ from torch.nn import functional as F  # noqa: N812
 
 
 class Dropout(NamedTuple):
-    """In training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up for
-    it.
+    """Dropout in training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up
+    for it.
     """
 
     rate: float

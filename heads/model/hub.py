@@ -12,7 +12,7 @@ FILES = ("config.json", "model.safetensors", "README.md")
 
 
 def local_directory(source: str | Path, **where: Any) -> Path:
-    """Where the files of `source` lie: itself if it is a path, else a snapshot of the repository of that name
+    """Folder with the files of `source`: itself if it is a path, else a snapshot of the repository of that name
     (owner/name).
 
     Args:

@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     def of(
         cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False
     ) -> "Inputs":
-        """As a config or config.json names them.
+        """Inputs as a config or config.json names them.
 
         Raises:
             ValueError: a scalar that does not exist, or one twice.

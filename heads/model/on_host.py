@@ -76,7 +76,7 @@ class HostHead:
         return centred
 
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
-        """What its embedding adds to the stream and to the logit."""
+        """Terms that the token's embedding adds to the stream and to the logit."""
         assert token_id is not None
         rows, logits = self._table
         if logits is None:

@@ -30,7 +30,7 @@ class Vocabulary(NamedTuple):
 
 
 class OfEmbedding(NamedTuple):
-    """What embeddings of tokens add."""
+    """Terms that embeddings of tokens add."""
 
     stream: Float[Tensor, "tokens hidden"] | None
     """U_e e + c; None for a head without blocks."""
@@ -91,7 +91,7 @@ class StepwiseHead:
         return torch.addmv(logit, self.out, stream)
 
     def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:
-        """What the embeddings of these tokens add; only for a head that takes it."""
+        """Terms that the embeddings of these tokens add; only for a head that takes it."""
         if self.table is None:
             return self._worked_out(tokens)
         stream, logit = self.table

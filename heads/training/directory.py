@@ -71,7 +71,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """What the run measured at its end."""
+        """Metrics that the run measured at its end."""
         return self.path / "val_metrics.json"
 
     def alone(self) -> AbstractContextManager[None]:
@@ -130,12 +130,12 @@ class RunDirectory:
 
 
 def _is_first() -> bool:
-    """Of the processes of one run."""
+    """Is this the first of the run's processes?"""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """What a run is, as run.json states it beside the name."""
+    """The run's settings, as run.json states them beside the name."""
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
     return {
         "config": {name: _plain(value) for name, value in asdict(config).items()},

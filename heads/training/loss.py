@@ -37,7 +37,7 @@ def mean_over_processes(values: Tensor) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """What the loss needs besides logits."""
+    """Targets and weights that the loss needs besides logits."""
 
     label: Float[Tensor, " tokens"]
     """P in [0, 1], shared by all heads."""
@@ -48,7 +48,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor) -> "Targets":
-        """With the batch's own denominator."""
+        """Targets with the batch's own denominator."""
         return cls(label, accept_weight, reject_weight, loss_mass(label, accept_weight, reject_weight))
 
 

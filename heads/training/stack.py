@@ -91,8 +91,8 @@ class HeadStack(nn.Module):
         )
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:
-        """Of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops the
-        same.
+        """Masks of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops
+        the same.
         """
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
         return Dropout(rate, torch.Generator(self.scalar_mean.device).manual_seed(seed)) if rate else None

@@ -181,7 +181,7 @@ class Sweep(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """By norm, per head: a grid of heads is clipped as each head alone would be."""
+        """Clip by norm, per head: a grid of heads is clipped as each head alone would be."""
         if not gradient_clip_val:
             return
         if gradient_clip_algorithm == "value":

@@ -32,7 +32,7 @@ _TRUNK = -1
 
 
 class Told(NamedTuple):
-    """What the target says of one text."""
+    """Cache, hidden states and features of the target for one text."""
 
     cache: DynamicCache
     """That holds the text, at least."""

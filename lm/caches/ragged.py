@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class Feed(NamedTuple):
-    """Where the tokens of one forward go, the same in every layer."""
+    """Places that the tokens of one forward go to, the same in every layer."""
 
     rows: Int[Tensor, " fed_rows"]
     """Row of the buffer of each sequence that is fed."""

@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Outputs(NamedTuple):
-    """What a forward gives for each node."""
+    """Outputs of a forward for each node."""
 
     states: Float[Tensor, "batch node hidden"]
     """What the nodes that follow are fed in place of the target's features."""
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What a draft borrows of its target, and what it must not own: moving the draft would move it too."""
+    """The parts that a draft borrows of its target and must not own: moving the draft would move them too."""
 
     embedding: nn.Module
     head: nn.Module
@@ -63,12 +63,12 @@ class FeatureDraft(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Dtype of its weights."""
         return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that it computes on."""
         return next(self.parameters()).device
 
     @property
@@ -100,7 +100,7 @@ class FeatureDraft(nn.Module):
 
     @property
     def target(self) -> _Target:
-        """What is borrowed."""
+        """The borrowed parts of the target."""
         assert self._target is not None, "bind the draft to its target first"
         return self._target
 

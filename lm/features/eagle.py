@@ -78,11 +78,11 @@ class Eagle(FeatureDraft):
         return self.layers[0]  # type: ignore[return-value]  # the one it was made with
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """What attention reads."""
+        """Input of attention: embeddings and features side by side."""
         return self.fc(torch.cat([embedded, states], -1))
 
     def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
-        """What attention adds to."""
+        """The stream that attention adds to."""
         return inputs
 
     def _outputs(self, states: Tensor) -> Outputs:

@@ -40,7 +40,7 @@ class CrossAttention(nn.Module):
         rotation: Rotation,
         mask: Bool[Tensor, "1 1 node seen"] | None = None,
     ) -> Float[Tensor, "batch node hidden"]:
-        """What is added to the residual stream."""
+        """The term that is added to the residual stream."""
         queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotation)
         queries = queries * cosines + rotate_half(queries) * sines
@@ -141,8 +141,8 @@ class Glide(FeatureDraft):
 
 
 def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
-    """What of the target each token sees in training: the blocks before its own, and in the first block all up to
-    itself.
+    """Number of the target's keys that each token sees in training: those of the blocks before its own, and in the
+    first block all up to itself.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """
@@ -154,7 +154,7 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
 
 
 def _cross_config(config: LlamaConfig) -> LlamaConfig:
-    """Of the rotary embedding of cross-attention."""
+    """Config of the rotary embedding of cross-attention."""
     num_heads = config.large_num_attention_heads
     return LlamaConfig(
         hidden_size=config.large_hidden_size,

@@ -26,7 +26,7 @@ _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 
 
 class Released:
-    """What such a directory holds."""
+    """Contents of such a directory."""
 
     def __init__(self, source: ModelSource) -> None:
         """Read config.json and every tensor.
@@ -71,8 +71,7 @@ class Released:
 
 
 def layout_of(source: ModelSource) -> str | None:
-    """Which of the layouts a directory or hub repository has, by its config.json; None: a model of its own, or nothing
-    to be had.
+    """Layout of a directory or hub repository, by its config.json; None: a model of its own, or nothing to be had.
 
     Raises:
         ValueError: a config.json that is broken, or weights that have to tell and are pickled.
@@ -95,7 +94,7 @@ def layout_of(source: ModelSource) -> str | None:
 
 
 def commit_of(source: ModelSource) -> str | None:
-    """Of a hub repository."""
+    """Commit of a hub repository."""
     path = cached_file(source.path, "config.json", revision=source.revision)
     return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
 
@@ -121,7 +120,7 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
 
 
 def _names(file: Path) -> set[str]:
-    """Of all tensors in a file; none of a broken one, which whoever loads it will refuse."""
+    """Names of all tensors in a file; none of a broken one, which whoever loads it will refuse."""
     try:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())

@@ -54,12 +54,12 @@ class FeatureModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that it computes on."""
         return self.draft.device
 
     @property
     def output_device(self) -> torch.device:
-        """Where hidden states come out."""
+        """Device that hidden states come out on."""
         return self.draft.device
 
     @property
@@ -137,7 +137,7 @@ class FeatureModel:
         return self._cut(self.draft.logits(self.hidden))
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        """Of entries up to before position `last`."""
+        """Outputs of entries up to before position `last`."""
         raise NotImplementedError
 
     def _cut(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:

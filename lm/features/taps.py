@@ -55,7 +55,7 @@ class TappedModel(CachedModel):
                 )
 
     def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
-        """Of the tokens from `start` to before `end`."""
+        """Features of the tokens from `start` to before `end`."""
         assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
         assert self._features is not None, "a draft that reads the cache alone has no features"
         return self._features[None, start:end]
@@ -68,7 +68,7 @@ class TappedModel(CachedModel):
         self.num_features = start + len(places)
 
     def keys_values(self) -> list[KeysValues]:
-        """What the layers that the draft attends to have cached."""
+        """Cached keys and values of the layers that the draft attends to."""
         layers: list[Any] = [self._cache.layers[place] for place in self._cached_layer_ids]
         return [(layer.keys[:, :, : len(self)], layer.values[:, :, : len(self)]) for layer in layers]
 

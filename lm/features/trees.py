@@ -44,7 +44,7 @@ class EagleTreeModel(EagleModel):
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """As `TreeModel.forward_tree`; nodes whose parents are new as well wait for the next call.
+        """The same as `TreeModel.forward_tree`; nodes whose parents are new as well wait for the next call.
 
         Args:
             token_ids: the whole text.
@@ -74,8 +74,8 @@ class GlideTreeModel(GlideModel):
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
-        """As `TreeModel.forward_tree`, of trees that are one chain: the siblings beside it are leaves, which no draft
-        feeds.
+        """The same as `TreeModel.forward_tree`, for trees that are one chain: the siblings beside it are leaves, which
+        no draft feeds.
         """
         assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
         return self.forward([*token_ids, *tree.tokens])

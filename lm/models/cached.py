@@ -81,12 +81,12 @@ class CachedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids are fed."""
+        """Device that token ids are fed on."""
         return self._device
 
     @property
     def output_device(self) -> torch.device:
-        """Where logits and hidden states come out: elsewhere, if the model is spread over several devices."""
+        """Device that logits and hidden states come out on: another one, if the model is spread over several."""
         return next(head_of(self.model).parameters()).device
 
     @property

@@ -59,7 +59,7 @@ class Captured:
         self._first = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self) -> Tensors:
-        """What the function returns now."""
+        """Call the function, or replay its graph."""
         if not self._on_gpu:
             return self._run()
         torch.compiler.cudagraph_mark_step_begin()

@@ -17,7 +17,7 @@ from lm.models.captured import Captured, Tail, Tensors, holder
 
 
 class _Kept(NamedTuple):
-    """What tails read, at one place for good."""
+    """Inputs of tails, at one place for good."""
 
     logits: Float[Tensor, "1 vocab"]
     hidden: Float[Tensor, "1 hidden"] | None

@@ -22,7 +22,7 @@ from lm.kv_buffer import make_cache
 
 
 class Halves(NamedTuple):
-    """What a forward calls, one after the other."""
+    """Body and head of a model, which a forward calls one after the other."""
 
     body: Callable[..., Any]
     """Token ids, positions and a cache to an output with `last_hidden_state`."""
@@ -31,7 +31,7 @@ class Halves(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a model was when it was tried, compared by identity, and what came of it."""
+    """State of a model when it was tried, compared by identity, and the result of the trial."""
 
     body: nn.Module
     head: nn.Module | None

@@ -71,7 +71,7 @@ tie.
 
 @runtime_checkable
 class _Cached(Protocol):
-    """What of a `CachedModel` is tried."""
+    """The part of a `CachedModel` that is tried."""
 
     model: PreTrainedModel
     vocab_size: int | None
@@ -201,7 +201,7 @@ def _most(cached: _Cached) -> float:
 
 
 def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
-    """Of the errors of some feeds the one that counts."""
+    """The error that counts among those of some feeds."""
     if cached.model.dtype in _FULL_PRECISION or _has_states(cached):
         return max((float(error.max()) for error in errors), default=0.0)
     short = [error for error in errors if len(error) < _MANY_ROWS]
@@ -242,7 +242,7 @@ def _feeds(length: int, *, has_states: bool) -> Iterator[_Feed]:
 
 
 def _text(cached: _Cached, length: int, seed: int) -> list[int]:
-    """As many tokens as the context has room for, of a few low ids: a high one may stand for an image.
+    """Tokens for the whole context, at most `length`, of a few low ids: a high one may stand for an image.
 
     They all have the same rotary frequencies: beyond the bound, forwards with a cache and without are not meant to be
     equal.

@@ -63,7 +63,7 @@ class Seat(CachedModel):
 
 
 class Ask(NamedTuple):
-    """What one sequence wants of a forward, as of `CachedModel.forward`."""
+    """Request of one sequence to a forward, like the arguments of `CachedModel.forward`."""
 
     seat: CachedModel
     token_ids: Sequence[int]

@@ -63,10 +63,10 @@ class Stops:
 
     @property
     def drafts(self) -> list[list[int]]:
-        """Of each request."""
+        """Draft of each request."""
         return self._lanes.drafts
 
     @property
     def probs(self) -> Tensor | None:
-        """What the tokens of every step were drawn from, [rows, steps, vocab]."""
+        """Probabilities that the tokens of every step were drawn from, [rows, steps, vocab]."""
         return torch.stack(self._probs, dim=1).contiguous() if self._probs else None

@@ -62,8 +62,8 @@ class InnerRounds:
 
 
 class PreVerifiedDrafter:
-    """What the inner drafter proposes and `model` lets pass, until the policy of this level says stop, or a context is
-    full.
+    """Drafts the tokens that the inner drafter proposes and `model` lets pass, until the policy of this level says
+    stop, or a context is full.
     """
 
     def __init__(

@@ -87,7 +87,9 @@ class TreeDecoder(SpeculativeDecoder):
         self._tree_target = model
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """As for chains; and no tree may have nodes on both sides of a change of frequencies."""
+        """Check the models like those of chains; besides, no tree may have nodes on both sides of a change of
+        frequencies.
+        """
         super()._check(num_prompt_tokens, max_new_tokens)
         for model in (self.target, getattr(self.drafter, "model", None)):
             if isinstance(model, TreeModel):

@@ -43,7 +43,7 @@ class TreeProposal(Proposal):
 
 
 class _Step(NamedTuple):
-    """What the draft gave after one node."""
+    """The draft's outputs after one node."""
 
     logits: Float[Tensor, " vocab"]
     hidden: Float[Tensor, "1 hidden"] | None
@@ -180,7 +180,7 @@ class TreeDrafter:
         self.proposal.best = [places[node] for node in self._seen.nodes if node in places]
 
     def _outcome(self, num_accepted: int) -> Outcome:
-        """Of the accepted path: it was rejected if it ends at a node whose children were refused."""
+        """Outcome of the accepted path: it was rejected if it ends at a node whose children were refused."""
         tree, accepted = self.proposal.tree, self.proposal.accepted
         last = accepted[-1] if accepted else ROOT
         below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
@@ -192,7 +192,7 @@ class TreeDrafter:
         return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._lesson())
 
     def _lesson(self) -> State:
-        """Of the best path's tokens, up to the first that was not accepted."""
+        """Sum of the lessons of the best path's tokens, up to the first that was not accepted."""
         if not self.proposal.takes_lessons:
             return ()
         accepted = set(self.proposal.accepted)

@@ -62,7 +62,7 @@ class Growth:
         self.depth += 1
 
     def drop_level(self) -> None:
-        """As if the last level had not been added."""
+        """Take the last level away again."""
         for column in (self.tokens, self.parents, self.scores, self.places):
             del column[len(column) - len(self.level) :]
         self.level, self.depth = [], self.depth - 1
@@ -98,7 +98,7 @@ class Growth:
         return sorted(self._best(every, self._shape.num_nodes or len(every)))
 
     def tree(self) -> Tree:
-        """Of the candidates that are verified."""
+        """The tree of the candidates that are verified."""
         return self._tree_of(self.chosen())
 
     def _best(self, nodes: Sequence[int], num: int) -> list[int]:

@@ -8,8 +8,8 @@ from lm.trees.cached import TreeModel
 
 
 class TreeModels(NamedTuple):
-    """What a `TreeDecoder` and its `TreeDrafter` are given; chains can be drafted with them too. A feature draft reads
-    this very target.
+    """The models that a `TreeDecoder` and its `TreeDrafter` share; chains can be drafted with them too. A feature draft
+    reads this very target.
     """
 
     target: TreeModel

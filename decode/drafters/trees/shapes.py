@@ -35,7 +35,7 @@ class Shape(Protocol):
 
     @property
     def num_nodes(self) -> int | None:
-        """Of all candidates so many are verified, the best; None: all."""
+        """How many candidates, the best of all, are verified; None: all."""
         ...
 
     @property
