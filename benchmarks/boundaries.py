@@ -49,9 +49,9 @@ class Boundary:
     kind: str = "json"
     """How: json, jsonl, safetensors, or bytes."""
     must_name: str | None = None
-    """What a refusal has to have in its line."""
+    """Words that a refusal must have in its line."""
     breaks: Callable[[Draw], None] | None = None
-    """What is done instead of breaking a file."""
+    """Damage that is done instead of breaking a file."""
 
     def broken(self, draw: Draw) -> tuple[Path | None, bytes]:
         """Break the input; the file and its intact bytes."""

@@ -38,7 +38,7 @@ class Stage(NamedTuple):
     work: Callable[[Config, Path], object]
     """Takes the config, and the folder of the undisturbed run, in which it finds what the stages before it made."""
     folder: str
-    """Of the experiment: data, heads or decode."""
+    """Folder of the experiment that it writes: data, heads or decode."""
     results: tuple[str, ...]
     """Patterns of files in it that only the config decides."""
 

@@ -13,7 +13,7 @@ _YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"
 _ROOT = Path(__file__).parents[1]
 _TRIO = Path("checkpoints/tiny")
 NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
-"""What `--config` takes beside a path."""
+"""Names that `--config` takes beside a path."""
 
 
 def experiment_file(given: str) -> str:

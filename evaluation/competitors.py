@@ -29,7 +29,7 @@ class Setting:
     version: str = ""
     """Identifies what the label does not say, such as a head's weights."""
     target: Callable[[], CachedModel] | None = None
-    """What verifies; None: the trio's target."""
+    """Model that verifies; None: the trio's target."""
 
     @property
     def key(self) -> str:
@@ -45,7 +45,7 @@ class Competitor:
     num_levels: int
     """Models in it: 1 is the target alone."""
     settings: tuple[Setting, ...]
-    """To choose from on dev; the first stands where there is no dev."""
+    """Settings to choose from on dev; the first stands where there is no dev."""
 
 
 def chosen(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 GREY, BLUE, RED, DARK = "#98a2b3", "#3b6fb6", "#c4532d", "#1d2430"
 PALE = "#b9c2d0"
-"""Of bounds, which nothing can reach."""
+"""Colour of bounds, which nothing can reach."""
 
 
 class Plot(NamedTuple):

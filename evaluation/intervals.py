@@ -27,7 +27,7 @@ class Spent(NamedTuple):
     """Tokens and seconds of each prompt."""
 
     tokens: Int[np.ndarray, " prompt"]
-    """Emitted."""
+    """Emitted tokens."""
     seconds: Float[np.ndarray, " prompt"]
 
     @property
@@ -85,7 +85,7 @@ class TimeErrors(NamedTuple):
     drafting: float = 0.0
     verifying: float = 0.0
     stopping: Mapping[str, float] = {}
-    """By kind of stop."""
+    """Relative errors of stops, by kind."""
 
 
 CERTAIN = TimeErrors()

@@ -20,7 +20,9 @@ class Sheet(NamedTuple):
     """One table."""
 
     title: str
-    """What is compared, where and at which costs; and whether its figures are replayed, decoded or clocked."""
+    """Title: the things that are compared, where and at which costs; and whether figures are replayed, decoded or
+    clocked.
+    """
     rows: Sequence[Mapping[str, Any]]
     """Column -> cell; a cell may be in rich's markup, for bold."""
     note: str = ""

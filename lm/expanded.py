@@ -23,7 +23,7 @@ from lm.kv_buffer import make_cache
 _OUTPUTS = frozenset(
     {"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "down_proj_bias", "dense_4h_to_h", "fc2", "w2"}
 )
-"""What families call the projections that end a branch; experts hold theirs as one parameter."""
+"""Names that families have for the projections that end a branch; experts hold theirs as one parameter."""
 _TOKENS = (1, 2, 0, 1, 1)
 
 
@@ -62,7 +62,7 @@ class _Outputs(NamedTuple):
     hidden: Tensor
     logits: Tensor
     next_logits: Tensor
-    """Of one more token, through a cache."""
+    """Logits after one more token, through a cache."""
 
 
 def _tried(model: PreTrainedModel, how: str) -> _Outputs:

@@ -18,7 +18,7 @@ from lm.finite import REMEDY, non_finite
 from lm.frequencies import frequencies_of, refuse_crossing
 
 _MIN_FILLED = 0.8
-"""Of the length of a group's longest sequence, what the shortest should have at least."""
+"""Least length of a group's shortest sequence, as a share of its longest."""
 SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
 """The remedy for texts that cross a model's change of frequencies."""
 _ENOUGH_TOKENS = 512

@@ -25,13 +25,13 @@ class Row(NamedTuple):
     """One row of the engine's batch at the start of a round."""
 
     request: str
-    """Its id."""
+    """Id of the request."""
     policy: Policy
-    """Of the request; the same in all of its rounds."""
+    """Policy of the request; the same in all of its rounds."""
     verified: Sequence[int]
     """The drafted tokens that the target has just verified; an engine may verify fewer than were drafted, or none."""
     num_accepted: int
-    """Of those."""
+    """Number of those that were accepted."""
     room: int
     """The most tokens to draft now; 0 where the request still reads its prompt, or has ended."""
     stop_ids: frozenset[int]

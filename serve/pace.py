@@ -26,7 +26,7 @@ from decode.policies.batch import BatchCosts, Curve, gaining
 
 _MEMORY = 0.95
 _ROW_MEMORY = 0.995
-"""Of a round of one row; a round of more rows says more, and makes the past count less."""
+"""Memory of a round of one row; a round of more rows says more, and makes the past count less."""
 _PROBE_EVERY = 32
 _FEW, _MOST = 8.0, 2.0
 """After so many measurements none counts as more than so many times their mean."""

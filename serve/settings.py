@@ -38,7 +38,7 @@ class Settings:
     """Entries under KEY in the server's configuration."""
 
     policy: str
-    """Of every request that asks for no other."""
+    """Policy of every request that asks for no other."""
     heads: Mapping[str, str] = field(default_factory=dict)
     """Names -> directories or hub ids of exported heads."""
     allow_foreign_heads: bool = False

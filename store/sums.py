@@ -20,7 +20,7 @@ from store.shards import SHARD_FOLDERS, is_whole, sidecar_path, verify
 _NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors|responses)(\.json)?")
 _MOST_THREADS = 8
 _SHOWN_BYTES = 2**27
-"""From this size on the check has a bar: below, it takes a tenth of a second."""
+"""Size from which on the check has a bar: below, it takes a tenth of a second."""
 
 
 def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:

@@ -40,16 +40,16 @@ POLICIES = (
 )
 AUTO = "head:tuned,max_rejection_prob=auto"
 Results = list[dict[str, Any]]
-"""Of each engine, by batch."""
+"""Answers of each engine, by batch."""
 
 
 class Case(NamedTuple):
     """One of them."""
 
     jobs: list[dict[str, Any]]
-    """Engines."""
+    """The engines' jobs."""
     judged: Callable[[Results], dict[str, Any]]
-    """What came of it; "ok" among it."""
+    """Judge of the answers; its result has "ok"."""
 
 
 class Cases:

@@ -123,7 +123,7 @@ class Turn(NamedTuple):
     tokens: int
     seconds: float
     cpu_seconds: float
-    """Of the engine's process, whatever else the machine does."""
+    """CPU seconds of the engine's process, whatever else the machine does."""
     mean_draft_length: float
 
 

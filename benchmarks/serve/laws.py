@@ -20,7 +20,7 @@ class _Tokens(NamedTuple):
     surprise: Tensor
     """log p(x) less its mean."""
     variance: Tensor
-    """Of log p(x) under p."""
+    """Variance of log p(x) under p."""
 
 
 @torch.inference_mode()

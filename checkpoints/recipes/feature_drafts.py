@@ -37,15 +37,15 @@ from lm.features.glide import Glide, delayed
 
 FEATURE_DRAFTS = ("eagle", "glide")
 _BLOCK_SIZE = 5
-"""Of GliDe: tokens per block, which is how far the target's keys may lie behind."""
+"""Tokens per block of GliDe, which is how far the target's keys may lie behind."""
 NUM_DEPTHS = 5
 """How many tokens of a draft are measured."""
 _NUM_TAUGHT = 3
-"""Of EAGLE: how many tokens of a draft are learned."""
+"""Tokens of a draft that EAGLE learns from."""
 _DEPTH_WEIGHT = 0.8
-"""Of each of them, against the one before it."""
+"""Weight of each of them, against the one before it."""
 _NO_KEYS = ("architectures", "dtype", "transformers_version")
-"""Of the target's config, what its draft does not share."""
+"""Keys of the target's config that its draft does not share."""
 
 
 def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:

@@ -52,7 +52,7 @@ _FILES = {
     "tokenizer_config.json",
     "chat_template.jinja",
 }
-"""What a model's directory holds; a directory with anything else is never overwritten."""
+"""Files of a model's directory; a directory with anything else is never overwritten."""
 _STORY_SEED = 1 << 32
 """Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that
 the trio learned.

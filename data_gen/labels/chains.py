@@ -45,9 +45,9 @@ class LabelledDrafts(NamedTuple):
     columns: dict[str, Tensor]
     """[drafted token], draft by draft."""
     hidden: dict[str, Float[Tensor, "drafted hidden"]]
-    """By timing."""
+    """Hidden states by timing."""
     lengths: list[list[int]]
-    """Of each response, the length of each of its drafts."""
+    """Lengths of the drafts of each response."""
     broken: Mapping[int, str] = MappingProxyType({})
     """Responses along which a model yields what is no number -> the reason; nothing of them is in here."""
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("store", "configs", "data_gen", "lm")
-"""Those of the project that a worker imports."""
+"""Packages of the project that a worker imports."""
 _DEPENDENCIES = ("torch", "transformers", "tokenizers")
-"""Those of others that decide the rows."""
+"""Packages of others that decide the rows."""
 
 
 def folders() -> list[Path]:

@@ -94,7 +94,7 @@ class Gpus(NamedTuple):
 
     number: int
     usable_bytes: float
-    """Of each."""
+    """Bytes of each GPU."""
 
     @property
     def in_all(self) -> float:

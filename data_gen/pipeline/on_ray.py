@@ -26,9 +26,9 @@ from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
 
 _RESTARTS = 3
-"""Of each actor; each retries the shard that it died over."""
+"""Restarts of each actor; each retries the shard that it died over."""
 _ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
-"""What an actor may report, by name."""
+"""Errors that an actor may report, by name."""
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:

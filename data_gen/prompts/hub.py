@@ -54,7 +54,7 @@ SETS = {
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Ending of a file -> what `datasets` reads it by; all others are JSONL."""
 _DEFAULT_PART = PromptSource(path="").split
-"""Of a known set its own choice."""
+"""Part of a known set that is read unless the user names one: the set's own choice."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "

@@ -24,7 +24,7 @@ class Response(NamedTuple):
     """The target's response X to one request."""
 
     response_ids: list[int]
-    """With the end-of-sequence token last if finish_reason is stop."""
+    """Ids of the response, the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
     states: Tensor | None = None
     """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the

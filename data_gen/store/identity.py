@@ -28,9 +28,9 @@ from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20
 _LARGE_BYTES = 2**26
-"""From this size on a file's hash is kept."""
+"""Size from which on a file's hash is kept."""
 _SLOW_BYTES = 2**32
-"""From this size on the user is told what takes so long."""
+"""Size from which on the user is told what takes so long."""
 ADDED = ("weights", "config")
 """Entries that descriptions of earlier versions lack."""
 _UNTOLD = ("transformers_version", "_name_or_path")

@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
 _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
 _UNCOMPARED |= {"num_train", "num_dev", "num_test"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
-"""What the responses of a server depend on."""
+"""Settings that the responses of a server depend on."""
 _ADDED = {*ADDED, "server", "responses", "draft_length"}
 """Entries that manifests of earlier versions lack: not held against them."""
 _DROPPED = {"batch_size", "chunk_mb"}
@@ -49,7 +49,7 @@ _GROWING = ("split", "responses")
 _LABELS_ANEW = " (`python -m data_gen responses` lets it label the responses that are there)"
 
 Parts = list[dict[str, Any]]
-"""What a directory was made from, and each time that it grew: sizes, with the sha256 of everything up to there."""
+"""Sources of a directory, and of each time that it grew: sizes, with the sha256 of everything up to there."""
 
 
 def make_manifest(

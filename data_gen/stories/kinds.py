@@ -36,7 +36,7 @@ class _Change(NamedTuple):
     """A gain or a loss."""
 
     event: str
-    """What happens, for the prompt."""
+    """The change in words, for the prompt."""
     reason: str
     """Why it is added or subtracted, for the answer."""
     equation: str

@@ -155,9 +155,9 @@ class _Ends(NamedTuple):
 
     eos_ids: frozenset[int]
     max_length: int
-    """Of prompt and answer."""
+    """Tokens of prompt and answer together."""
     criteria: StoppingCriteriaList
-    """Those that have to be asked."""
+    """Criteria that have to be asked."""
 
 
 def _ends_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> _Ends:

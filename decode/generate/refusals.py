@@ -44,7 +44,8 @@ _REMEDIES = {
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
-"""Of models whose heads were checked before: reading a model's files takes longer than a short generation."""
+"""Descriptions of models whose heads were checked before: reading a model's files takes longer than a short generation.
+"""
 
 
 def dropped_by_generate() -> dict[str, Any]:

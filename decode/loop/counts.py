@@ -18,7 +18,7 @@ class Counts:
     """Totals over rounds; add them up over prompts with `+`."""
 
     num_emitted: Number = 0
-    """N."""
+    """N, tokens that were emitted."""
     num_drafted: Number = 0
     """N_draft: tokens that the draft proposed."""
     num_target: Number = 0

@@ -37,7 +37,9 @@ class Proposal:
     takes_lessons: bool = False
     """Whoever verifies is to `reveal` what the policy learns from."""
     acceptance_probs: Sequence[float] = ()
-    """Of the accepted tokens and of the first rejected one, once verification has revealed them."""
+    """Acceptance probabilities of the accepted tokens and of the first rejected one, once verification has revealed
+    them.
+    """
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0

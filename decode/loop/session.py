@@ -23,7 +23,7 @@ class Session:
     sampling: Sampling
     eos_ids: frozenset[int]
     draws: Draws
-    """At temperature 0 `GreedyDraws`, whatever is given."""
+    """Source of uniforms; at temperature 0 `GreedyDraws`, whatever is given."""
     is_open: bool = field(default=False, init=False)
     """Whether the models that it took are its own."""
     _num_emitted: int | None = field(default=None, init=False, repr=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Number = Any
 """A float, or an array of one number per lane."""
 State = tuple[Any, ...]
-"""Of numbers, or of states."""
+"""A policy's state: a tuple of numbers, or of states."""
 JOINT = " & "
 """Between the parts of a `stop_kind`."""
 
@@ -175,7 +175,7 @@ class Policy:
 
 
 Seen = tuple[State, AfterDraw]
-"""What `Policy.after` was given with a drafted token, which is what `Policy.lesson` is given with it."""
+"""Everything that `Policy.after` was given with a drafted token; `Policy.lesson` is given the same."""
 
 
 def lessons_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[float]) -> State:

@@ -38,9 +38,9 @@ class Inputs(NamedTuple):
     """x but for the 1."""
 
     logit: Number
-    """f."""
+    """f, the head's logit."""
     token: Number
-    """l."""
+    """l, the token's own logit."""
 
 
 class Weights(NamedTuple):
@@ -79,7 +79,7 @@ class Learned(NamedTuple):
 
     weights: Weights
     precision: Precision
-    """P."""
+    """P, the precision matrix of the regression."""
 
 
 NOTHING = Lesson(Weights(0.0, 0.0, 0.0), Precision(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -91,7 +91,7 @@ class Learner(NamedTuple):
     sd: float = 0.35
     """Standard deviation of each weight under the prior."""
     memory: float = 0.98
-    """What a round counts for, after the next."""
+    """Weight of a round after the next one, per round."""
 
     def start(self) -> Learned:
         """The prior."""

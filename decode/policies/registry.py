@@ -44,9 +44,9 @@ class Registered(NamedTuple):
 
     kind: type[Policy]
     label: str
-    """In tables."""
+    """Name in tables."""
     values: Callable[[int], Mapping[str, Sequence[Any]]]
-    """From the longest draft, the settings that evaluations compare: parameter -> values, published defaults among or
+    """Settings that evaluations compare, made from the longest draft: parameter -> values, published defaults among or
     next to them.
     """
 
@@ -78,7 +78,7 @@ POLICIES: dict[str, Registered] = {
     ),
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
-"""In the order of tables."""
+"""All policies, in the order of tables."""
 _HEADS = ("head", "also")
 """Parameters that name an exported head."""
 

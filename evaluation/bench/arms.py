@@ -14,7 +14,7 @@ import torch
 from decode.loop.decoder import SpeculativeDecoder
 
 Timed = Callable[[list[int], int], float]
-"""From a prompt and a seed to the seconds that one generation took."""
+"""Generates from a prompt and a seed, and says the seconds that it took."""
 
 
 class Racer(NamedTuple):

@@ -38,9 +38,10 @@ class Measured(NamedTuple):
     """Seconds that a clock found for batches."""
 
     rows: list[dict[str, Any]]
-    """Of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's."""
+    """Rows of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's.
+    """
     curves: BatchCosts
-    """Of all rounds of fixed lengths, which look at no token."""
+    """Curves from all rounds of fixed lengths, which look at no token."""
 
 
 def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:

@@ -28,7 +28,7 @@ class Speed(NamedTuple):
     """A pair made slow."""
 
     draft_layers: int
-    """Extra ones."""
+    """Layers that were added to the draft."""
     target_layers: int
     cost: CostModel
 

@@ -62,7 +62,7 @@ class PrimedLoop:
         self._pair, self._sampling, self._max_draft_length = pair, sampling, max_draft_length
         self._kind = _KINDS[compile]
         self._drafts: dict[bool, DraftModel] = {}
-        """By whether they keep hidden states."""
+        """Drafts by whether they keep hidden states."""
         if isinstance(pair.drafting, FeatureDraft):
             self._target, draft = models_of(pair, compile)
             self._drafts = {False: draft, True: draft}

@@ -66,7 +66,7 @@ class ClockReport:
 
     dataset: str
     about: str
-    """What was timed, in one line."""
+    """One line on what was timed."""
     rows: tuple[ClockRow, ...]
 
     @property

@@ -103,7 +103,7 @@ class Replays:
     traces: Traces
     arms: list[Arm]
     heads: Mapping[str, AcceptanceHead]
-    """Those of the arms, by name."""
+    """Heads of the arms, by name."""
 
     @property
     def num_prompts(self) -> int:

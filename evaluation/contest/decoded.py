@@ -54,7 +54,7 @@ class DecodedHierarchies:
     micro_ratio: float
     """t_micro / t_draft."""
     prompt_of_row: Int[np.ndarray, " decoded"]
-    """Of the generations on test: the later turns of a conversation belong to its prompt."""
+    """Prompt of each generation on test: the later turns of a conversation belong to its prompt."""
 
     def picks(self, cost: CostModel) -> dict[str, Run]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""

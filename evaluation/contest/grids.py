@@ -29,7 +29,7 @@ class Grid:
     name: str
     policy: Policy
     settings: tuple[Mapping[str, Any], ...]
-    """What each setting is called in tables."""
+    """Name of each setting in tables."""
 
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead, Timing
 
 Sizes = tuple[int, ...] | int | str
-"""As a command line names sizes of batches: [1, 4, 16], 4, or 1,4,16."""
+"""Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
 """Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
 
 

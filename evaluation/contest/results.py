@@ -43,7 +43,7 @@ class Result:
     """Over the best training-free policy."""
     percent_of_oracle: float
     percent_of_perfect: float
-    """Of the perfect head without the lag; NaN where the trace does not know it."""
+    """Throughput in per cent of the perfect head's without the lag; NaN where the trace does not know it."""
 
     @property
     def label(self) -> str:
@@ -55,7 +55,7 @@ class Yardstick(NamedTuple):
     """The arms and prompts that results are measured against."""
 
     spent: Mapping[str, Spent]
-    """Of every replayed family, the best fixed length and the oracle among them."""
+    """Tokens and seconds of every replayed family, the best fixed length and the oracle among them."""
     t_target_s: float
     """Seconds of one token by the target alone."""
     reached: Mapping[str, Array]
@@ -65,7 +65,7 @@ class Yardstick(NamedTuple):
     resamples: Resamples
     """Those, for competitors that are yet to come."""
     champions: Mapping[str, str]
-    """Of each group of families the one that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
+    """Family of each group that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
 
 
 def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> Yardstick:

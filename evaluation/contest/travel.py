@@ -54,7 +54,7 @@ class Travelled(NamedTuple):
     """One family, chosen at home."""
 
     result: Result
-    """On the foreign set's test; gains and leads as this module's first lines say."""
+    """Result on the foreign set's test; gains and leads as this module's first lines say."""
     kept: Gain | None
     """Throughput over that of the same family tuned there, minus 1; None where it was not."""
 

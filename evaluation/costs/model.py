@@ -26,7 +26,7 @@ class StopShares(NamedTuple):
     """t_stop / t_draft of each kind of stop, where times are not measured but given or a ratio."""
 
     origin: str
-    """In titles."""
+    """Origin of the shares, in titles."""
     of: Mapping[str, float]
 
 
@@ -38,17 +38,17 @@ class CostModel:
     """Times of one pair on one machine, in seconds."""
 
     t_draft_s: float
-    """Of one draft step of a policy that looks at nothing (a fixed length)."""
+    """Seconds of one draft step of a policy that looks at nothing (a fixed length)."""
     t_target_s: tuple[float, ...]
-    """Of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
+    """Seconds of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
     origin: str = "given"
     """given, measured, fitted, or a ratio."""
     t_stop_s: Mapping[str, float] = field(default_factory=dict)
-    """Of each `Policy.stop_kind`: seconds that it adds to a draft step."""
+    """Seconds that each `Policy.stop_kind` adds to a draft step."""
     stop_origin: str = NO_STOPS.origin
-    """Where t_stop_s comes from."""
+    """Origin of t_stop_s."""
     elsewhere: StopShares = NO_STOPS
-    """What stops are taken to cost at other ratios."""
+    """Assumption on the seconds of stops at other ratios."""
     errors: TimeErrors = CERTAIN
     """How sure the times are."""
 

@@ -27,7 +27,7 @@ from heads.model.head import AcceptanceHead
 _STEPS = 10
 """Tokens of a draft that is timed."""
 _TOKENS = 48
-"""Of a generation that is timed."""
+"""Tokens of a generation that is timed."""
 _MOST_TURNS = 6
 _ENOUGH = 0.005
 """Share of a draft step: a standard error below which no more turns are taken."""

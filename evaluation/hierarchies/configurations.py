@@ -26,7 +26,7 @@ from lm import CachedModel
 
 NO_DRAFT = "target alone"
 WINDOW = 10
-"""K of HSDDW."""
+"""K of HSDDW, the length of its window."""
 _UP_TO = f"K<={WINDOW}"
 _LENGTHS = (5, 1, 2, 3, 4, 7, 10)
 _INNER = ((3, 5), *product((1, 2, 4), (3, 6, 10)))

@@ -43,9 +43,9 @@ class Decoded:
     later: Counts
     """Without the round that reads the prompt."""
     later_draft_s: float
-    """Of the same rounds, drafting."""
+    """Seconds of drafting in the same rounds."""
     later_target_s: float
-    """Verifying."""
+    """Seconds of verifying in them."""
     repeats: int = 1
     """Times that it was decoded, of which the seconds are medians."""
 

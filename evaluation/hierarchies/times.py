@@ -36,7 +36,7 @@ COUNTED = {
     "F_micro": "num_micro_forwards",
     "F_draft": "num_draft_forwards",
 }
-"""What tables call the counts of three models."""
+"""Names that tables have for the counts of three models."""
 _REWEIGHTINGS = 30
 
 
@@ -48,7 +48,7 @@ class Times:
     t_draft_s: float
     t_target_s: float
     r2: float | None = None
-    """Of the fit; None where the times were given."""
+    """R² of the fit; None where the times were given."""
 
     def seconds(self, counts: Counts) -> float:
         """T of these counts."""

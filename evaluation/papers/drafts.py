@@ -58,7 +58,7 @@ class Contest(NamedTuple):
     """One kind of draft: without a stop and with each."""
 
     fixed: Competitor
-    """At fixed lengths."""
+    """The draft at fixed lengths."""
     published: Setting | None
     """The one of them that the paper fixes."""
     stops: tuple[Competitor, ...]
@@ -76,7 +76,7 @@ class StopChoices(NamedTuple):
 
     name: str
     settings: Mapping[str, Policy]
-    """What each is called -> the policy."""
+    """Name of each setting -> the policy."""
     version: str
 
 
@@ -86,7 +86,7 @@ class Models:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._made: dict[bool, TreeModels] = {}
-        """By whether the draft keeps hidden states."""
+        """Drafters by whether the draft keeps hidden states."""
 
     def of(self, policy: Policy) -> TreeModels:
         """Target and draft.

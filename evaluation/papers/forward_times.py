@@ -30,7 +30,7 @@ THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """K and h of the paper."""
 _PROMPTS = 4
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
+"""Shares of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
 
 
 class ForwardTimes(NamedTuple):

@@ -24,7 +24,7 @@ class Line(NamedTuple):
     method: str
     run: Run
     published: Run | None = None
-    """What it is held against; None: it is that itself."""
+    """The published length that the line is held against; None: it is that line itself."""
     best: Run | None = None
     is_stop: bool = False
 

@@ -150,7 +150,7 @@ class Terms(NamedTuple):
     is_home: bool
     """Heads are trained on this set, so that nothing travels to it."""
     exchange_s: float
-    """Of PEARL."""
+    """Seconds of PEARL's exchange."""
 
 
 def compare(

@@ -47,7 +47,7 @@ class ReportHierarchy:
 
     family: str
     settings: tuple[tuple[Run, Run], ...]
-    """(dev, test)"""
+    """Settings of (dev, test)."""
     micro_ratio: float
     """t_micro / t_draft, where the page's slider stands at first."""
 
@@ -66,7 +66,7 @@ class Page:
     """The arms of each, bounds included; hierarchies get a table of their own."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
-    """Of each dataset, where there was a clock."""
+    """Report of each dataset's clock, where there was one."""
     batches: list[dict[str, Any]] = field(default_factory=list)
     """The rows of batches.csv, where there were batches."""
 

@@ -10,7 +10,7 @@ from evaluation.theory import closed_forms as forms
 from evaluation.theory.monte_carlo import interleaved_rounds
 
 _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
-"""m -> colour"""
+"""Colour of each block size m."""
 _LONGEST = 10
 _MEASURED_AT = (0, 2, 5, 10)
 _NUM_RATES = 16

@@ -53,7 +53,7 @@ class RowRecording:
     branch_lengths: Int[Tensor, " rejected"]
     """0 where no round can draft (the last position before the length limit)."""
     num_passing: Int[Tensor, " position"] | None = None
-    """Of a feature draft, as `Trace` has it."""
+    """Passing tokens of a feature draft, as `Trace` has it."""
 
     @classmethod
     def of(cls, draws: DrawnTokens, acceptance_prob: Tensor, **of_places: Tensor) -> "RowRecording":

@@ -49,7 +49,7 @@ class Place(NamedTuple):
     split: str
     shard: int
     draw: int = 0
-    """Of the coins, each independent of the others."""
+    """Number of the coins, each independent of the others."""
 
     def paths(self, directory: Path) -> tuple[Path, Path]:
         """Rows and signals."""

@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     oracle: Int[Array, " positions+1"] | None
     """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
     acceptance_prob: Float[Array, " drafts+1"] | None
-    """What lessons are made of; None for policies that take none."""
+    """Acceptance probabilities that lessons are made of; None for policies that take none."""
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
@@ -57,13 +57,13 @@ class Lanes:
     """Positions of all lanes, arrays [lane]. Places are flat indices of the trace."""
 
     index: Int[Array, " lane"]
-    """In the totals."""
+    """Index in the totals."""
     start: Int[Array, " lane"]
-    """Where the round starts."""
+    """Place where the round starts."""
     end: Int[Array, " lane"]
-    """Where the response ends; a lane with start = end has ended."""
+    """Place where the response ends; a lane with start = end has ended."""
     limit: Int[Array, " lane"]
-    """Where the length limit ends it at the latest."""
+    """Place where the length limit ends it at the latest."""
     room: Int[Array, " lane"]
     """The most tokens that the loop lets this round draft."""
     allowed: Int[Array, " lane"]
@@ -73,9 +73,9 @@ class Lanes:
     stop: Int[Array, " lane"]
     """The first rejected place from the start on."""
     fork: Int[Array, " lane"]
-    """Where the round leaves the path: at the rejection, or with a feature draft at once."""
+    """Place where the round leaves the path: at the rejection, or with a feature draft at once."""
     shift: Int[Array, " lane"]
-    """From there to its branch."""
+    """Distance from there to its branch."""
 
     @classmethod
     def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "Lanes":

@@ -41,7 +41,7 @@ class Replayed:
     lengths: Int[Array, "setting row lengths"]
     """Rounds by the number of tokens drafted, 0 to max_draft_length."""
     prompt_of_row: Int[Array, " row"]
-    """As the trace has it."""
+    """Number of each row's prompt, as the trace has it."""
     stop_kind: str = ""
     """`Policy.stop_kind`."""
 
@@ -82,7 +82,7 @@ class Rounds(NamedTuple):
     lane: Int[Array, " round"]
     drafted: Int[Array, " round"]
     forwards: Int[Array, " round"]
-    """Of the draft."""
+    """Forwards of the draft."""
     emitted: Int[Array, " round"]
 
 

@@ -67,8 +67,7 @@ class Trace:
     scores: dict[str, Float[Array, " drafts"]] = field(default_factory=dict)
     """Logits by fingerprint of the head, filled as heads are asked for."""
     num_passing: Int[Array, " positions"] | None = None
-    """Of a feature draft: tokens that verification accepts of the whole draft of a round that starts at each
-    position.
+    """Tokens of a feature draft that verification accepts of the whole draft of a round that starts at each position.
     """
 
     @cached_property

@@ -36,7 +36,7 @@ _RULE = (
     "prior_profit",
     "prior_rounds",
 )
-"""What `auto` reads back."""
+"""Keys that `auto` reads back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class Tuned:
     max_rejection_prob: float
     """The best of a fine grid on dev, on the head's raw probabilities."""
     tokens_per_s: float
-    """On test, at that threshold."""
+    """Throughput on test, at that threshold."""
     best_tokens_per_s: float
-    """On test, at the threshold that would have been best there."""
+    """Throughput on test, at the threshold that would have been best there."""
     auto_tokens_per_s: float
-    """On test, by the rule with lambda from dev."""
+    """Throughput on test, by the rule with lambda from dev."""
     online_tokens_per_s: float
-    """On test, by the rule that learns lambda in each generation."""
+    """Throughput on test, by the rule that learns lambda in each generation."""
     target_alone_tokens_per_s: float
     recommended: dict[str, Any]
 

@@ -47,7 +47,7 @@ class Pairs(NamedTuple):
     score: Float[Array, " pair"]
     """Calibrated score of an accepted token."""
     next_score: Float[Array, " pair"]
-    """Of the token drafted after it."""
+    """Score of the token drafted after it."""
     is_accepted: Float[Array, " pair"]
     """Whether that one was accepted."""
 
@@ -121,11 +121,11 @@ class Solution(NamedTuple):
     centers: Array
     """Mean score of each."""
     values: Array
-    """g there."""
+    """g at those points."""
     first: float
     """g with no score yet."""
     shares: Array
-    """Of all pairs, in each."""
+    """Share of all pairs that lies in each."""
 
 
 def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:

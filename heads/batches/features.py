@@ -28,9 +28,9 @@ from torch import Tensor
 from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
-"""What prefix heads are trained on, where other heads are trained on acceptance_prob."""
+"""Label of prefix heads, where other heads are trained on acceptance_prob."""
 TARGET_PROB = "target_prob"
-"""What candidate heads are trained on."""
+"""Label of candidate heads."""
 LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, "candidate": TARGET_PROB}
 """Timing of a head -> what it predicts."""
 FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}

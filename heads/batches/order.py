@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
     block: Block
     place: int
-    """From 0, within the block."""
+    """Index from 0 within the block."""
 
 
 class Turn(NamedTuple):

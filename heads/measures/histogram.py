@@ -22,9 +22,9 @@ class Histogram(NamedTuple):
 
     weight: Float[Tensor, "*lead bin"]
     accepted: Float[Tensor, "*lead bin"]
-    """sum of w P."""
+    """Sum of w P."""
     logit: Float[Tensor, "*lead bin"]
-    """sum of w z."""
+    """Sum of w z."""
     product: Float[Tensor, "*lead"]
     """sum of w P z: with it the linear part of the cross-entropy is exact."""
     squares: Float[Tensor, "*lead"]

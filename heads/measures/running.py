@@ -42,7 +42,7 @@ class AlongDraft(NamedTuple):
     """Figures that `DraftMetric` measures."""
 
     token: Histogram
-    """By head and draft position, flattened; likewise below."""
+    """Figures by head and draft position, flattened; likewise below."""
     survival: Histogram
     counts: ExpectedCounts
 

@@ -35,7 +35,7 @@ class Reliability(NamedTuple):
     """Predicted against true probability, by bin of the prediction."""
 
     share: Float[Tensor, "*lead ece"]
-    """Of all weight; 0 for an empty bin."""
+    """Share of all weight; 0 for an empty bin."""
     predicted: Float[Tensor, "*lead ece"]
     true: Float[Tensor, "*lead ece"]
 

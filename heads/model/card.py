@@ -13,7 +13,7 @@ _WHEN = {
     "prefix": "before a token is drawn and whichever it will be",
     "candidate": "once the token is chosen for a tree",
 }
-"""By timing."""
+"""Words for each timing."""
 _TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 
 

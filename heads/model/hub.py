@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, snapshot_download
 from configs.paths import check_local
 
 FILES = ("config.json", "model.safetensors", "README.md")
-"""What an exported head consists of, and all that is fetched."""
+"""Files of an exported head, and all that is fetched."""
 
 
 def local_directory(source: str | Path, **where: Any) -> Path:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from data_gen.labels.scalars import Scalars
 
 STANDARD = ("log_token_prob", "entropy")
-"""What `scalars: true` stands for in a config and in config.json, where the token is known."""
+"""Scalars that `true` stands for in a config and in config.json, where the token is known."""
 OF_DISTRIBUTION = ("entropy",)
 """Scalars that are known before the token is drawn: what `scalars: true` stands for with a prefix head."""
 

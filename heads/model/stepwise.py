@@ -35,7 +35,7 @@ class OfEmbedding(NamedTuple):
     stream: Float[Tensor, "tokens hidden"] | None
     """U_e e + c; None for a head without blocks."""
     logit: Float[Tensor, " tokens"]
-    """v_e . e."""
+    """The term v_e . e of the logit. e."""
 
 
 class StepwiseHead:

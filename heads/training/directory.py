@@ -55,7 +55,7 @@ class Start(NamedTuple):
     run: str | None
     """Its name; None for one that was started before runs had names."""
     checkpoint: str | None
-    """What it goes on from."""
+    """Checkpoint that it goes on from."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from heads.model.formula import Dropout, depth_of
 from heads.training.loss import Targets
 
 CHUNK_BYTES = 512 * 1024
-"""Of one [heads, chunk, hidden] float32 buffer; a block keeps two of them."""
+"""Bytes of one [heads, chunk, hidden] float32 buffer; a block keeps two of them."""
 _GPU_CHUNK_BYTES = 64 * 1024 * 1024
 """The same on a GPU, which wants few large kernels where a core wants what its cache holds."""
 LEAST_CHUNK = 256

@@ -35,11 +35,11 @@ class Told(NamedTuple):
     """Cache, hidden states and features of the target for one text."""
 
     cache: DynamicCache
-    """That holds the text, at least."""
+    """A cache that holds the text, at least."""
     hidden: Float[Tensor, "token hidden"]
     """After the final norm."""
     features: Float[Tensor, "1 token feature"]
-    """What its draft reads of each token; of width 0 where that is the cache alone."""
+    """Features of each token that its draft reads; of width 0 where that is the cache alone."""
 
 
 @torch.inference_mode()

@@ -24,9 +24,9 @@ class Outputs(NamedTuple):
     """Outputs of a forward for each node."""
 
     states: Float[Tensor, "batch node hidden"]
-    """What the nodes that follow are fed in place of the target's features."""
+    """States that the nodes that follow are fed in place of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
-    """What the output head reads, and with it every acceptance head."""
+    """Input of the output head, and with it of every acceptance head."""
 
 
 class _Target(NamedTuple):
@@ -44,7 +44,7 @@ class FeatureDraft(nn.Module):
     """The entry of token t has position t - lag, and reads what the target said up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
     name_or_path = ""
-    """Where it was loaded from."""
+    """Directory or repository that it was loaded from."""
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool, num_logits: int | None) -> None:
         """Args:

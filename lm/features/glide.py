@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from lm.features.draft import FeatureDraft, Outputs, Rotation, causal
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
-"""What one layer of the target has cached."""
+"""Cached keys and values of one layer of the target."""
 
 
 class CrossAttention(nn.Module):

@@ -19,7 +19,7 @@ _KEYS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
 )
-"""What the layout of speculators says beside the layer's own config."""
+"""Keys of the layout of speculators beside the layer's own config."""
 _ELSEWHERE = "use it with the target that it was trained for"
 
 

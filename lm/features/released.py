@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from configs.schema import ModelSource
 
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
-"""Of config.json, what no layer is made from."""
+"""Keys of config.json that no layer is made from."""
 
 
 class Released:

@@ -37,7 +37,7 @@ class FeatureModel:
 
     with_hidden = True
     session: Any = None
-    """As of a `CachedModel`."""
+    """The generation that has it, as `CachedModel.session`."""
 
     def __init__(self, draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None) -> None:
         """Args:
@@ -204,4 +204,4 @@ def feature_model(draft: FeatureDraft, target: TappedModel, *, vocab_size: int |
 
 
 DraftModel = CachedModel | FeatureModel
-"""What drafts token by token."""
+"""A model that drafts token by token."""

@@ -82,7 +82,7 @@ class GlideTreeModel(GlideModel):
 
 
 TreeDraft = TreeModel | EagleTreeModel | GlideTreeModel
-"""What drafts trees."""
+"""A model that drafts trees."""
 
 
 def feature_tree_model(

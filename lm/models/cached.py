@@ -41,9 +41,9 @@ class CachedModel:
     """
 
     remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
-    """What to do about a model that is refused."""
+    """Advice for a model that is refused."""
     _keys: Keys | None = None
-    """Those of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
+    """Keys of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
     session: Any = None
     """The generation that has it, or had it last (`decode.loop.session`)."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
 Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], Tensors]
-"""What is made of a forward of one token: of its logits, its final hidden state, and the token."""
+"""A function of a forward of one token: of its logits, its final hidden state, and the token."""
 
 
 def holder(device: torch.device) -> tuple[int, Thread | None]:
@@ -48,8 +48,8 @@ class Captured:
         self._inputs: tuple[Any, ...] = ()
         self._given: Sequence[Any] = ()
         self._places: list[int] = []
-        """Of what the function returns, among what the graph does: that has more where a forward sets an attribute of a
-        module.
+        """Places of the function's results among those of the graph, which has more where a forward sets an attribute
+        of a module.
         """
         assert isinstance(function, FunctionType)
         # with a code object of its own: torch.compile keeps what it compiled, and counts how often, by these

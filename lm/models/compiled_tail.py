@@ -32,7 +32,7 @@ class CompiledTailModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         self.makers: dict[Hashable, Any] = {}
-        """As in `CompiledModel`."""
+        """Makers of tails, as in `CompiledModel`."""
         self._kept: _Kept | None = None
         self._tails: dict[Hashable, Captured] = {}
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)

@@ -34,7 +34,7 @@ _FEEDS = (
     ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))),
     ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))),
 )
-"""Of two sequences: (length to roll back to, tokens to hold), one feed after the other."""
+"""Feeds of two sequences: (length to roll back to, tokens to hold), one after the other."""
 
 
 class Seat(CachedModel):

@@ -23,7 +23,7 @@ class Tree:
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
     depths: list[int] = field(init=False, compare=False)
-    """Of each node; the root's children have 1."""
+    """Depth of each node; the root's children have 1."""
     _children: dict[int, list[int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

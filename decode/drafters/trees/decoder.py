@@ -29,7 +29,7 @@ class TreeRound(Round):
     """One tree and one verification; `drafted` are its nodes' tokens."""
 
     parents: tuple[int, ...] = ()
-    """Of each node, -1 for those right after the text."""
+    """Parent of each node, -1 for those right after the text."""
     path: tuple[int, ...] = ()
     """The accepted nodes."""
 

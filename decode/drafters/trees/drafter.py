@@ -55,9 +55,9 @@ class _Path(NamedTuple):
     nodes: list[int]
     seen: list[Seen]
     first: State
-    """Of the policy, before the first of them."""
+    """State of the policy before the first of them."""
     state: State
-    """With all of them in it."""
+    """State of the policy after all of them."""
     stops: bool = False
 
     @classmethod

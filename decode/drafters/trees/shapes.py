@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 Place = tuple[int, ...]
-"""Of a candidate: how many siblings of each node of its path, itself the last, are more probable; () is the root."""
+"""Place of a candidate: how many siblings of each node of its path, itself the last, are more probable; () is the root.
+"""
 _BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
 _LEVELS = ("0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001")
 _EAGLE_1 = tuple(tuple(map(int, place)) for level in _LEVELS for place in level.split())
@@ -116,4 +117,4 @@ class Cape:
 
 
 SHAPES: dict[str, Shape] = {"eagle1": Static(), "eagle2": Dynamic(), "cape": Cape()}
-"""As published, by the names that commands have for them."""
+"""Published shapes, by the names that commands have for them."""
