@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, PairConfig
 from data_gen.prompts.splits import Split
-from data_gen.store.identity import ADDED, describe_model, file_sha256
+from data_gen.store.identity import describe_model, file_sha256
 from lm.features.released import layout_of
 from lm.uniforms import GENERATOR
 from store.json_files import read_json
@@ -37,10 +37,6 @@ _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batc
 _UNCOMPARED |= {"num_train", "num_dev", "num_test"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """Settings that the responses of a server depend on."""
-_ADDED = {*ADDED, "server", "responses", "draft_length"}
-"""Entries that manifests of earlier versions lack: not held against them."""
-_DROPPED = {"batch_size", "chunk_mb"}
-"""Entries that manifests of earlier versions hold."""
 _OBJECTS = ("target", "draft", "sampling", "split", "recorded")
 _SIZES = ("prompts", "bytes")
 _GROWING = ("split", "responses")
@@ -113,10 +109,6 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Seq
     for name in _OBJECTS:
         if not isinstance(manifest.get(name, {}), dict):
             raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, and an object is expected; {remedy}")
-    split = manifest.get("split", {})
-    manifest |= (
-        {"split": {name: [part] if isinstance(part, dict) else part for name, part in split.items()}} if split else {}
-    )
     if not all(_are_parts(parts) for parts in (*manifest.get("split", {}).values(), manifest.get("responses") or [])):
         raise ValueError(f"{path}: split or responses is no list of parts with their sha256; {remedy}")
     return manifest
@@ -171,8 +163,7 @@ class _Mismatch(NamedTuple):
 def _mismatches(on_disk: Any, in_run: Any, key: str = "") -> Iterator[_Mismatch]:
     """Compared entries that differ, in the order on disk."""
     if isinstance(on_disk, dict) and isinstance(in_run, dict):
-        ignored = (_ADDED - on_disk.keys()) | (_DROPPED - in_run.keys()) | (set() if key else {"recorded"})
-        for name in (name for name in dict.fromkeys([*on_disk, *in_run]) if name not in ignored):
+        for name in (name for name in dict.fromkeys([*on_disk, *in_run]) if key or name != "recorded"):
             yield from _mismatches(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
     elif key.split(".")[0] in _GROWING and isinstance(on_disk, list) and isinstance(in_run, list):
         for index, part in enumerate(on_disk):

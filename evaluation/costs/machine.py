@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from data_gen.store.identity import ADDED
+from data_gen.store.identity import HASHES
 from decode.experiment import Experiment, Level
 from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
@@ -134,8 +134,8 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A description without hashes of all weights: times do not depend on them, and were kept before there were any."""
-    return {name: value for name, value in described.items() if name not in ADDED}
+    """A description without the hashes of all weights: times do not depend on their values."""
+    return {name: value for name, value in described.items() if name not in HASHES}
 
 
 def measure_loop(loop: Loop) -> dict[str, Any]:

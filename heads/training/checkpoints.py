@@ -97,16 +97,15 @@ def check_whole(path: Path) -> None:
         raise ValueError(f"{path} is corrupted (in {broken}), so it is no whole checkpoint; {remedy}")
 
 
-def run_of(path: Path) -> str | None:
-    """The name of the run that wrote a checkpoint; None if that had none.
+def run_of(path: Path) -> str:
+    """The name of the run that wrote a checkpoint.
 
     Raises:
         ValueError: it is no checkpoint of a sweep.
     """
     try:
-        facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]
+        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint of `python train.py` ({type(error).__name__}: {error}); name another"
         ) from error
-    return facts.get("run") if isinstance(facts, dict) else None

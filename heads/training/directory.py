@@ -52,8 +52,8 @@ their number.
 class Start(NamedTuple):
     """How a run begins."""
 
-    run: str | None
-    """Its name; None for one that was started before runs had names."""
+    run: str
+    """Its name."""
     checkpoint: str | None
     """Checkpoint that it goes on from."""
 
@@ -98,8 +98,8 @@ class RunDirectory:
         if there and saved is not None:
             _refuse_difference(there, described, path=self.path)
             _refuse_processes(there.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
-        goes_on = saved is not None and (not there or there.get("run") == saved.run)
-        run = saved.run if saved is not None and goes_on else there.get("run") or uuid.uuid4().hex
+        goes_on = saved is not None and (not there or there["run"] == saved.run)
+        run = saved.run if saved is not None and goes_on else there["run"] if there else uuid.uuid4().hex
         if _is_first():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
@@ -116,7 +116,7 @@ class RunDirectory:
         if not path.is_file():
             return {}
         remedy = "delete it to go on without comparing configs"
-        there = read_json(path, remedy=remedy, keys=("config",))
+        there = read_json(path, remedy=remedy, keys=("run", "config"))
         if not isinstance(there["config"], dict):
             raise ValueError(f"{path}: config is {there['config']!r}, where an object belongs; {remedy}")
         return there

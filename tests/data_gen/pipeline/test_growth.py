@@ -118,26 +118,6 @@ def test_another_file_of_responses_is_refused_and_a_longer_one_goes_on(toy_confi
         make(config)
 
 
-def test_data_of_an_earlier_version_goes_on(toy_config, with_data, capsys):
-    few = with_data(toy_config, num_train=4)
-    make(few)
-    path = Path(few.data.dir) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["split"] = {name: parts[0] for name, parts in manifest["split"].items()}
-    for name in ("server", "responses"):
-        del manifest[name]
-    for model in ("target", "draft"):
-        del manifest[model]["weights"], manifest[model]["config"]
-    path.write_text(json.dumps(manifest | {"batch_size": 64, "chunk_mb": 64}))
-    before = files_of(few.data.dir)
-    make(toy_config)
-    assert "(2 made now)" in capsys.readouterr().out.splitlines()[-1]
-    assert before.items() <= files_of(few.data.dir).items()
-    pair = replace(toy_config.pair, draft=toy_config.pair.target)
-    with pytest.raises(ValueError, match=r"draft\.name"):
-        make(replace(toy_config, pair=pair))
-
-
 @pytest.mark.parametrize("there", [None, "MT19937"])
 def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there):
     data = toy_config.data

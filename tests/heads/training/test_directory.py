@@ -86,15 +86,14 @@ def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_p
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp_path: Path):
-    """And one from before runs had names is gone on from without one."""
     config = make_config(data_dir, tmp_path, trainer=ONE)
     directory = RunDirectory(tmp_path)
     directory.prepare(config, resume=True)
     written = directory.read()
-    del written["run"], written["config"]["heads"]["specdec"], written["config"]["pair"]["draft"]["extra_layers"]
+    del written["config"]["heads"]["specdec"], written["config"]["pair"]["draft"]["extra_layers"]
     (tmp_path / "run.json").write_text(json.dumps(written))
-    WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {}}}, directory.checkpoint)
-    assert directory.prepare(config, resume=True) == (None, str(directory.checkpoint))
+    WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {"run": written["run"]}}}, directory.checkpoint)
+    assert directory.prepare(config, resume=True) == (written["run"], str(directory.checkpoint))
     (tmp_path / "run.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"heads\.specdec = False, and this config says True"):
         directory.prepare(changed(config, specdec=True), resume=True)
