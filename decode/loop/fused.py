@@ -10,17 +10,30 @@ step before.
 """
 
 from math import exp
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decode.loop.reading import OfToken, Reader, numbers_of, scored
+from decode.loop.reading import Reader, numbers_of, scored
 from decode.policies.base import AfterDraw, Policy
 from lm import Chance, CompiledModel, CompiledTailModel, Draws, Sampling
 from lm.draws import greedy_token, inverted, refuse_no_token
 
 _INFINITY = float("inf")
+
+
+class _Step(NamedTuple):
+    """Numbers of one step, in the order in which they come to the host; zero where nobody asks."""
+
+    token: float
+    entropy: float = 0.0
+    max_prob: float = 0.0
+    log_token_prob: float = 0.0
+    fed_logit: float = 0.0
+    prefix_logit: float = 0.0
+    drawn_logit: float = 0.0
 
 
 class FusedStep(Reader):
@@ -56,26 +69,30 @@ class FusedStep(Reader):
             self._uniform.fill_(uniform)
             self._forced.fill_(forced)
         law, numbers = self._compiled.forward_then(token_ids, self._tail)
-        token, entropy, max_prob, log_token_prob, fed_logit, prefix_logit, drawn_logit = numbers.tolist()
-        token_id = refuse_no_token(int(token), law)
-        fed_logit = fed_logit if position > 0 else _INFINITY
-        return (
-            token_id,
-            AfterDraw(position, entropy, max_prob, fed_logit, prefix_logit, exp(log_token_prob), drawn_logit),
-            law,
+        step = _Step(*numbers.tolist())
+        token_id = refuse_no_token(int(step.token), law)
+        drawn = AfterDraw(
+            position=position,
+            entropy=step.entropy,
+            max_prob=step.max_prob,
+            fed_logit=step.fed_logit if position > 0 else _INFINITY,
+            prefix_logit=step.prefix_logit,
+            token_prob=exp(step.log_token_prob),
+            drawn_logit=step.drawn_logit,
         )
+        return token_id, drawn, law
 
     def _tail(
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
     ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 7"]]:
-        """The law, and (token, `OfToken`, fed_logit, prefix_logit, drawn_logit); zero where nobody asks."""
+        """The law, and a `_Step` of numbers."""
         law = self._sampling.laws_after(logits, ())[0]
         token = greedy_token(law) if self._sampling.is_greedy else inverted(law, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
         columns: dict[str, Tensor] = {}
         if self.needs_distribution or self.has_heads:
             known = token.clamp(max=len(law) - 1)
-            columns = numbers_of(logits[0], known, frozenset(OfToken._fields))
+            columns = numbers_of(logits[0], known, frozenset(_Step._fields))
             if self.fed is not None and hidden is not None:
                 columns["fed_logit"] = scored(self.fed, hidden[0], self._before, fed)
                 for name, number in self._before.items():
@@ -86,10 +103,8 @@ class FusedStep(Reader):
                 columns["drawn_logit"] = scored(self.drawn, hidden[0], columns, known)
         wide = torch.float64 if law.is_cpu else torch.float32  # which holds every id below 2^24 exactly
         nothing = torch.zeros(1, dtype=wide, device=law.device)
-        names = (*OfToken._fields, "fed_logit", "prefix_logit", "drawn_logit")
-        return law, torch.cat(
-            [token.to(wide), *(columns[name].to(wide) if name in columns else nothing for name in names)]
-        )
+        columns["token"] = token
+        return law, torch.cat([columns[name].to(wide) if name in columns else nothing for name in _Step._fields])
 
 
 def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) -> FusedStep | None:
