@@ -2,6 +2,7 @@
 files and its tests.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_a_law_names_a_formula_or_a_sentence_an_example_its_files_and_its_tests(
     assert [path for path in files if not (ROOT / path).is_file()] == []
     tests = set(re.findall(r"`(test_\w+)`", line_of(law, "Proven by")))
     assert tests
-    assert tests - set(names_of_tests()) == set()
+    assert tests - set(names_of_fast_tests()) == set(), "not there, or slow: `make test` would not prove the law"
 
 
 def test_some_file_that_a_law_names_cites_it():
@@ -57,9 +58,22 @@ def test_some_file_that_a_law_names_cites_it():
         assert any(number in cited((ROOT / path).read_text(encoding="utf-8")) for path in files), number
 
 
-def names_of_tests() -> Iterator[str]:
+def names_of_fast_tests() -> Iterator[str]:
+    """Test functions of which `make test` runs at least some cases: neither they nor their files are marked slow."""
     for path in (ROOT / "tests").rglob("test_*.py"):
-        yield from re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        marks = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)}
+        if "pytestmark = pytest.mark.slow" not in marks:
+            functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+            yield from (
+                node.name for node in functions if "pytest.mark.slow" not in map(ast.unparse, node.decorator_list)
+            )
+
+
+def test_a_slow_test_proves_no_law():
+    assert "test_one_verification_preserves_target_distribution" in set(names_of_fast_tests())
+    assert "test_compiled_forwards_are_those_of_their_own_model_width_and_capacity" not in set(names_of_fast_tests())
+    assert "test_every_command_answers_help" not in set(names_of_fast_tests()), "its whole file is slow"
 
 
 def test_a_citation_of_several_laws_is_read_whole():
