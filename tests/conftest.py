@@ -11,7 +11,7 @@ gc.disable()  # until everything is imported: all of that stays
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays, and a collection of garbage would look at it anew each time: half of a run of data_gen."""
+    """What is there now stays; collections of garbage, which looked at it anew, were half of a run of data_gen."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -54,7 +54,12 @@ def test_speculative_output_is_plain_generates(name):
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))],
+    [
+        ("mamba", SHORT[0]),
+        ("mamba2", SHORT[0]),
+        ("gemma3_text", SHORT[1]),
+        pytest.param("zamba2", Case(3, 40, 20), marks=pytest.mark.slow),
+    ],
 )
 def test_speculative_generates_output_is_plain_generates(name, case):
     assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)

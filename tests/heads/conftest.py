@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from heads.training.trainer import quiet
-from tests.heads.made_up import write_data
+from tests.toys.made_up import write_data
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomDraws, Sampling, revealed_probs, verify
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
-from tests.lm.places import Places, place_of, put
+from tests.toys.places import Places, place_of, put
 
 CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 FIRST, SECOND = "cuda:0", "cuda:1"

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteria, St
 from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from heads import AcceptanceHead
-from tests.decode.enumeration import assert_same_law, law_of
-from tests.decode.random_pairs import random_pair
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.random_pairs import random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 

@@ -12,8 +12,8 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength, Heuristic, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from lm import Draws, Sampling
-from tests.decode.enumeration import ToyModel, assert_same_law, law_of
-from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
 
 
 def assert_lossless(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from store.shards import rows_path, write_shard
-from tests.heads.made_up import make_config, write_data
+from tests.toys.made_up import make_config, write_data
 from train import train
 
 

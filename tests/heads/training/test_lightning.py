@@ -12,7 +12,7 @@ from heads.command import load_sweep
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps
 from heads.training.trainer import make_trainer, trainer_arguments
-from tests.heads.made_up import HIDDEN, make_config, train_by_command, write_yaml
+from tests.toys.made_up import HIDDEN, make_config, train_by_command, write_yaml
 from train import train
 
 EARLY_STOPPING = {
@@ -29,7 +29,7 @@ def probs(run_dir: Path) -> torch.Tensor:
         return torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid()
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, tmp_path: Path, precision: str):
     """Without a GPU Lightning turns 16-mixed into bf16-mixed, and says so."""

@@ -14,7 +14,7 @@ from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
-from tests.decode.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel
 
 PROMPT = [0, 1, 2]
 VOCAB = 6
