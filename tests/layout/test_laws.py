@@ -5,6 +5,7 @@ files and its tests.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_law_names_a_formula_or_a_sentence_an_example_its_files_and_its_tests(
     assert [path for path in files if not (ROOT / path).is_file()] == []
     tests = set(re.findall(r"`(test_\w+)`", line_of(law, "Proven by")))
     assert tests
-    assert tests - set(names_of_fast_tests()) == set(), "not there, or slow: `make test` would not prove the law"
+    assert tests - fast_tests() == set(), "not there, or slow: `make test` would not prove the law"
 
 
 def test_some_file_that_a_law_names_cites_it():
@@ -58,22 +59,28 @@ def test_some_file_that_a_law_names_cites_it():
         assert any(number in cited((ROOT / path).read_text(encoding="utf-8")) for path in files), number
 
 
-def names_of_fast_tests() -> Iterator[str]:
-    """Test functions of which `make test` runs at least some cases: neither they nor their files are marked slow."""
+@cache
+def fast_tests() -> frozenset[str]:
+    """Names of the test functions of which `make test` runs at least some cases: neither they nor their files are
+    marked slow.
+    """
+    found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        marks = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)}
-        if "pytestmark = pytest.mark.slow" not in marks:
+        if "pytestmark = pytest.mark.slow" not in [
+            ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)
+        ]:
             functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-            yield from (
+            found |= {
                 node.name for node in functions if "pytest.mark.slow" not in map(ast.unparse, node.decorator_list)
-            )
+            }
+    return frozenset(found)
 
 
 def test_a_slow_test_proves_no_law():
-    assert "test_one_verification_preserves_target_distribution" in set(names_of_fast_tests())
-    assert "test_compiled_forwards_are_those_of_their_own_model_width_and_capacity" not in set(names_of_fast_tests())
-    assert "test_every_command_answers_help" not in set(names_of_fast_tests()), "its whole file is slow"
+    assert "test_one_verification_preserves_target_distribution" in fast_tests()
+    assert "test_compiled_forwards_are_those_of_their_own_model_width_and_capacity" not in fast_tests()
+    assert "test_every_command_answers_help" not in fast_tests(), "its whole file is slow"
 
 
 def test_a_citation_of_several_laws_is_read_whole():

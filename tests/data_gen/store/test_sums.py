@@ -33,7 +33,7 @@ def broken_shards(config) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["together", "sequential"])
+@pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_config, with_data, capsys, mode):
     config = with_data(toy_config, mode=mode)
     make(config)

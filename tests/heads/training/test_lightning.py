@@ -29,7 +29,8 @@ def probs(run_dir: Path) -> torch.Tensor:
         return torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid()
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, tmp_path: Path, precision: str):
     """Without a GPU Lightning turns 16-mixed into bf16-mixed, and says so."""
