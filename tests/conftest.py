@@ -7,6 +7,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
+torch.set_num_threads(1)  # models here are toys: a second thread only costs them
 gc.disable()  # until everything is imported: all of that stays
 
 

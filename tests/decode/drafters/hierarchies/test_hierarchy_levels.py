@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies.hsddw import CONFIGURATIONS, hsddw
@@ -14,6 +14,7 @@ from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
+from tests.toys import llamas
 from tests.toys.enumeration import ToyModel
 
 PROMPT = [0, 1, 2]
@@ -34,16 +35,8 @@ class CheckedModel(CachedModel):
 def llama(seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            initializer_range=1.0,
-            max_position_embeddings=64,
-            eos_token_id=5,
-        )
+        sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = llamas.llama(**sizes, initializer_range=1.0, max_position_embeddings=64, eos_token_id=5)
         return LlamaForCausalLM(config).double().eval()
 
 
