@@ -87,7 +87,8 @@ def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
     assert not list(tmp_path.rglob("hpc_ckpt*"))
 
 
-@pytest.mark.parametrize("trainer", [pytest.param({}, marks=pytest.mark.slow), {"val_check_interval": 3}])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, {"val_check_interval": 3}])
 def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer
 ):
