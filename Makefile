@@ -6,8 +6,10 @@ RUN = $(VENV)/bin/python
 CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
 INSTALLED = $(VENV)/.installed
+# Types and shapes are checked at every call, which makes a test three times as dear.
+CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
 
-.PHONY: help install demo test check conformance test-vllm tree clean
+.PHONY: help install demo test test-all check conformance test-vllm tree clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -28,10 +30,13 @@ demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 60 hea
 	$(RUN) -m heads export --config $(CONFIG)
 	$(RUN) -m evaluation evaluate --config $(CONFIG)
 
-test: $(INSTALLED) ## the tests
+test: $(INSTALLED) ## the fast tests, every law among them (three minutes; so does a bare `pytest`)
 	$(RUN) -m pytest -n 2
 
-check: $(INSTALLED) ## ruff, formatting, types, tests
+test-all: $(INSTALLED) ## every test, with types and shapes checked at every call: what CI runs (a quarter of an hour)
+	$(RUN) -m pytest -n 2 -m '' $(CHECKED)
+
+check: $(INSTALLED) ## ruff, formatting, types, the fast tests
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

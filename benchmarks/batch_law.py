@@ -42,8 +42,8 @@ from decode import ModelDrafter, SpeculativeDecoder
 from heads import AcceptanceHead
 from lm import CachedModel, RandomDraws, Sampling
 from lm.uniforms import seed_of
-from tests.decode import small_pair
-from tests.decode.toy_loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToySeats, decoder_of
+from tests.toys import small_pair
+from tests.toys.loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToySeats, decoder_of
 
 BATCH_SIZE, LENGTH, LEAST_EXPECTED, FALSE_ALARM = 7, 3, 5.0, 1e-4
 PROMPTS = ([0, 0, 1], [2, 2, 0])

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.stages_under_fault import STAGES, Child, Digests, Stage, at, differing, lost, results
 from configs.schema import Config, ServerConfig
 from data_gen.pipeline.command import make
-from tests.data_gen.answering import Answering, close_half_way, completion
+from tests.toys.answering import Answering, close_half_way, completion
 
 SAME = "same bytes"
 _MIN_KILLS, _MAX_KILLS = 2, 6

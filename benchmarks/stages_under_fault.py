@@ -23,7 +23,7 @@ from evaluation.traces.command import trace
 from heads.command import export
 from heads.model.head import AcceptanceHead
 from store.shards import verify
-from tests.data_gen.conftest import save_toy
+from tests.toys.saved_pair import save_toy
 from train import train
 
 _END_S = 300

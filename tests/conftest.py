@@ -1,10 +1,29 @@
 """Every test starts from the same random numbers, whatever ran before it; in CI none is skipped."""
 
+import gc
 import os
 from collections.abc import Generator
 
 import pytest
 import torch
+
+torch.set_num_threads(1)  # models here are toys: a second thread only costs them
+gc.disable()  # until everything is imported: all of that stays
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays; collections of garbage, which looked at it anew, were half of a run of data_gen."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unsynced():
+    """Files of tests need not outlive a loss of power: no waiting for the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -106,6 +106,7 @@ def test_without_a_config_the_message_says_where_to_start(capsys: pytest.Capture
     assert "configs/tiny.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_leaves_no_traceback():
     """As in `python -m data_gen stats … | head -1`."""
     talk = (

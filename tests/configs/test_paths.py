@@ -207,6 +207,7 @@ def test_every_flag_that_holds_text_is_among_them_or_is_no_path():
                 assert any(call.startswith(name) and call.endswith(f"--{flag}") for call in CALLS), (name, flag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [

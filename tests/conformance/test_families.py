@@ -27,6 +27,7 @@ EXACT = [
     "qwen2 (max_window_layers)", "gpt_oss (sinks, experts)", "llama4_text",
     "lfm2", "mamba", "mamba2", "jamba", "falcon_h1 (both in each layer)", "qwen3_next", "glm_moe_dsa", "gemma3n_text",
 ]  # fmt: skip
+SECOND_OF_THEIR_KIND = {"jamba", "gemma3n_text"}
 COMPILED = [
     "llama (grouped queries)",
     "bloom (ALiBi)",
@@ -47,14 +48,21 @@ REFUSED = {
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SECOND_OF_THEIR_KIND else name for name in EXACT]
+)
 def test_speculative_output_is_plain_generates(name):
     assert_exact(build(BY_NAME[name]), CachedModel, SHORT)
 
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("mamba", SHORT[0]), ("mamba2", SHORT[0]), ("gemma3_text", SHORT[1]), ("zamba2", Case(3, 40, 20))],
+    [
+        ("mamba", SHORT[0]),
+        ("mamba2", SHORT[0]),
+        ("gemma3_text", SHORT[1]),
+        pytest.param("zamba2", Case(3, 40, 20), marks=pytest.mark.slow),
+    ],
 )
 def test_speculative_generates_output_is_plain_generates(name, case):
     assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)

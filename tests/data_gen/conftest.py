@@ -1,54 +1,14 @@
-"""A toy pair on disk: two random Llamas of a few thousand parameters with one byte-level tokenizer, logits wide enough
-to be uneven.
-"""
+"""The toy pair on disk, its prompts, and a run of data_gen on it."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
-
-CHAT = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{{ m['content'] }}<end>{% else %}<u>{{ m['content'] "
-    "}}\n{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-
-
-def save_toy(directory: Path, *, hidden_size: int, seed: int, scale: float = 0.4) -> None:
-    """A Llama and its tokenizer; `scale` spreads the weights, so that distributions are neither flat nor one-hot."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<end>", "<u>", "<a>", *alphabet]
-    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<u>", "<a>"]
-    )
-    fast.chat_template = CHAT
-    fast.save_pretrained(directory)
-    config = LlamaConfig(
-        vocab_size=len(tokens) + 4,  # a padded vocabulary
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=scale,
-    )
-    torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(directory)
+from tests.toys.saved_pair import save_toy
 
 
 @pytest.fixture(scope="session")

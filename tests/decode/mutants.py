@@ -15,7 +15,7 @@ import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from lm import GreedyDraws, RandomDraws, residual_probs, revealed_probs, verify
-from tests.decode.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
 _counts_of = decode.loop.rounds._counts_of

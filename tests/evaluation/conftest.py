@@ -1,15 +1,6 @@
-"""Models here are toys: a second thread only costs them."""
+"""What a stop costs is timed once."""
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

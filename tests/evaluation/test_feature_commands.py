@@ -138,6 +138,7 @@ def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_wri
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
     small = [
         *("--data.num_train", "4"),

@@ -68,6 +68,7 @@ def test_an_unsure_time_widens_what_depends_on_it_and_nothing_else():
     assert spread["draft"][1] > 1.5 * spread["sure"][1]
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     """Two families of one setting each, true gain 10 %: of 300 intervals at 95 %, fewer than 273 or more than 297 has
     probability 0.2 %.

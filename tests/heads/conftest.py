@@ -2,12 +2,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from heads.training.trainer import quiet
-from tests.heads.made_up import write_data
-
-torch.set_num_threads(1)
+from tests.toys.made_up import write_data
 
 
 @pytest.fixture(autouse=True)

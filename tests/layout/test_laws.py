@@ -2,8 +2,10 @@
 files and its tests.
 """
 
+import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def test_a_law_names_a_formula_or_a_sentence_an_example_its_files_and_its_tests(
     assert [path for path in files if not (ROOT / path).is_file()] == []
     tests = set(re.findall(r"`(test_\w+)`", line_of(law, "Proven by")))
     assert tests
-    assert tests - set(names_of_tests()) == set()
+    assert tests - fast_tests() == set(), "not there, or slow: `make test` would not prove the law"
 
 
 def test_some_file_that_a_law_names_cites_it():
@@ -57,9 +59,26 @@ def test_some_file_that_a_law_names_cites_it():
         assert any(number in cited((ROOT / path).read_text(encoding="utf-8")) for path in files), number
 
 
-def names_of_tests() -> Iterator[str]:
+@cache
+def fast_tests() -> frozenset[str]:
+    """Names of the test functions of which `make test` runs at least some cases: neither they nor their files are
+    marked slow.
+    """
+    found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        yield from re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        text = path.read_text(encoding="utf-8")
+        if "\npytestmark = pytest.mark.slow\n" not in text:
+            functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+            found |= {
+                node.name for node in functions if "pytest.mark.slow" not in map(ast.unparse, node.decorator_list)
+            }
+    return frozenset(found)
+
+
+def test_a_slow_test_proves_no_law():
+    assert "test_one_verification_preserves_target_distribution" in fast_tests()
+    assert "test_compiled_forwards_are_those_of_their_own_model_width_and_capacity" not in fast_tests()
+    assert "test_every_command_answers_help" not in fast_tests(), "its whole file is slow"
 
 
 def test_a_citation_of_several_laws_is_read_whole():

@@ -68,6 +68,13 @@ def test_a_folder_holds_few_files(floor):
     assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
+def test_folders_and_files_of_tests_are_small_too():
+    paths = list((ROOT / "tests").rglob("*.py"))
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in paths)
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+    assert [str(path) for path in paths if path.read_text(encoding="utf-8").count("\n") > MAX_LINES] == []
+
+
 def test_no_two_files_of_a_folder_differ_by_an_ending():
     for folder in {module.path.parent for module in FILES.values()}:
         names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))

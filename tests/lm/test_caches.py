@@ -12,8 +12,8 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, CompiledModel, Sampling
 from lm.kv_buffer import forget, keep, make_cache, seat
+from tests.toys.llamas import SIZES
 
-SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = LlamaConfig(**SIZES)
 SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4)
 

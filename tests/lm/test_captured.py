@@ -5,12 +5,13 @@ from threading import current_thread
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from lm import CompiledModel, CompiledTailModel
 from lm.models import compiled, compiled_tail
+from tests.toys.llamas import llama
 
-CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+CONFIG = llama(num_hidden_layers=1)
 TOKENS = [1, 2, 3]
 
 

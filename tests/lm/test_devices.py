@@ -4,7 +4,7 @@ batch.
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from data_gen.labels.labeller import Labeller
 from data_gen.responses.exchange import Exchange, Request
@@ -20,9 +20,10 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomDraws, Sampling, revealed_probs, verify
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
-from tests.lm.places import Places, place_of, put
+from tests.toys.llamas import llama
+from tests.toys.places import Places, place_of, put
 
-CONFIG = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+CONFIG = llama()
 FIRST, SECOND = "cuda:0", "cuda:1"
 PROMPT = [1, 2, 3]
 

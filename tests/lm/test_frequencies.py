@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from longrope import BOUND, KINDS, model_of, said_by_generate, text_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lm import CachedModel
@@ -19,6 +18,7 @@ from lm.frequencies import frequencies_of
 from lm.models.seats import Ask, Seats
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
+from tests.toys.longrope import BOUND, KINDS, model_of, said_by_generate, text_of
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 """generate gives its logits in float32."""
@@ -179,7 +179,7 @@ def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_bel
 
 SCRIPT = """
 import torch
-from longrope import BOUND, model_of, text_of
+from tests.toys.longrope import BOUND, model_of, text_of
 from lm import CachedModel, CompiledModel
 tail = lambda logits, hidden, fed: (logits.clone(), fed.clone())
 for kind in ("phi3", "llama"):
@@ -205,7 +205,7 @@ print("alike")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
 def test_compiled_forwards_across_the_bound_are_the_eager_ones():
-    path = os.pathsep.join([os.path.dirname(__file__), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, check=False)
     assert found.stdout.split()[-1:] == ["alike"], found.stderr[-2000:]

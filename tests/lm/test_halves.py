@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from lm import CachedModel
 from lm.models.halves import halves_of
+from tests.toys.llamas import SIZES
 
-SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
 SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)

@@ -7,20 +7,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from tests.toys.llamas import llama
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
-CONFIG = LlamaConfig(
-    vocab_size=24,
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=64,
-)
+CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)
 
 
 def tiny_pair(**changes) -> PairConfig:

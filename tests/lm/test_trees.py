@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 import lm.caches.buffers
 from lm import CachedModel, GreedyDraws, RandomDraws
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
 from lm.trees.verification import node_probs, verify_tree
+from tests.toys.llamas import llama
 
 _VOCAB = 4
 _sees = Tree.sees
@@ -36,18 +37,10 @@ def test_a_tree_is_refused_that_is_none():
 
 
 def _model() -> TreeModel:
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 12,
-    }
+    config = llama(vocab_size=12, initializer_range=0.4, max_position_embeddings=128)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            LlamaConfig(**sizes, initializer_range=0.4, max_position_embeddings=128)
-        )
+        model = AutoModelForCausalLM.from_config(config)
     return TreeModel(model.double().eval(), with_hidden=True)
 
 

@@ -20,6 +20,7 @@ def test_every_bit_of_a_seed_counts(bit):
     assert [draws.num_accepted(probs[::-1]) for _ in range(20)] != [others.num_accepted(probs[::-1]) for _ in range(20)]
 
 
+@pytest.mark.slow
 def test_no_two_streams_of_one_generator_coincide():
     """Of 70,000 seeds of 32 bits two are equal with probability 0.43, as here; of 124 bits with probability 1e-28."""
     generator = torch.Generator().manual_seed(1)

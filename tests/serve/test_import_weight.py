@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HEAVY = (
     "pyarrow",
@@ -18,6 +20,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.slow
 def test_serving_loads_no_data_frames_and_no_plots():
     modules = [
         path.relative_to(ROOT).with_suffix("").parts
@@ -30,6 +33,7 @@ def test_serving_loads_no_data_frames_and_no_plots():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_the_plugin_itself_loads_nothing_of_the_project_before_a_server_asks_for_it():
     code = (
         "import sys; import serve.engine.plugin, serve.engine.proposer; print({'transformers', 'decode'} & "

@@ -23,8 +23,8 @@ from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
 from serve.lanes import Lane, Lanes, Row
-from tests.decode.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
-from tests.serve.fake_engine import Asked, FakeEngine
+from tests.toys.fake_engine import Asked, FakeEngine
+from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()
 STOPS = frozenset({EOS})

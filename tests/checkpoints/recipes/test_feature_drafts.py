@@ -41,6 +41,7 @@ def folder_with_target(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_the_released_layouts(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoints.recipes.recipe.acceptance_rates", lambda *_: [])
     first, again, other = (folder_with_target(tmp_path / name) for name in "abc")

@@ -13,7 +13,7 @@ from heads.batches.features import FeatureShard
 from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
 from lm.uniforms import draw, uniforms
 from store.shards import write_shard
-from tests.lm.features.random_drafts import KINDS, VOCAB, draft, target
+from tests.toys.random_drafts import KINDS, VOCAB, draft, target
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
 EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("b", "", [6, 1], [3, 3, 4], "stop")]

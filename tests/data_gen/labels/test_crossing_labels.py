@@ -17,7 +17,7 @@ from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from lm import Sampling
 from store.shards import list_shards
-from tests.lm.longrope import BOUND, greedy_of, model_of, text_of
+from tests.toys.longrope import BOUND, greedy_of, model_of, text_of
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -39,6 +39,7 @@ def test_short_and_long_prompts_asked_together_are_answered_as_by_generate(kind)
     assert said(source_of(kind), prompts) == [list(greedy_of(model_of(kind), prompt, 8)) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other():
     """One prompt of 9 tokens ends when nobody waits, and stays beside seven that began later: its place would grow to
     17.

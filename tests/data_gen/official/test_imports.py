@@ -123,6 +123,7 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
             assert row["acceptance_rate"] is row["cross_entropy"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["cached", "online"])
 @pytest.mark.filterwarnings("ignore")
 def test_heads_train_on_imported_data(imports, tmp_path, features):

@@ -73,6 +73,7 @@ def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes(tmp_path: Path)
     assert 64 * 1024 * target.kv_per_position == pytest.approx(21.5 * GB, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, capsys: pytest.CaptureFixture):
     config = shipped("llama2-7b-70b", tmp_path)
     too_large = replace(config, data=replace(config.data, mode="together", batch_size=64))

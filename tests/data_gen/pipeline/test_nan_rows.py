@@ -81,7 +81,7 @@ def assert_others_are_the_same(broken: Config, whole: Config, failed: set[str]) 
             torch.testing.assert_close(features, expected[name], rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("mode", ["together", "sequential"])
+@pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_a_prompt_that_the_draft_cannot_read_is_a_problem_of_its_row_alone(healthy, with_data, tmp_path, capsys, mode):
     healthy = with_data(healthy, mode=mode)
     broken = poisoned(healthy, "draft", tmp_path)
@@ -100,7 +100,7 @@ def test_a_prompt_that_the_draft_cannot_read_is_a_problem_of_its_row_alone(healt
     assert "(1 made now)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", ["together", "sequential"])
+@pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_a_prompt_that_the_target_cannot_read_is_a_problem_of_its_row_alone(healthy, with_data, tmp_path, mode):
     healthy = with_data(healthy, mode=mode)
     broken = poisoned(healthy, "target", tmp_path)

@@ -42,6 +42,7 @@ def on_cluster(toy_config, with_data, tmp_path, cluster) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "room"),
     [
@@ -76,6 +77,7 @@ def test_room_is_that_of_each_machine_and_not_their_sum():
         on_ray._check_room(RayConfig(num_gpus=8), 1, machines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_map", [None, "auto", "cuda:0", {"model": "cpu", "lm_head": 0}])
 def test_models_meant_for_a_gpu_are_not_put_on_the_cpu_of_a_cluster_with_gpus(on_cluster, device_map):
     pair = replace(on_cluster.pair, target=replace(on_cluster.pair.target, device_map=device_map))
@@ -86,6 +88,7 @@ def test_models_meant_for_a_gpu_are_not_put_on_the_cpu_of_a_cluster_with_gpus(on
         make(replace(on_cluster, pair=pair))
 
 
+@pytest.mark.slow
 def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, with_data, capsys):
     """The worker finds it while it loads the models."""
     too_long = with_data(on_cluster, max_new_tokens=240)

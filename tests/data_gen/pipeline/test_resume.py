@@ -53,7 +53,7 @@ def make_and_die(config: Config, write: int) -> None:
     make(config)
 
 
-@pytest.mark.parametrize("mode", ["together", "sequential"])
+@pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, with_data, tmp_path, mode):
     """SIGKILL in the middle of the 2nd, 5th, … write: the next run ends with exactly the files of an uninterrupted
     one.

@@ -11,8 +11,8 @@ import pytest
 from configs.schema import ModelSource
 from data_gen.pipeline.command import make
 from data_gen.pipeline.reuse import responses
-from tests.data_gen.conftest import save_toy
 from tests.data_gen.on_disk import assert_same_rows, files_of, rows_of
+from tests.toys.saved_pair import save_toy
 
 
 @pytest.fixture

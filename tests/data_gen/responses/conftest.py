@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import ServerConfig
-from tests.data_gen.answering import Answering, completion
+from tests.toys.answering import Answering, completion
 
 
 @pytest.fixture

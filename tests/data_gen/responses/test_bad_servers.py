@@ -16,8 +16,8 @@ from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
 from lm import Sampling
-from tests.data_gen.answering import all_rows, close_half_way, completion, problems
 from tests.data_gen.on_disk import files_of
+from tests.toys.answering import all_rows, close_half_way, completion, problems
 
 TEXT = "<u>hi\n<a>"
 

@@ -14,7 +14,7 @@ from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.server import request_settings
 from data_gen.responses.spelling import Spelling
 from lm import Sampling
-from tests.data_gen.answering import all_rows, completion, problems
+from tests.toys.answering import all_rows, completion, problems
 
 
 def test_a_servers_text_becomes_rows_with_the_end_of_sequence(served, server, tokenizer):

@@ -55,6 +55,7 @@ def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.slow
 def test_a_thousand_handovers_never_let_two_in(tmp_path):
     """Four processes take turns as fast as they can; each adds one to a number in a file, which two at once would
     lose.

@@ -2,14 +2,13 @@
 again.
 """
 
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from data_gen.__main__ import main
 from data_gen.pipeline import command
 from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
@@ -18,8 +17,6 @@ from store import shards, sums
 from store.shards import features_path, rows_path, sidecar_path, write_shard
 from store.sums import check_sums, problems_of
 from tests.data_gen.on_disk import files_of
-
-ROOT = Path(__file__, "../../../..").resolve()
 
 
 def flip(path: Path) -> None:
@@ -36,7 +33,7 @@ def broken_shards(config) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["together", "sequential"])
+@pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_config, with_data, capsys, mode):
     config = with_data(toy_config, mode=mode)
     make(config)
@@ -101,18 +98,18 @@ def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     assert files_of(toy_config.data.dir) == before
 
 
-def test_check_ends_with_exit_code_2_and_shows_a_bar(toy_config, tmp_path):
+def test_check_ends_with_exit_code_2_and_shows_a_bar(toy_config, tmp_path, capsys):
     make(toy_config)
     broken = broken_shards(toy_config)
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump({"pair": asdict(toy_config.pair), "data": {"dir": toy_config.data.dir}}))
-    done = subprocess.run(
-        [sys.executable, "-m", "data_gen", "check", "--config", path], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "checking sums" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: 2 shards in")
-    assert all(str(path) in done.stdout for path in broken)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--config", str(path)])
+    said = capsys.readouterr()
+    assert "checking sums" in said.err
+    assert said.err.splitlines()[-1].startswith("error: 2 shards in")
+    assert all(str(path) in said.out for path in broken)
 
 
 def test_responses_of_a_broken_shard_are_not_handed_on(toy_config, tmp_path):

@@ -8,10 +8,10 @@ import torch
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from lm import CachedModel, Sampling, TappedModel, feature_model
-from tests.decode.enumeration import assert_same_law
-from tests.decode.observed import observed
-from tests.decode.toy_loop import POLICIES, SAMPLINGS, law
-from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
+from tests.toys.enumeration import assert_same_law
+from tests.toys.loop import POLICIES, SAMPLINGS, law
+from tests.toys.observed import observed
+from tests.toys.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 
 PROMPT = [1, 2, 3]
 

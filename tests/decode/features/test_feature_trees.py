@@ -11,10 +11,10 @@ from decode.drafters.trees.shapes import Cape, Dynamic, Static
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from lm import Sampling
 from lm.features.trees import TappedTreeModel, feature_tree_model
-from tests.decode.enumeration import assert_same_law, law_of
 from tests.decode.features.test_chains import PROMPT, greedy, target_law
-from tests.decode.toy_loop import SAMPLINGS
-from tests.lm.features.random_drafts import draft, target
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.loop import SAMPLINGS
+from tests.toys.random_drafts import draft, target
 
 SHAPES = {"eagle": Static(), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "glide": Cape(((0.5, 3), (1.0, 2)))}
 

@@ -4,13 +4,14 @@ stopping criteria.
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from heads import AcceptanceHead
-from tests.decode.enumeration import assert_same_law, law_of
-from tests.decode.random_pairs import random_pair
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.llamas import llama
+from tests.toys.random_pairs import random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -36,15 +37,8 @@ def test_greedy_output_under_processors_equals_plain_generate(policy, settings):
 
 def test_sampled_output_has_exactly_the_law_of_plain_generate():
     """Enumerated: temperature, top-k, repetition penalty and a minimum length, on random models over four tokens."""
-    config = LlamaConfig(
-        vocab_size=4,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        bos_token_id=0,
-        eos_token_id=3,
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = llama(**sizes, vocab_size=4, bos_token_id=0, eos_token_id=3)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         target, draft = (AutoModelForCausalLM.from_config(config).double().eval() for _ in range(2))
@@ -121,9 +115,8 @@ def test_a_draft_with_fewer_or_more_ids_than_the_target_is_lossless_where_they_s
     expected = target.generate(PROMPT, do_sample=False, max_new_tokens=12)
     num_used = int(expected.max()) + 1
     for width, vocab_size in ((44, None), (num_used, num_used), (44, num_used)):
-        config = LlamaConfig(
-            vocab_size=width, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-        )
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = llama(**sizes, vocab_size=width)
         draft = AutoModelForCausalLM.from_config(config).eval()
         settings = {"draft_model": draft, "vocab_size": vocab_size, "do_sample": False, "max_new_tokens": 12}
         ours = target.generate(PROMPT, custom_generate=speculative_generate, **settings)

@@ -8,7 +8,7 @@ import torch
 from decode import speculative_generate
 from decode.policies import HeadPolicy
 from heads import AcceptanceHead, Provenance
-from tests.decode.random_pairs import random_pair
+from tests.toys.random_pairs import random_pair
 
 TRAINED = {"temperature": 1.0, "top_k": None, "top_p": None}
 

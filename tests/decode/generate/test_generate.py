@@ -12,7 +12,7 @@ from decode.__main__ import COMMANDS
 from decode.generate.detokenizer import Detokenizer
 from decode.generate.transcript import STYLES, Transcript, summary
 from decode.policies import FixedLength
-from tests.decode.toy_loop import PROMPT, decoder_of
+from tests.toys.loop import PROMPT, decoder_of
 
 ROOT = Path(__file__, "../../../..").resolve()
 

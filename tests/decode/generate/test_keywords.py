@@ -20,7 +20,7 @@ from transformers.generation import EosTokenCriteria
 
 from decode import speculative_generate
 from decode.policies import FixedLength
-from tests.decode.random_pairs import random_pair
+from tests.toys.random_pairs import random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

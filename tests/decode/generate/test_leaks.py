@@ -12,7 +12,7 @@ from decode import speculative_generate
 from decode.policies import HeadPolicy
 from heads import AcceptanceHead
 from lm import CachedModel
-from tests.decode.random_pairs import IDS, SIZES, random_pair
+from tests.toys.random_pairs import IDS, SIZES, random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 

@@ -15,9 +15,9 @@ from decode.policies import Entropy, FixedLength, HeadPolicy, LearnedProb
 from lm import RandomDraws, Sampling
 from lm.models import seats
 from lm.models.seats import Seats
-from tests.decode.enumeration import ToyModel, assert_same_law, law_of
-from tests.decode.random_pairs import CONFIGS, random_pair
-from tests.decode.toy_loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, ToySeats, decoder_of, toy_head
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, ToySeats, decoder_of, toy_head
+from tests.toys.random_pairs import CONFIGS, random_pair
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import torch
 from decode import InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
 from lm import CachedModel
-from tests.decode.enumeration import ToyModel
-from tests.decode.observed import observed
-from tests.decode.random_pairs import random_pair
-from tests.decode.toy_loop import POLICIES, PROMPT, decoder_of
+from tests.toys.enumeration import ToyModel
+from tests.toys.loop import POLICIES, PROMPT, decoder_of
+from tests.toys.observed import observed
+from tests.toys.random_pairs import random_pair
 
 
 def assert_counts(decoder: SpeculativeDecoder, max_new_tokens: int, *, seed: int) -> set[str | None]:

@@ -11,8 +11,8 @@ from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
-from tests.decode.enumeration import assert_same_law, law_of
-from tests.lm.longrope import BOUND, greedy_of, model_of, said_by_generate, text_of
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.longrope import BOUND, greedy_of, model_of, said_by_generate, text_of
 
 KINDS = ("phi3", "llama")
 LENGTH = 12

@@ -18,7 +18,7 @@ from decode.loop.fused import fused_step
 from decode.policies import AfterDraw, FixedLength, Policy
 from heads import AcceptanceHead
 from lm import CachedModel, Chance, CompiledModel, CompiledTailModel, RandomDraws, Sampling
-from tests.decode.toy_loop import SAMPLINGS
+from tests.toys.loop import SAMPLINGS
 
 SIZES = {
     "vocab_size": 20,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic
 from lm import CachedModel, Sampling
-from tests.decode.random_pairs import CONFIGS, IDS, random_pair
+from tests.toys.random_pairs import CONFIGS, IDS, random_pair
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

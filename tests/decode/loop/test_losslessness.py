@@ -12,8 +12,8 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength, Heuristic, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from lm import Draws, Sampling
-from tests.decode.enumeration import ToyModel, assert_same_law, law_of
-from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
 
 
 def assert_lossless(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> None:
@@ -67,11 +67,12 @@ class Heeds(Policy):
         return outcome.lesson
 
 
-def test_a_policy_that_heeds_its_lessons_preserves_the_target_law():
+@pytest.mark.parametrize("max_new_tokens", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_policy_that_heeds_its_lessons_preserves_the_target_law(max_new_tokens):
     decoder = decoder_of(Heeds(), eos_ids=())
     rounds = decoder.generate(PROMPT, 60, generator=torch.Generator().manual_seed(0)).rounds[:-3]
     assert {len(played.drafted) for played in rounds} == {1, 3}
-    assert_lossless(decoder, 4)
+    assert_lossless(decoder, max_new_tokens)
 
 
 @pytest.mark.parametrize("policy", [FixedLength(3), Heuristic(2)])

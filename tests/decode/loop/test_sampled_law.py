@@ -19,9 +19,9 @@ from scipy.stats import chi2, ncx2
 
 from decode.policies import Entropy, FixedLength
 from lm import RandomDraws, Sampling
-from tests.decode.enumeration import ToyModel, law_of
 from tests.decode.mutants import MUTANTS
-from tests.decode.toy_loop import PROMPT, SAMPLINGS, decoder_of
+from tests.toys.enumeration import ToyModel, law_of
+from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of
 
 NUM_SAMPLES = 2000
 FALSE_ALARM = 1e-6

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from data_gen.labels.labeller import Labeller
 from data_gen.responses.exchange import Exchange, Request
@@ -28,21 +28,14 @@ from decode.policies import FixedLength, Policy
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling
 from lm.trees.cached import TreeModel
+from tests.toys import llamas
 
 PROMPT, NUM = [3, 1, 4, 1, 5], 12
 WIDTH = 40
 
 
 def llama(seed: int, width: int = WIDTH, dropout: float = 0.0) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=width,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=dropout,
-        eos_token_id=None,
-    )
+    config = llamas.llama(vocab_size=width, num_hidden_layers=1, attention_dropout=dropout, eos_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).double().eval()

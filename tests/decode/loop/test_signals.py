@@ -17,8 +17,8 @@ from heads.model import stepwise
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import RandomDraws, Sampling, entropy
-from tests.decode.enumeration import ToyModel
-from tests.decode.toy_loop import PROMPT, decoder_of, toy_head
+from tests.toys.enumeration import ToyModel
+from tests.toys.loop import PROMPT, decoder_of, toy_head
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from decode.drafters.trees.shapes import Dynamic
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
-from tests.decode.enumeration import ToyModel
 from tests.decode.loop.test_batch import ToySeats
-from tests.decode.toy_loop import PROMPT, decoder_of
-from tests.decode.toy_trees import tree_decoder_of
+from tests.toys.enumeration import ToyModel
+from tests.toys.loop import PROMPT, decoder_of
+from tests.toys.trees import tree_decoder_of
 
 
 class Pupil(Policy):

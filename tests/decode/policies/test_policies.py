@@ -17,8 +17,8 @@ from decode.policies.registry import make_policy, parse_policy
 from decode.policies.scores import Scores, sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
-from tests.decode.enumeration import ToyModel
-from tests.decode.toy_loop import POLICIES, PROMPT, decoder_of
+from tests.toys.enumeration import ToyModel
+from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
 
 def drawn_with(**signals: float) -> AfterDraw:

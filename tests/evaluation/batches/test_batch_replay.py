@@ -19,10 +19,10 @@ from evaluation.batches.rule import batch_auto_for
 from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
 from lm import Sampling
-from tests.decode import small_pair
 from tests.decode.loop.test_batch import ToySeats
-from tests.decode.toy_loop import POLICIES, decoder_of, toy_head
-from tests.evaluation.toy_traces import traced
+from tests.toys import small_pair
+from tests.toys.loop import POLICIES, decoder_of, toy_head
+from tests.toys.traces import traced
 
 COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))
 RULES = {

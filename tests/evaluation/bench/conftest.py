@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lm import Pair
-from tests.decode.small_pair import VOCAB, model
+from tests.toys.small_pair import VOCAB, model
 
 
 class Words(PreTrainedTokenizerBase):

@@ -13,7 +13,7 @@ from evaluation.bench.lengths import num_differing
 from evaluation.bench.schedules import HEURISTICALLY, assisted, constant
 from evaluation.costs.measure import Loop
 from lm import Sampling
-from tests.decode.small_pair import EOS, PROMPTS
+from tests.toys.small_pair import EOS, PROMPTS
 
 NUM_TOKENS = 12
 SAMPLINGS = [Sampling(temperature=0.0), Sampling(), Sampling(temperature=0.7, top_p=0.9)]

@@ -7,7 +7,7 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength
 from evaluation.bench.overheads import Call, TalliedModel, outside_share
 from lm import Sampling
-from tests.decode.small_pair import PROMPTS
+from tests.toys.small_pair import PROMPTS
 
 NUM_TOKENS = 12
 

@@ -18,7 +18,7 @@ from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
-from tests.decode.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
+from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
 
 WARM = Sampling(temperature=0.8)
 POLICIES: dict[str, Policy] = {

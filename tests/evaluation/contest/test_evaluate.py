@@ -19,7 +19,7 @@ from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 COST = CostModel.constant(0.2, 1.0)
 

@@ -24,7 +24,7 @@ from evaluation.hierarchies.times import Times
 from evaluation.report.page import Page, ReportArm, report_hierarchies, write_report
 from evaluation.traces.recording import Traces
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHORT, LONG = (Setting(label, lambda: None) for label in ("n=1 K=3", "n=4 K=10"))

@@ -19,7 +19,7 @@ from evaluation.costs.model import CostModel, StopShares
 from evaluation.traces.recording import Traces
 from heads import AcceptanceHead
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
 

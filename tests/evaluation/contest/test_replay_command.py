@@ -138,6 +138,7 @@ def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
     assert {**again, "standalone": None} == {**document, "standalone": None}
 
 
+@pytest.mark.slow
 def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
     one = printed(capsys, "costs", *flags)[1]
     other = printed(capsys, "costs", *flags, "--decode.max_draft_length", "5")[1]
@@ -146,6 +147,7 @@ def test_a_loop_of_another_kind_has_times_of_its_own(flags, capsys):
     assert [times["t_draft_s"] for _, times in entries] == [one["t_draft_s"], other["t_draft_s"]]
 
 
+@pytest.mark.slow
 def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, capsys):
     before = printed(capsys, "costs", *flags)[1]
     AcceptanceHead(96, 1, "drawn").save_pretrained(Path(flags[5]) / "exported" / "deeper")
@@ -172,6 +174,7 @@ def test_a_table_in_a_pipe_is_wide(capsys):
     assert wide_console().width >= 190
 
 
+@pytest.mark.slow
 def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
     path = tmp_path / "warm"
     AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)

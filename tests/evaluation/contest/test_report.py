@@ -19,7 +19,7 @@ from evaluation.report.page import Page, ReportArm, _packed, write_report
 from evaluation.report.plots import entropies, pareto
 from evaluation.traces.recording import Traces
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

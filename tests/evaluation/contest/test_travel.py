@@ -17,8 +17,8 @@ from evaluation.traces.recording import Traces
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
-from tests.decode import small_pair
-from tests.decode.small_pair import EOS, LENGTH, VOCAB, model, trace
+from tests.toys import small_pair
+from tests.toys.small_pair import EOS, LENGTH, VOCAB, model, trace
 
 COST = CostModel.constant(0.2, 1.0)
 FAMILIES = ("fixed_length", "token_prob", "entropy")

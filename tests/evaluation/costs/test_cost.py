@@ -19,8 +19,8 @@ from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from lm import Pair, Sampling
-from tests.decode.random_pairs import random_pair
-from tests.evaluation.toy_traces import traced
+from tests.toys.random_pairs import random_pair
+from tests.toys.traces import traced
 
 
 def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:

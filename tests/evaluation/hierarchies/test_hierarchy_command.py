@@ -79,6 +79,7 @@ def head_of(level: str, directory: Path, **provenance) -> str:
     return str(directory / level)
 
 
+@pytest.mark.slow
 def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_killed(capsys, tmp_path):
     heads = ["--level_heads", json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])]
     command("hierarchy", tmp_path, *FEW, *heads)
@@ -115,6 +116,7 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, tmp_path):
     times = [
         "--decode.t_draft_s",

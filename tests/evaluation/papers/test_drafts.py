@@ -153,6 +153,7 @@ def printed(capsys, argv):
     return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
 
 
+@pytest.mark.slow
 def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "svip-trees", "--pair.draft.path", "checkpoints/tiny/glide", "--repeats", "2")
     (first,) = printed(capsys, argv)
@@ -181,6 +182,7 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
     assert len(path.read_text().splitlines()) == len(lines), "nothing was decoded again"
 
 
+@pytest.mark.slow
 def test_an_eagle_draft_stands_in_hsddws_first_table(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "hsddw", "--eagle", "checkpoints/tiny/eagle", "--repeats", "1")
     first, *_ = printed(capsys, argv)

@@ -18,7 +18,7 @@ from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 COST = CostModel.constant(0.2, 1.0)
 SMALL = (
@@ -76,6 +76,7 @@ def printed(capsys, *argv):
     return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
 
 
+@pytest.mark.slow
 def test_specdec_tables_have_the_papers_rows_and_columns(flags, capsys):
     first, times, ablation = printed(capsys, "tables", "--paper", "specdec++", *flags)
     assert [row["Dataset"] for row in first["rows"]] == ["SpecDec++", "SpecDec (baseline)"]

@@ -19,9 +19,9 @@ from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import Trace
 from lm import Sampling, TappedModel, acceptance_prob, entropy, feature_model, residual_probs
 from lm.uniforms import draw, uniforms
-from tests.decode.enumeration import law_of
-from tests.decode.toy_loop import POLICIES
-from tests.lm.features.random_drafts import KINDS, VOCAB, draft, feature_head, target
+from tests.toys.enumeration import law_of
+from tests.toys.loop import POLICIES
+from tests.toys.random_drafts import KINDS, VOCAB, draft, feature_head, target
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM = Sampling(temperature=1.3)

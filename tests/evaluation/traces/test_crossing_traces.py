@@ -16,7 +16,7 @@ from decode.experiment import Experiment
 from evaluation.__main__ import COMMANDS
 from evaluation.traces.recording import trace_folder
 from lm import Sampling, acceptance_rate
-from tests.lm.longrope import BOUND, model_of, said_by_generate, text_of
+from tests.toys.longrope import BOUND, model_of, said_by_generate, text_of
 
 SAMPLING = Sampling(temperature=3.0)
 

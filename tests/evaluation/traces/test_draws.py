@@ -19,7 +19,7 @@ from evaluation.traces.recording import Traces, trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 SMALL = [
     "--decode.num_dev",
@@ -63,6 +63,7 @@ def recorded(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_further_draws_keep_what_is_there_and_resume_to_the_same_bytes(tmp_path, recorded):
     run(COMMANDS, argv=["trace", *flags(tmp_path, 1)])
     before = contents(tmp_path)

@@ -17,9 +17,9 @@ from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import Sampling
-from tests.decode.small_pair import EOS, LENGTH, VOCAB, model, trace
-from tests.decode.toy_loop import POLICIES, SAMPLINGS, decoder_of, toy_head
-from tests.evaluation.toy_traces import traced
+from tests.toys.loop import POLICIES, SAMPLINGS, decoder_of, toy_head
+from tests.toys.small_pair import EOS, LENGTH, VOCAB, model, trace
+from tests.toys.traces import traced
 
 RULES = POLICIES | {
     "auto_online": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2),

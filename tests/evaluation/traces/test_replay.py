@@ -14,9 +14,9 @@ from decode.policies import FixedLength, LearnedProb, Policy
 from decode.policies.base import AfterDraw
 from evaluation.traces.replay import replay_settings
 from lm import Draws, revealed_probs
-from tests.decode.enumeration import assert_same_law, law_of
-from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
-from tests.evaluation.toy_traces import EOS, traced
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
+from tests.toys.traces import EOS, traced
 
 COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 CLEARANCE = 2e-5

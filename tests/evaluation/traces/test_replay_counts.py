@@ -6,16 +6,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from decode import replay
+from decode import Trace, replay
 from decode.policies import CumulativeTokenProb
 from decode.policies.bounds import Oracle
 from evaluation.costs.model import CostModel
 from evaluation.traces.replay import replay_settings
 from lm import Sampling
-from tests.decode.small_pair import LENGTH
-from tests.decode.small_pair import trace as small_trace
-from tests.decode.toy_loop import POLICIES, decoder_of
-from tests.evaluation.toy_traces import EOS, traced
+from tests.toys.loop import POLICIES, decoder_of
+from tests.toys.small_pair import LENGTH
+from tests.toys.small_pair import trace as small_trace
+from tests.toys.traces import EOS, traced
 
 COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
 
@@ -80,10 +80,15 @@ TIMES = {
 }
 
 
+@pytest.fixture(scope="module")
+def well_accepted() -> Trace:
+    """Drafts are accepted as far as a choice of their length matters."""
+    return small_trace(Sampling(temperature=0.6), copies=5)
+
+
 @pytest.mark.parametrize("name", TIMES)
-def test_the_oracle_takes_the_least_time_that_any_choice_takes(name):
-    # with drafts accepted as far as a choice matters
-    cost, traced = TIMES[name], small_trace(Sampling(temperature=0.6), copies=5)
+def test_the_oracle_takes_the_least_time_that_any_choice_takes(name, well_accepted):
+    cost, traced = TIMES[name], well_accepted
     oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
     brute = [
         least_s(tuple(traced.is_rejected[slice(*ends)].tolist()), cost.round_s(LENGTH))

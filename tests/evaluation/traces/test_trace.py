@@ -25,7 +25,7 @@ from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
-from tests.decode.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, recorder, trace
+from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, recorder, trace
 
 WARM = Sampling(temperature=0.8, top_k=8)
 NUM = 150

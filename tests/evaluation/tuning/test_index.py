@@ -15,7 +15,7 @@ from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scor
 from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
 from lm import Sampling
-from tests.decode.small_pair import trace
+from tests.toys.small_pair import trace
 
 GOOD, BAD = 0.95, 0.2
 STAYS = {GOOD: 0.9, BAD: 0.6}

@@ -21,7 +21,7 @@ from heads.batches.order import Share, batches, in_order, num_batches, own_batch
 from heads.training.sweep import Sweep
 from store import shards
 from store.shards import features_path, sidecar_path, write_shard
-from tests.heads.made_up import ROOT, feature_data, make_config, write_data
+from tests.toys.made_up import ROOT, feature_data, make_config, write_data
 from train import train
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]

@@ -6,26 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from heads.batches.features import of_timing
 from heads.batches.online import DraftFeatures, Row
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states, logits_of
+from tests.toys.llamas import llama
 
 
 @pytest.fixture(scope="module")
 def draft() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(llama(vocab_size=40, intermediate_size=24, num_hidden_layers=1)).eval()
 
 
 def rows() -> list[Row]:

@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 
 from heads import AcceptanceHead
 from heads.command import export, load_sweep
-from tests.heads.made_up import feature_data, make_config
+from tests.toys.made_up import feature_data, make_config
 from train import train
 
 

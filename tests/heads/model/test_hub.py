@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 from heads import AcceptanceHead, Provenance
 from heads.command import import_, inspect, push, save_whole
-from tests.heads.made_up import make_config
+from tests.toys.made_up import make_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,7 +12,7 @@ from torch import nn
 from heads import AcceptanceHead, Provenance
 from heads.command import import_, inspect
 from heads.model.official import read_official_head
-from tests.heads.made_up import make_config
+from tests.toys.made_up import make_config
 
 
 class OfficialBlock(nn.Module):

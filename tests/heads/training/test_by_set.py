@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from store.shards import rows_path, write_shard
-from tests.heads.made_up import make_config, write_data
+from tests.toys.made_up import make_config, write_data
 from train import train
 
 
@@ -26,6 +26,7 @@ def two_sets(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_split_are_the_means_of_those_of_its_sets(two_sets: Path, tmp_path: Path):
     config = make_config(two_sets, tmp_path / "run", trainer={"max_epochs": 1}, timings=("fed", "drawn"))
     results = train(config)

@@ -12,7 +12,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 
 from heads.training.cluster import environments, stopped_by_sigusr1
 from heads.training.trainer import make_trainer
-from tests.heads.made_up import SLURM, make_config
+from tests.toys.made_up import SLURM, make_config
 from train import train
 
 
@@ -26,6 +26,7 @@ def saved(run_dir: Path) -> dict:
     return torch.load(run_dir / "last.ckpt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_requeue_checkpoint_of_lightning_is_never_gone_on_from(data_dir: Path, tmp_path: Path, capsys, resume: bool):

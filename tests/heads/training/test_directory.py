@@ -14,7 +14,7 @@ from heads.model.head import AcceptanceHead
 from heads.training.checkpoints import WholeCheckpoints
 from heads.training.directory import RunDirectory
 from tests.data_gen.on_disk import in_a_child
-from tests.heads.made_up import make_config
+from tests.toys.made_up import make_config
 from train import train
 
 ONE = {"max_epochs": 1}
@@ -24,6 +24,7 @@ def changed(config, **heads):
     return replace(config, heads=replace(config.heads, **heads))
 
 
+@pytest.mark.slow
 def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir: Path, tmp_path: Path):
     old = make_config(data_dir, tmp_path, trainer=ONE)
     new = changed(old, learning_rate=0.5)

@@ -16,7 +16,7 @@ import torch
 from heads.command import export
 from heads.training import checkpoints
 from heads.training.checkpoints import WholeCheckpoints
-from tests.heads.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
+from tests.toys.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
 from train import train
 
 EPOCHS = 40
@@ -87,6 +87,7 @@ def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
     assert not list(tmp_path.rglob("hpc_ckpt*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [{}, {"val_check_interval": 3}])
 def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer

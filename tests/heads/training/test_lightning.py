@@ -12,7 +12,7 @@ from heads.command import load_sweep
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps
 from heads.training.trainer import make_trainer, trainer_arguments
-from tests.heads.made_up import HIDDEN, make_config, train_by_command, write_yaml
+from tests.toys.made_up import HIDDEN, make_config, train_by_command, write_yaml
 from train import train
 
 EARLY_STOPPING = {
@@ -29,6 +29,7 @@ def probs(run_dir: Path) -> torch.Tensor:
         return torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, tmp_path: Path, precision: str):
@@ -44,6 +45,7 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
     assert all(value.dtype == torch.float32 for name, value in kept.items() if name.startswith("stacks"))
 
 
+@pytest.mark.slow
 def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(data_dir: Path, tmp_path: Path):
     """A learning rate far too high: dev gets worse from early on."""
     config = make_config(
@@ -86,6 +88,7 @@ def gradient_norms(run_dir: Path) -> torch.Tensor:
     return 10 * torch.stack([moments["exp_avg"].flatten(1).norm(dim=1) for moments in state.values()]).norm(dim=0)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_per_head_as_the_command_line_says(data_dir: Path, tmp_path: Path):
     config = make_config(data_dir, tmp_path / "run", depths=(2,))
     norms = []

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 
 from heads.training import lightning_private
 from heads.training.lightning_private import ignore_requeue_checkpoints, is_validation_due, is_within_step
-from tests.heads.made_up import ROOT, make_config
+from tests.toys.made_up import ROOT, make_config
 from train import train
 
 

@@ -20,7 +20,7 @@ from heads.training.directory import RunDirectory
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.trainer import make_trainer, trainer_arguments
-from tests.heads.made_up import ROOT, command, environment, make_config, train_by_command
+from tests.toys.made_up import ROOT, command, environment, make_config, train_by_command
 from train import train
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))

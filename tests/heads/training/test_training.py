@@ -19,7 +19,7 @@ from heads.training.run import build
 from heads.training.trainer import trainer_arguments
 from store.shards import write_shard
 from tests.data_gen.processes import descendants
-from tests.heads.made_up import ROOT, command, environment, make_config
+from tests.toys.made_up import ROOT, command, environment, make_config
 from train import train
 
 
@@ -51,7 +51,13 @@ class StopWithin(StopAfter):
 
 @pytest.mark.parametrize(
     ("stop", "accumulate"),
-    [(StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(13), 1), (StopAfter(11), 3), (StopWithin(13), 1)],
+    [
+        (StopAfter(13), 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(11), 3), (StopWithin(13), 1))
+        ),
+    ],
 )
 def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(
     data_dir: Path, tmp_path: Path, stop, accumulate: int
@@ -174,6 +180,7 @@ def test_a_prefix_head_learns_the_acceptance_rate_beside_a_drawn_time_one(data_d
     assert results["drawn-d0-w1"]["calibrated_kl"] > 0.02, "log q(y) decides its label too"
 
 
+@pytest.mark.slow
 def test_a_candidate_head_learns_the_target_s_probability_of_the_token(data_dir: Path, tmp_path: Path):
     """Of one set of features with a drawn-time head, whose label is another one: each is close to its own."""
     settings = {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.lm.features.random_drafts import LAYERS, SIZES, VOCAB, WIDTH
+from tests.toys.random_drafts import LAYERS, SIZES, VOCAB, WIDTH
 
 HEADS, KV_HEADS, INNER, REDUCED = (
     SIZES["num_attention_heads"],

@@ -8,7 +8,7 @@ import torch
 from lm import TappedModel, feature_model
 from lm.branches.chains import Chains, told_of
 from lm.features.glide import Glide
-from tests.lm.features.random_drafts import KINDS, TARGETS, config, draft, target
+from tests.toys.random_drafts import KINDS, TARGETS, config, draft, target
 
 TEXT = [1, 5, 2, 6, 0, 3, 3, 4, 1]
 LENGTHS = [2, 3, 5, 8, 9]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm import TappedModel, feature_model
-from tests.lm.features.random_drafts import KINDS, TARGETS, VOCAB, draft, target
+from tests.toys.random_drafts import KINDS, TARGETS, VOCAB, draft, target
 
 
 def logits_afresh(kind, family, committed, drafted):

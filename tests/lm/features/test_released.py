@@ -9,8 +9,8 @@ from configs import ModelSource
 from lm import TappedModel, feature_model
 from lm.features.loading import load_feature_draft
 from lm.features.released import layout_of
-from tests.lm.features.random_drafts import LAYERS, VOCAB, WIDTH, target
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, released, write
+from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,9 +13,9 @@ from decode.drafters.hierarchies.interleaved import InterleavedDrafter, PrintedD
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
 from lm import Sampling
-from tests.decode.enumeration import ToyModel, assert_same_law, law_of
-from tests.decode.observed import observed
-from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
+from tests.toys.observed import observed
 
 TARGET, DRAFT, MICRO, NANO = 1, 2, 3, 4
 

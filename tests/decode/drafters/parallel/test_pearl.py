@@ -18,9 +18,9 @@ from decode.drafters.parallel.pearl import PearlDecoder, Step
 from evaluation.contest.pearl_steps import steps_of
 from evaluation.costs.model import CostModel
 from lm import Draws, Sampling, acceptance_prob, num_accepted
-from tests.decode.enumeration import ToyModel, assert_same_law, law_of
-from tests.decode.random_pairs import random_pair
-from tests.decode.toy_loop import PROMPT, SAMPLINGS
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import PROMPT, SAMPLINGS
+from tests.toys.random_pairs import random_pair
 
 _LENGTH = 3
 

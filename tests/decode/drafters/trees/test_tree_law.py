@@ -14,10 +14,10 @@ from decode.drafters.trees.shapes import SHAPES as PUBLISHED
 from decode.drafters.trees.shapes import Cape, Dynamic, Shape, Static
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Draws, Sampling
-from tests.decode.enumeration import assert_same_law, law_of
-from tests.decode.random_pairs import CONFIGS, random_pair
-from tests.decode.toy_loop import POLICIES, PROMPT, SAMPLINGS, toy_head
-from tests.decode.toy_trees import tree_decoder_of
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head
+from tests.toys.random_pairs import CONFIGS, random_pair
+from tests.toys.trees import tree_decoder_of
 
 SHAPES = {
     "dynamic": Dynamic(2, 4),

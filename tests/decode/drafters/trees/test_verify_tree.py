@@ -8,7 +8,7 @@ import lm.trees.verification
 from lm import Draws
 from lm.trees.tree import ROOT, Tree
 from lm.trees.verification import verify_tree
-from tests.decode.enumeration import assert_same_law, law_of
+from tests.toys.enumeration import assert_same_law, law_of
 
 _VOCAB, _LENGTH = 4, 3
 _refusals = lm.trees.verification._refusals

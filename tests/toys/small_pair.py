@@ -3,12 +3,13 @@
 from functools import cache
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from decode import Recorder, Trace, record_trace
 from lm import Sampling
+from tests.toys.llamas import llama
 
 VOCAB, EOS, LIMIT, LENGTH = 12, 11, 14, 5
 PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]
@@ -18,18 +19,9 @@ PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]
 def model(seed: int, layers: int = 1) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            eos_token_id=EOS,
-            bos_token_id=None,
-            pad_token_id=None,
-            initializer_range=0.6,
-        )
+        ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
+        sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
+        config = llama(**sizes, **ids, initializer_range=0.6)
         return LlamaForCausalLM(config).eval()
 
 

@@ -14,8 +14,8 @@ from decode import Trace
 from evaluation.traces.inputs import TokenInputs
 from evaluation.traces.trace import TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
-from tests.decode.enumeration import ToyModel
-from tests.decode.toy_loop import PROMPT, SAMPLINGS
+from tests.toys.enumeration import ToyModel
+from tests.toys.loop import PROMPT, SAMPLINGS
 
 EOS = 2
 Draw = tuple[tuple[int, ...], int]

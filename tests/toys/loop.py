@@ -28,8 +28,8 @@ from decode.policies.registry import POLICIES as REGISTERED
 from heads import AcceptanceHead
 from lm import Draws, Sampling
 from lm.models.seats import Ask
-from tests.decode.enumeration import ToyModel, law_of
-from tests.decode.observed import observed
+from tests.toys.enumeration import ToyModel, law_of
+from tests.toys.observed import observed
 
 PROMPT = [0, 1]
 OTHER = [1, 0, 2, 1]

@@ -1,4 +1,4 @@
-"""Toy models that hold trees, and the loop on them: what `toy_loop` is for chains."""
+"""Toy models that hold trees, and the loop on them: what `toys.loop` is for chains."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from decode.policies import Policy
 from lm import Sampling
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
-from tests.decode.enumeration import ToyModel, _logits
+from tests.toys.enumeration import ToyModel, _logits
 
 
 class ToyTreeModel(ToyModel, TreeModel):
