@@ -66,12 +66,10 @@ class ProcessedSampling(Sampling):
         ids = torch.tensor([token_ids], device=logits.device)
         first = len(token_ids) - len(logits) + 1
         logits = logits.to(torch.float32, copy=True)  # as transformers does, and processors may write in place
-        rows = (
-            [self.processors(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))]
-            if self.processors
-            else [logits]
-        )  # type: ignore[arg-type]
-        return torch.cat(rows)
+        if not self.processors:
+            return logits
+        process: Any = self.processors  # transformers' annotations ask for a LongTensor
+        return torch.cat([process(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))])
 
 
 @dataclass

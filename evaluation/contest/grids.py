@@ -120,7 +120,6 @@ def bounds() -> Iterator[Grid]:
     """Perfect head with and without the lag, and the oracle (law 4.10)."""
     settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
     for timing in ("fed", "drawn"):
-        yield Grid(
-            f"perfect_{timing}", f"perfect_{timing}", HeadPolicy(PerfectHead(timing), np.array(LOGISTIC)), settings
-        )  # type: ignore[arg-type]
+        policy = HeadPolicy(PerfectHead(timing), np.array(LOGISTIC))  # type: ignore[arg-type]
+        yield Grid(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
     yield Grid("oracle", "oracle", Oracle(), ({},))
