@@ -142,7 +142,9 @@ def _cells(law: Law, num: int) -> list[list[tuple]]:
     cells: list[list[tuple]] = []
     rare: list[tuple] = []
     for outcome in sorted(law, key=lambda outcome: law[outcome]):
-        if num * law[outcome] < LEAST_EXPECTED or (rare and num * sum(law[each] for each in rare) < LEAST_EXPECTED):
+        if num * law[outcome] < LEAST_EXPECTED or (
+            rare and num * sum(law[outcome_] for outcome_ in rare) < LEAST_EXPECTED
+        ):
             rare.append(outcome)
         else:
             cells.append([outcome])
@@ -224,17 +226,17 @@ def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210,
     pooled: list[list[Outcome]] = [[] for _ in every]
     for sample in tqdm(range(num_samples), desc=f"{len(every)} tests", unit="sample"):
         answers = [case.answers(num_sequences, seed_of(seed, "law", sample, case.name)) for case in every]
-        values["law"].append([case.law_p(those) for case, those in zip(every, answers, strict=True)])
-        values["neighbours"].append([case.neighbours_p(those) for case, those in zip(every, answers, strict=True)])
+        values["law"].append([case.law_p(of_case) for case, of_case in zip(every, answers, strict=True)])
+        values["neighbours"].append([case.neighbours_p(of_case) for case, of_case in zip(every, answers, strict=True)])
         values["one_seed"].append(
             [case.law_p(case.answers(num_sequences, seed_of(seed, "one seed", sample))) for case in every]
         )
         values["control"].append(
             [case.law_p(case.drawn(num_sequences, seed_of(seed, "control", sample, case.name))) for case in every]
         )
-        for all_of_case, those in zip(pooled, answers, strict=True):
-            all_of_case += those
-    values["pooled"] = [[case.law_p(those) for case, those in zip(every, pooled, strict=True)]]
+        for all_of_case, of_case in zip(pooled, answers, strict=True):
+            all_of_case += of_case
+    values["pooled"] = [[case.law_p(of_case) for case, of_case in zip(every, pooled, strict=True)]]
     found = {name: uniformity(np.array(rows), are_independent=name != "one_seed") for name, rows in values.items()}
     for name, facts in found.items():
         print(

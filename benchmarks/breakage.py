@@ -129,13 +129,14 @@ def tried(boundary: Breakable, draw: Draw) -> tuple[str, str | None]:
         return ("refused", None) if 0 < len(line) <= _MAX_LINE else ("failed", f"a line of {len(line)} characters")
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename][
-            -1
-        ]
+        frame_of_ours = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename
+        ][-1]
         return (
             "failed",
             (
-                f"{type(error).__name__} at {Path(own.filename).name}:{own.lineno} ({Path(place.filename).name}): "
+                f"{type(error).__name__} at {Path(frame_of_ours.filename).name}:{frame_of_ours.lineno} "
+                f"({Path(place.filename).name}): "
                 f"{str(error)[:90]}"
             ),
         )

@@ -124,13 +124,13 @@ def compare(config: Config, script: str | None, sizes: Sequence[int], *, repeats
     for turn in range(repeats):
         for size in sizes:
             for arm, make_rows in arms.items():
-                one = make_rows(size)
-                runs[arm][size].append(one)
-                seconds = f"{one.wall_s:7.1f} s  CPU {one.cpu_s:7.1f} s"
-                print(f"  turn {turn + 1}: {arm:<8} {size:>5} rows  {seconds}  {one.tokens} tokens", flush=True)
+                run = make_rows(size)
+                runs[arm][size].append(run)
+                seconds = f"{run.wall_s:7.1f} s  CPU {run.cpu_s:7.1f} s"
+                print(f"  turn {turn + 1}: {arm:<8} {size:>5} rows  {seconds}  {run.tokens} tokens", flush=True)
             _refuse_other_prompts(*(runs[arm][size][-1].prompts for arm in arms))
     result: dict[str, Any] = {
-        arm: {size: _medians([one.figures() for one in runs[arm][size]]) for size in sizes} for arm in arms
+        arm: {size: _medians([run.figures() for run in runs[arm][size]]) for size in sizes} for arm in arms
     }
     if script is not None:
         result["ratio"] = {
@@ -173,12 +173,12 @@ def extrapolated(result: dict[str, Any], sizes: Sequence[int], more: Run) -> dic
     least, most = (result["official"][size] for size in (sizes[0], sizes[-1]))
     tokens, further = most["tokens"] * more.rows / sizes[-1], (more.rows - sizes[-1]) / (sizes[-1] - sizes[0])
     seconds = {clock: most[clock] + (most[clock] - least[clock]) * further for clock in ("wall_s", "cpu_s")}
-    theirs = Run(
+    official = Run(
         **seconds, rows=more.rows, tokens=round(tokens), bytes=round(tokens * most["bytes_per_token"]), prompts={}
     )
     return {
-        "official_extrapolated": {more.rows: theirs.figures()},
-        "ratio_extrapolated": {more.rows: _ratios(theirs, more)},
+        "official_extrapolated": {more.rows: official.figures()},
+        "ratio_extrapolated": {more.rows: _ratios(official, more)},
     }
 
 
@@ -203,9 +203,9 @@ def data_gen(
     with tempfile.TemporaryDirectory() as name:
         result = compare(config, official, rows, repeats=repeats, folder=Path(name))
         if more_rows is not None:
-            more = ours(config, more_rows, Path(name) / "ours")
-            result["ours"] |= {more_rows: more.figures()}
-            result |= extrapolated(result, rows, more)
+            larger = ours(config, more_rows, Path(name) / "ours")
+            result["ours"] |= {more_rows: larger.figures()}
+            result |= extrapolated(result, rows, larger)
     result |= {
         "repeats": repeats,
         "target": config.pair.target.path,

@@ -87,8 +87,8 @@ def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
         )
         generator = torch.Generator().manual_seed(0)
         counts = [decoder.generate(ids[:start], 64, generator=generator).counts for ids, start in rows]
-        found[f"tokens_per_round_{length}"] = sum(one.num_emitted for one in counts) / sum(
-            one.num_target for one in counts
+        found[f"tokens_per_round_{length}"] = sum(count.num_emitted for count in counts) / sum(
+            count.num_target for count in counts
         )
     return found
 

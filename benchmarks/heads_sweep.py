@@ -144,14 +144,17 @@ def _flop_bounds(config: Config, epochs: int) -> dict[str, float]:
     """
     pair = load_pair(config.pair)
     hidden_size = pair.draft.config.get_text_config().hidden_size
-    own = sum(p.numel() for p in pair.draft.parameters())
+    num_draft_parameters = sum(p.numel() for p in pair.draft.parameters())
 
     def bound(parameters: float, hidden: int) -> float:
         forward, num_heads = 2 * parameters, len(DEPTHS) * len(WEIGHTS)
         heads = len(WEIGHTS) * sum(3 * 2 * hidden * hidden * depth for depth in DEPTHS) * epochs
         return round((forward + heads) / (forward * epochs * num_heads + heads), 5)
 
-    return {"flop_bound_to_official": bound(own, hidden_size), "flop_bound_to_official_7b": bound(6.7e9, 4096)}
+    return {
+        "flop_bound_to_official": bound(num_draft_parameters, hidden_size),
+        "flop_bound_to_official_7b": bound(6.7e9, 4096),
+    }
 
 
 def _peak_memory(config: Config) -> list[float]:

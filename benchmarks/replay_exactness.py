@@ -122,24 +122,24 @@ def replay_exactness(config: Config, *, prompts: int = 20, copies: int = 8, seed
     for name, policy in policies.items():
         replayed, greedy = replay_settings(warm, policy).counts, replay_settings(cold, policy).counts
         scores[name] = {}
-        decoders = [decoder_of(pair, policy, each, config) for each in (sampling, Sampling(temperature=0))]
+        decoders = [decoder_of(pair, policy, drawn_by, config) for drawn_by in (sampling, Sampling(temperature=0))]
         real = [
             decoders[0].generate(prompt, config.decode.max_new_tokens, generator=generator).counts for prompt in ids
         ]
         exact = [decoders[1].generate(prompt, config.decode.max_new_tokens).counts for prompt in ids]
-        for what in ("num_drafted", "num_target"):
-            of = getattr(replayed, what)[0].reshape(copies, len(ids)).astype(float)
-            decoded = np.array([getattr(counts, what) for counts in real], dtype=float)
+        for quantity in ("num_drafted", "num_target"):
+            of = getattr(replayed, quantity)[0].reshape(copies, len(ids)).astype(float)
+            decoded = np.array([getattr(counts, quantity) for counts in real], dtype=float)
             spread = (of.var(axis=0, ddof=1) * (1 + 1 / copies)).sum()
-            scores[name][what] = float((decoded - of.mean(axis=0)).sum() / np.sqrt(max(spread, 1e-9)))
+            scores[name][quantity] = float((decoded - of.mean(axis=0)).sum() / np.sqrt(max(spread, 1e-9)))
         drafted, rounds = greedy.num_drafted[0].tolist(), greedy.num_target[0].tolist()
         real_counts = [(counts.num_drafted, counts.num_target) for counts in exact]
         differing[name] = sum(
             ours != theirs for ours, theirs in zip(zip(drafted, rounds, strict=True), real_counts, strict=True)
         )
-        shown = ", ".join(f"{what} z = {z:+.2f}" for what, z in scores[name].items())
+        shown = ", ".join(f"{quantity} z = {z:+.2f}" for quantity, z in scores[name].items())
         print(f"{name:<24} {shown}; temperature 0: {differing[name]} of {len(ids)} prompts differ", flush=True)
-    highest = max(abs(z) for each in scores.values() for z in each.values())
+    highest = max(abs(z) for of_policy in scores.values() for z in of_policy.values())
     num_scores = sum(map(len, scores.values()))
     print(
         json.dumps(

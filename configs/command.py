@@ -112,14 +112,14 @@ def run(
             else "start from --config configs/tiny.yaml"
         )
         _fail(f"{one_line(error)} ({hint})")
-    own = {
+    flags = {
         key: parsed[key]
         for key in vars(parsed)
         if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}
     }
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
-        return commands[name](*configs, **own)
+        return commands[name](*configs, **flags)
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

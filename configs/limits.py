@@ -124,7 +124,7 @@ def _entry(values: Mapping[str, Any], name: str) -> Any:
     found: Any = values
     for part in name.split("."):
         if isinstance(found, list | tuple):
-            found = [each.get(part) for each in found if isinstance(each, Mapping)]
+            found = [section.get(part) for section in found if isinstance(section, Mapping)]
         else:
             found = found.get(part) if isinstance(found, Mapping) else None
     return found

@@ -46,8 +46,8 @@ def export(
     run = RunDirectory(Path(config.heads.dir))
     root = local_path(out, "--out") if out else run.path / "exported"
     sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
-    there = run.read()
-    if checkpoint is None and there and there.get("run") != sweep.facts.get("run"):
+    on_disk = run.read()
+    if checkpoint is None and on_disk and on_disk.get("run") != sweep.facts.get("run"):
         raise ValueError(
             f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let "
             "`python train.py` go on, or "
@@ -163,10 +163,10 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
     temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
-    for there in (path, temporary, replaced):
-        if there.exists() and not _is_head(there):
+    for folder in (path, temporary, replaced):
+        if folder.exists() and not _is_head(folder):
             raise ValueError(
-                f"{there} is there and is no exported head, and what it holds would be lost; name another directory"
+                f"{folder} is there and is no exported head, and what it holds would be lost; name another directory"
             )
     if replaced.exists() and not path.exists():
         replaced.rename(path)  # an export was killed between the two renames below

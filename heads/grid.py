@@ -60,15 +60,17 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     combined = [
         (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of
     ]
-    ours = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
-    if missing := set(config.timings) - {timing for timing, _ in ours}:
+    of_drawn_tokens = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
+    if missing := set(config.timings) - {timing for timing, _ in of_drawn_tokens}:
         raise ValueError(
             f"heads.timings has {missing.pop()}, and every combination of heads.scalars {list(config.scalars)} and "
             "heads.embeddings "
             f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
         )
     shapes = [
-        Shape(timing, inputs, depth) for timing, inputs in dict.fromkeys([*papers, *ours]) for depth in config.depths
+        Shape(timing, inputs, depth)
+        for timing, inputs in dict.fromkeys([*papers, *of_drawn_tokens])
+        for depth in config.depths
     ]
     for shape in shapes:
         check_shape(1, shape.depth, shape.timing)

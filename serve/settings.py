@@ -51,7 +51,7 @@ class Settings:
         Raises:
             ValueError: anything but an object of these keys.
         """
-        known = [each.name for each in fields(cls)]
+        known = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or "policy" not in value:
             raise ValueError(
                 f'{KEY} is {value!r}; it is an object with at least a policy, such as {{"policy": "head:PATH"}}'
@@ -153,7 +153,7 @@ class Policies:
                 )
             if not self._settings.allow_foreign_heads:
                 trained = {"draft": head.provenance.draft, "target": head.provenance.target}
-                models = {role: self._models[role]() for role, there in trained.items() if there}
+                models = {role: self._models[role]() for role, is_named in trained.items() if is_named}
                 remedy = f"use a head that was trained for these models, or set {KEY}.allow_foreign_heads to true"
                 check_fits(head, name, draft=models.get("draft"), target=models.get("target"), remedy=remedy)
             self._heads[name] = head

@@ -91,8 +91,11 @@ class Cases:
     def laws(self) -> Case:
         """See above."""
         requests = self._requests(NUM_REQUESTS * NUM_COPIES)
-        requests = [one | {"policy": AUTO if place % 13 == 0 else one["policy"]} for place, one in enumerate(requests)]
-        dropping = [one | {"policy": "max_prob:min_max_prob=0.0"} for one in requests]
+        requests = [
+            request | {"policy": AUTO if place % 13 == 0 else request["policy"]}
+            for place, request in enumerate(requests)
+        ]
+        dropping = [request | {"policy": "max_prob:min_max_prob=0.0"} for request in requests]
         hot = Sampling(2.0)  # at 1 the trio's target is so sure of most tokens that dropping others changes little
         batches = [
             _batch("temperature_1", requests, temperature=1.0),
@@ -126,7 +129,7 @@ class Cases:
             plain, found = results[0]["all"], results[1]["all"]
             report = _equality(plain, found) | _counted(found) | _rounds(requests, found, self._loop(requests))
             sizes = {
-                "longest_prompt": max(len(one["prompt_ids"]) for one in requests),
+                "longest_prompt": max(len(request["prompt_ids"]) for request in requests),
                 "tokens_per_step": TIGHT["max_num_batched_tokens"],
             }
             preempted, hits = (found["counters"][name] for name in ("num_preemptions", "prefix_cache_hits"))
@@ -139,7 +142,7 @@ class Cases:
     def many(self) -> Case:
         """See above."""
         requests = requests_of(self._pair, [*self._specs, AUTO], 64)
-        short = [one | {"max_tokens": 12} for one in requests_of(self._pair, [*self._specs, AUTO], 250)]
+        short = [request | {"max_tokens": 12} for request in requests_of(self._pair, [*self._specs, AUTO], 250)]
         rows, thousand = {"max_num_seqs": 64}, [f"thousand_{part}" for part in range(4)]
         batches = [_batch("at_once", requests), *(_batch(name, short) for name in thousand)]
 
@@ -211,7 +214,7 @@ def _equality(plain: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def _counted(found: dict[str, Any]) -> dict[str, Any]:
     """Whether vLLM's own counters say what the plugin was told."""
-    rounds = [one for answer in found["answers"] for one in answer["rounds"]]
+    rounds = [round_ for answer in found["answers"] for round_ in answer["rounds"]]
     told = [
         sum(drafted > 0 for drafted, _ in rounds),
         sum(drafted for drafted, _ in rounds),

@@ -137,7 +137,8 @@ def timed(
         for size in sizes if turn else sizes[-1:]:
             for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
                 asked = [
-                    one | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS} for one in chosen(prompts, size, turn)
+                    prompt | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
+                    for prompt in chosen(prompts, size, turn)
                 ]
                 batch = {
                     "name": f"{turn}/{size}/{arm}",
@@ -147,14 +148,14 @@ def timed(
                 }
                 result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
                 lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
-                one = Turn(
+                taken = Turn(
                     NUM_TOKENS * len(asked),
                     result["seconds"],
                     result["cpu_seconds"],
                     sum(lengths) / max(len(lengths), 1),
                 )
                 if turn:
-                    seen[size, arm].append(one)
+                    seen[size, arm].append(taken)
                 times[size] = result.get("times") or times.get(size)
         if turn:
             yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
@@ -172,13 +173,13 @@ def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
     best, rows, random = max(fixed, key=lambda arm: speed(seen[size, arm])), {}, np.random.default_rng(0)
     for arm in (ALONE, *ARMS):
         pairs = list(zip(seen[size, best], seen[size, arm], strict=True))
-        seconds = np.array([[one.cpu_seconds for one in pair] for pair in pairs])
+        seconds = np.array([[turn.cpu_seconds for turn in pair] for pair in pairs])
         resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
         low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
         rows[arm] = {
             "tokens_per_s": round(speed(seen[size, arm]), 1),
             "over_best_fixed": [
-                round(each, 3) for each in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)
+                round(value, 3) for value in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)
             ],
             "on_the_wall": round(sum(one.seconds for one, _ in pairs) / sum(one.seconds for _, one in pairs), 3),
             "mean_draft_length": round(float(np.mean([one.mean_draft_length for _, one in pairs])), 2),

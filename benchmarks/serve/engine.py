@@ -78,7 +78,9 @@ class Written:
         """Without the step that read the prompt's end, which verifies nothing; inside the engine an id may have an
         ending of its own.
         """
-        found = [each for name, each in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")]
+        found = [
+            rounds for name, rounds in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")
+        ]
         return found[0][1:] if found else []
 
 

@@ -32,10 +32,10 @@ def law_of(
     """
     generator = torch.Generator().manual_seed(0)
     seen = [
-        _tokens(pair, one["prompt_ids"], answer["token_ids"], sampling, generator)
-        for one, answer in zip(requests, answers, strict=True)
+        _tokens(pair, request["prompt_ids"], answer["token_ids"], sampling, generator)
+        for request, answer in zip(requests, answers, strict=True)
     ]
-    transform, surprise, variance = (torch.cat(each) for each in zip(*seen, strict=True))
+    transform, surprise, variance = (torch.cat(column) for column in zip(*seen, strict=True))
     possible = surprise.isfinite()
     return {
         "tokens": len(transform),
@@ -51,17 +51,17 @@ def _tokens(
     logits = pair.target(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1, : pair.vocab_size]
     probs, order = sampling.probs(logits, torch.float64).sort(descending=True, stable=True)
     chosen = (order == torch.tensor(token_ids).unsqueeze(-1)).long().argmax(-1, keepdim=True)
-    own = probs.gather(-1, chosen)
+    prob_of_chosen = probs.gather(-1, chosen)
     uniform = torch.rand(chosen.shape, generator=generator, dtype=torch.float64)
     logs = probs.clamp_min(1e-300).log()
     mean, square = (probs * logs).sum(-1), (probs * logs.square()).sum(-1)
-    transform = probs.cumsum(-1).gather(-1, chosen) - own + uniform * own
-    return _Tokens(transform.flatten(), (own.log() - mean.unsqueeze(-1)).flatten(), square - mean.square())
+    transform = probs.cumsum(-1).gather(-1, chosen) - prob_of_chosen + uniform * prob_of_chosen
+    return _Tokens(transform.flatten(), (prob_of_chosen.log() - mean.unsqueeze(-1)).flatten(), square - mean.square())
 
 
 def drafted_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """How much was drafted for them: rounds and acceptance length."""
-    rounds = [one for answer in answers for one in answer["rounds"]]
+    rounds = [round_ for answer in answers for round_ in answer["rounds"]]
     return {
         "rounds": len(rounds),
         "acceptance_length": 1 + sum(num_accepted for _, num_accepted in rounds) / max(len(rounds), 1),

@@ -90,8 +90,8 @@ def decoded(pair: Pair, heads: dict[str, str], request: dict[str, Any], longest:
     first = list(loop(0).generate(request["prompt_ids"], 1).token_ids)
     if first[-1] in pair.eos_ids:
         return {"token_ids": first, "rounds": []}
-    rest = loop(longest).generate([*request["prompt_ids"], *first], request["max_tokens"] - 1)
+    generation = loop(longest).generate([*request["prompt_ids"], *first], request["max_tokens"] - 1)
     return {
-        "token_ids": [*first, *rest.token_ids],
-        "rounds": [[len(one.drafted), one.num_accepted] for one in rest.rounds],
+        "token_ids": [*first, *generation.token_ids],
+        "rounds": [[len(one.drafted), one.num_accepted] for one in generation.rounds],
     }

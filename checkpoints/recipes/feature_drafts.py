@@ -52,11 +52,11 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
     """A draft of the target's sizes, bound to it; GliDe's begins as the first layer of the target, a Llama, EAGLE's
     layer is random.
     """
-    theirs = target.config.get_text_config()
+    target_config = target.config.get_text_config()
     body: Any = target.base_model
     keys = {
         name: value
-        for name, value in theirs.to_diff_dict().items()
+        for name, value in target_config.to_diff_dict().items()
         if not name.startswith("_") and name not in _NO_KEYS
     }
     config = LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": kind == "glide"})
@@ -67,11 +67,11 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
         eagle.embed_tokens.requires_grad_(False)
         return eagle.bind(target)
     config.large_hidden_size, config.large_num_attention_heads = (
-        theirs.num_attention_heads * theirs.head_dim,
-        theirs.num_attention_heads,
+        target_config.num_attention_heads * target_config.head_dim,
+        target_config.num_attention_heads,
     )
     config.block_size = _BLOCK_SIZE
-    glide = Glide(config, theirs.num_hidden_layers)
+    glide = Glide(config, target_config.num_hidden_layers)
     assert glide.embed_tokens is not None
     glide.embed_tokens.load_state_dict(target.get_output_embeddings().state_dict())
     glide.norm.load_state_dict(body.norm.state_dict())

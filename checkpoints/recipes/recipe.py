@@ -181,9 +181,9 @@ def _train_trio(
     torch.manual_seed(seed)
     num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
     stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    told = list(_track(progress, "write stories", stream, total=num_stories))
-    tokenizer = train_tokenizer(told[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", told, total=num_stories)]
+    stories = list(_track(progress, "write stories", stream, total=num_stories))
+    tokenizer = train_tokenizer(stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", stories, total=num_stories)]
     models = {
         name: _new_model(shape, tokenizer)
         for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)

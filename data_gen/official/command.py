@@ -118,7 +118,7 @@ def _write(
         stages.write_rows(spec, answers, columns=columns, data=data)
         return
     known_columns = {"draft_ids": columns["draft_ids"]}
-    ours = stages.label_and_mix(
+    labelled = stages.label_and_mix(
         spec,
         answers.exchanges,
         labeller=worker.labeller,
@@ -126,11 +126,11 @@ def _write(
         progress=lambda count: None,
         known_columns=known_columns,
     )
-    for number, reason in ours.broken.items():
+    for number, reason in labelled.broken.items():
         raise ValueError(f"{part[number].exchange.id}: {reason}, or remove this row from the file")
-    _check_draft(ours.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
+    _check_draft(labelled.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
-    stages.write_files(spec, answers, columns=ours.columns | columns, data=data)
+    stages.write_files(spec, answers, columns=labelled.columns | columns, data=data)
 
 
 def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:

@@ -45,10 +45,10 @@ def check(config: Config) -> None:
 def absent(directory: Path) -> Iterator[Path]:
     """Where a shard should be: another folder has one of its split and number, or of a later number."""
     folders = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
-    there = {path for path in shards_in(directory) if path.parent in folders}
+    present = {path for path in shards_in(directory) if path.parent in folders}
     for split in SPLITS:
-        indices = [int(path.stem.rpartition("-")[2]) for path in there if path.stem.startswith(f"{split}-")]
+        indices = [int(path.stem.rpartition("-")[2]) for path in present if path.stem.startswith(f"{split}-")]
         for folder in folders:
             suffix = "parquet" if folder.name == "rows" else "safetensors"
             expected = (folder / f"{split}-{index:05d}.{suffix}" for index in range(max(indices, default=-1) + 1))
-            yield from (path for path in expected if path not in there)
+            yield from (path for path in expected if path not in present)

@@ -39,8 +39,8 @@ def order_of(data: DataConfig) -> Order:
     """
     order = Order({}, [], [])
     for split in SPLITS:
-        there, num_asked = _ends_there(data, split), getattr(data, f"num_{split}")
-        ends = there if there and num_asked <= there[-1] else [*there, num_asked]
+        made, num_asked = _ends_there(data, split), getattr(data, f"num_{split}")
+        ends = made if made and num_asked <= made[-1] else [*made, num_asked]
         size: dict[str, Any] = {f"num_{split}": ends[-1]}
         try:
             prompts = load_prompts(replace(data, **size), split)

@@ -142,15 +142,18 @@ def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[
         min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
         for machine in machines
     ]
-    num_fitting = sum(math.floor(each + 1e-6) if math.isfinite(each) else num_workers for each in room)
+    num_fitting = sum(
+        math.floor(num_of_node + 1e-6) if math.isfinite(num_of_node) else num_workers for num_of_node in room
+    )
     if num_fitting < num_workers:
-        there = "; ".join(
+        machines_in_words = "; ".join(
             f"{machine.get('CPU', 0.0):g} CPUs and {machine.get('GPU', 0.0):g} GPUs" for machine in machines
         )
         raise ValueError(
             f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs "
             "each, and the cluster "
-            f"has room for {num_fitting} of them (its machines have {there}); lower data.ray.num_workers, num_cpus or "
+            f"has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
+            "data.ray.num_workers, num_cpus or "
             "num_gpus, or add "
             "machines to the cluster first"
         )
@@ -200,7 +203,7 @@ def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
     }
     given = data.prompts if isinstance(data.prompts, tuple | list) else (data.prompts,)
     prompts = tuple(
-        replace(each, path=_placed(each.path)) if isinstance(each, PromptSource) else _placed(each) for each in given
+        replace(path, path=_placed(path.path)) if isinstance(path, PromptSource) else _placed(path) for path in given
     )
     server = replace(data.server, model=data.server.model or target)
     single = prompts[0] if not isinstance(data.prompts, tuple | list) else prompts

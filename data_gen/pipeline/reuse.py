@@ -38,14 +38,14 @@ def responses(config: Config, *, out: str) -> None:
     """
     path = local_path(out, "--out")
     read_manifest(config.data.dir)
-    there = _there(path)
+    written = _there(path)
     num_added = 0
     with atomic_file(path) as file:
-        if there:
+        if written:
             with path.open("rb") as old:
                 shutil.copyfileobj(old, file)
         for record in _records(config.data.dir):
-            known = there.get(record["id"])
+            known = written.get(record["id"])
             if known is None:
                 file.write(json.dumps(record).encode() + b"\n")
                 num_added += 1
@@ -55,7 +55,7 @@ def responses(config: Config, *, out: str) -> None:
                     "another --out"
                 )
     print(
-        f"{path}: {len(there) + num_added:,} responses, {num_added:,} of them added now; use: --data.source file "
+        f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them added now; use: --data.source file "
         f"--data.responses {path}"
     )
 
@@ -64,15 +64,15 @@ def _there(path: Path) -> dict[str, int]:
     """Hashes of the responses that an earlier call wrote, by the id of their row."""
     if not path.is_file():
         return {}
-    there = {}
+    hashes = {}
     for number, record in json_lines(path):
         if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
             raise ValueError(
                 f"{path}:{number} was not written by this command, which adds to files of its own alone; choose "
                 "another --out"
             )
-        there[record["id"]] = _hash(record)
-    return there
+        hashes[record["id"]] = _hash(record)
+    return hashes
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:

@@ -224,8 +224,8 @@ def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, 
 def add_target(answers: Answers, columns: dict[str, Tensor], *, labeller: Labeller, progress: Progress) -> Labelled:
     """The stage `target`: the columns that `load_drafted` found, with log_p and acceptance_prob."""
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-    ours = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
-    return Labelled(columns | ours.columns, ours.broken)
+    labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
+    return Labelled(columns | labelled.columns, labelled.broken)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:

@@ -128,10 +128,10 @@ class Worker:
             ValueError: one sequence is too much for the memory.
         """
         while True:
-            told: list[int] = []
+            counts: list[int] = []
 
-            def tell(count: int, told: list[int] = told) -> None:
-                told.append(count)
+            def tell(count: int, counts: list[int] = counts) -> None:
+                counts.append(count)
                 progress(count)
 
             try:
@@ -140,7 +140,7 @@ class Worker:
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not _is_out_of_memory(error):
                     raise
-            progress(-sum(told))
+            progress(-sum(counts))
             self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:

@@ -33,7 +33,10 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
     pools = {name: _pool(source, config, split, count) for name, source in sources.items()}
     if len(sources) > 1:
         weights = {name: source.weight for name, source in sources.items()}
-        named = {name: [replace(one, id=f"{name}/{one.id}", set=name) for one in pool] for name, pool in pools.items()}
+        named = {
+            name: [replace(prompt, id=f"{name}/{prompt.id}", set=name) for prompt in pool]
+            for name, pool in pools.items()
+        }
         prompts = _in_proportion(named, weights, count)
     else:
         prompts = next(iter(pools.values()))[:count]
@@ -53,7 +56,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
         ValueError: no set, two of one name, or a weight that is no share.
     """
     given = config.prompts if isinstance(config.prompts, tuple | list) else (config.prompts,)
-    sources = [PromptSource(path=one) if isinstance(one, str) else one for one in given]
+    sources = [PromptSource(path=source) if isinstance(source, str) else source for source in given]
     names = [Path(source.path).stem for source in sources]
     if not names:
         raise ValueError("data.prompts is an empty list; name at least one set")

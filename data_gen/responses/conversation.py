@@ -88,7 +88,7 @@ def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping
             Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason)
         )
         states.append(answer.states)
-    known = [each for each in states if each is not None]  # a response that was kept from an earlier run has none
+    known = [state for state in states if state is not None]  # a response that was kept from an earlier run has none
     return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
 
 

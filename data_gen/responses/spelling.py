@@ -66,8 +66,8 @@ class Spelling:
         if text is not None and not self._spell(ids, text):
             return Problem(request.id, "error", f"the response's text is not what its token ids spell: {text[:60]!r}")
         if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
-            own = self.tokenizer.eos_token_id
-            ids = [*ids, own if own in self.eos_ids else min(self.eos_ids)]
+            eos_id = self.tokenizer.eos_token_id
+            ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
         if not ids:
             return Problem(request.id, "error", "empty response")
         early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)

@@ -84,8 +84,8 @@ def make_manifest(
 
 def _file_parts(path: Path, directory: Path) -> Parts:
     """A file of responses up to each size that it had when the directory was made or grew, and up to its end."""
-    there = (read_manifest(directory).get("responses") or []) if (directory / "manifest.json").is_file() else []
-    sizes = [*(part["bytes"] for part in there), path.stat().st_size]
+    on_disk = (read_manifest(directory).get("responses") or []) if (directory / "manifest.json").is_file() else []
+    sizes = [*(part["bytes"] for part in on_disk), path.stat().st_size]
     return [{"bytes": size, "sha256": file_sha256(path, size)} for size in dict.fromkeys(sizes)]
 
 
@@ -138,17 +138,17 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
-    there = read_manifest(directory)
-    if mismatch := next(_mismatches(there, here), None):
+    on_disk = read_manifest(directory)
+    if mismatch := next(_mismatches(on_disk, here), None):
         raise ValueError(
             f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose "
             f"another {setting}"
             f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
-    if any(here.get(name) and there.get(name) != here[name] for name in _GROWING):
+    if any(here.get(name) and on_disk.get(name) != here[name] for name in _GROWING):
         grown = {name: here[name] for name in _GROWING if name in here}
-        recorded = here["recorded"] | {"earlier": there.get("recorded")}
-        write_atomic(path, json.dumps(there | grown | {"recorded": recorded}, indent=2).encode())
+        recorded = here["recorded"] | {"earlier": on_disk.get("recorded")}
+        write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
 
 
 class _Mismatch(NamedTuple):

@@ -170,8 +170,8 @@ def _of_drafts(row: Features, ends: Tensor, start: Tensor, stop: Tensor) -> Feat
     """A row whose `row_lengths` are those of its drafts; `ends` are where each draft of the shard ends, and the row has
     these tokens.
     """
-    own = ends[(ends > start) & (ends <= stop)]
-    return row._replace(row_lengths=own.diff(prepend=start.view(1)))
+    ends_within = ends[(ends > start) & (ends <= stop)]
+    return row._replace(row_lengths=ends_within.diff(prepend=start.view(1)))
 
 
 def join(rows: Sequence[Features]) -> Features:

@@ -171,13 +171,13 @@ class FeatureData(pl.LightningDataModule):
             for timing in self.timings
         }
         for of_index in zip_longest(*shards.values()):
-            there = [shard for shard in of_index if shard is not None]
+            present = [shard for shard in of_index if shard is not None]
             counts = [
-                shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, there, strict=False)
+                shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, present, strict=False)
             ]
-            if len(there) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
+            if len(present) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
                 raise ValueError(
-                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in there)} hold "
+                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in present)} hold "
                     f"{counts} responses with "
                     f"data.mixes {self.data.mixes}; make them again with this config"
                 )
@@ -232,7 +232,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     says so.
     """
     here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
-    there = {name: manifest.get(name) for name in here}
+    on_disk = {name: manifest.get(name) for name in here}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         hashed = "weights" if "weights" in manifest[name] else "fingerprint"
         described = _described(source, trust_remote_code=pair.trust_remote_code)
@@ -246,11 +246,11 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
         keys = (hashed,) if described else ("name", "revision")
         described = described or {"name": source.path, "revision": source.revision}
         here |= {f"{name} {key}": described[key] for key in keys}
-        there |= {f"{name} {key}": manifest[name].get(key) for key in keys}
+        on_disk |= {f"{name} {key}": manifest[name].get(key) for key in keys}
     for key, value in here.items():
-        if there[key] != value:
+        if on_disk[key] != value:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {there[key]!r}, and this config has "
+                f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, and this config has "
                 f"{value!r}; point data.dir at "
                 "data of this pair, or make it with `python -m data_gen`"
             )

@@ -93,7 +93,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
         by_tokens = sorted(pool, key=lambda block: -sum(pool[block]))
         pairs = [_pairs(block, pool[block], generator) for block in by_tokens]
         for number in range(max(map(len, pairs))):
-            turns = [turn for turn, own in enumerate(pairs) if number < len(own)]
+            turns = [turn for turn, of_turn in enumerate(pairs) if number < len(of_turn)]
             yield from (Turn(turn, item, number) for turn in turns for item in pairs[turn][number])
 
 

@@ -145,9 +145,14 @@ def _signal_results(histogram: Histogram) -> dict[str, Any]:
 def _label_results(histogram: Histogram) -> dict[str, float]:
     """Figures of the split that no prediction changes."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
-    own = float(histogram.entropy[0] / histogram.total[0])
+    label_entropy = float(histogram.entropy[0] / histogram.total[0])
     of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)
-    return {"num_tokens": total, "mean_acceptance_prob": mean, "mean_entropy": own, "constant_kl": of_mean - own}
+    return {
+        "num_tokens": total,
+        "mean_acceptance_prob": mean,
+        "mean_entropy": label_entropy,
+        "constant_kl": of_mean - label_entropy,
+    }
 
 
 def _unstack(of_rows: Measures) -> list[dict[str, float]]:

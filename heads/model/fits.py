@@ -42,9 +42,9 @@ def check_fits(
         ValueError: the head's provenance names another draft, another target or another sampling.
     """
     trained = head.provenance
-    for role, there, here in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
-        if here is not None and _differ(there, here):
-            old, new = _named_apart(there, here)
+    for role, trained_with, here in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
+        if here is not None and _differ(trained_with, here):
+            old, new = _named_apart(trained_with, here)
             raise ValueError(
                 f"the head {name} was trained with {old} where {here.get('role', role)} is {new}; {remedy}"
             )
@@ -91,7 +91,9 @@ def _both_say(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bo
 
 def _named_apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
     """Their paths; where both have one path (a model that was trained on), what identifies the weights as well."""
-    old, new = (str(one.get("path") or one.get("name") or "another model") for one in (there, here))
+    old, new = (
+        str(description.get("path") or description.get("name") or "another model") for description in (there, here)
+    )
     if old != new:
         return old, new
     return f"{old} ({_exactly(there)})", f"{new} ({_exactly(here)})"

@@ -104,7 +104,7 @@ def _official_shapes(hidden_size: int, depth: int) -> dict[str, tuple[int, ...]]
 def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Our names: one logit z_1 - z_0, every block on its own."""
     weight, bias = tensors[f"model.{depth}.weight"], tensors[f"model.{depth}.bias"]
-    own = {"out.weight": (weight[1] - weight[0])[None], "out.bias": (bias[1] - bias[0])[None]}
+    renamed = {"out.weight": (weight[1] - weight[0])[None], "out.bias": (bias[1] - bias[0])[None]}
     for i in range(depth):
-        own |= {f"blocks.{i}.{part}": tensors[f"model.{i}.linear.{part}"].clone() for part in ("weight", "bias")}
-    return own
+        renamed |= {f"blocks.{i}.{part}": tensors[f"model.{i}.linear.{part}"].clone() for part in ("weight", "bias")}
+    return renamed

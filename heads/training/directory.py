@@ -93,13 +93,13 @@ class RunDirectory:
                 that this number would not go on from alike.
         """
         described = json.loads(json.dumps(describe(config)))
-        there = self.read() if resume else {}
+        on_disk = self.read() if resume else {}
         saved = self._saved() if resume else None
-        if there and saved is not None:
-            _refuse_difference(there, described, path=self.path)
-            _refuse_processes(there.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
-        goes_on = saved is not None and (not there or there["run"] == saved.run)
-        run = saved.run if saved is not None and goes_on else there["run"] if there else uuid.uuid4().hex
+        if on_disk and saved is not None:
+            _refuse_difference(on_disk, described, path=self.path)
+            _refuse_processes(on_disk.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
+        goes_on = saved is not None and (not on_disk or on_disk["run"] == saved.run)
+        run = saved.run if saved is not None and goes_on else on_disk["run"] if on_disk else uuid.uuid4().hex
         if _is_first():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
@@ -116,10 +116,10 @@ class RunDirectory:
         if not path.is_file():
             return {}
         remedy = "delete it to go on without comparing configs"
-        there = read_json(path, remedy=remedy, keys=("run", "config"))
-        if not isinstance(there["config"], dict):
-            raise ValueError(f"{path}: config is {there['config']!r}, where an object belongs; {remedy}")
-        return there
+        on_disk = read_json(path, remedy=remedy, keys=("run", "config"))
+        if not isinstance(on_disk["config"], dict):
+            raise ValueError(f"{path}: config is {on_disk['config']!r}, where an object belongs; {remedy}")
+        return on_disk
 
     def _saved(self) -> Start | None:
         """The checkpoint that is there, under the name of its own run."""

@@ -40,8 +40,10 @@ class HeadStack(nn.Module):
         heads = [_seeded_head(spec, hidden_size, seed) for spec in self.specs]
         # torch takes no dot in a parameter's name
         self._names = {name: name.replace(".", "_") for name in heads[0].state_dict()}
-        for name, own in self._names.items():
-            self.register_parameter(own, nn.Parameter(torch.stack([head.state_dict()[name] for head in heads])))
+        for name, parameter_name in self._names.items():
+            self.register_parameter(
+                parameter_name, nn.Parameter(torch.stack([head.state_dict()[name] for head in heads]))
+            )
         # checkpoints have both buffers, also of heads that take no scalars
         num_scalars = len(shape.inputs.scalars or STANDARD)
         self.register_buffer("scalar_mean", torch.zeros(num_scalars))
@@ -103,10 +105,10 @@ class HeadStack(nn.Module):
         head = AcceptanceHead(
             self.hidden_size, self.shape.depth, self.shape.timing, *self.shape.inputs, provenance=provenance
         )
-        own = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
+        weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
         if self.shape.inputs.scalars:
-            self._fold_standardisation(own)
-        head.load_state_dict(own, strict=True)
+            self._fold_standardisation(weights)
+        head.load_state_dict(weights, strict=True)
         return head.eval()
 
     def _fold_standardisation(self, own: dict[str, Tensor]) -> None:
