@@ -25,7 +25,7 @@ from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, join
+from evaluation.traces.trace import Trace, join_traces
 from lm import Sampling, load_pair
 
 ARMS = ("record", "record_with_perfect_head", "fixed_length_run")
@@ -61,7 +61,7 @@ def trace_cost(config: Config, *, prompts: int = 8, settings: int = 100) -> None
             )
             seconds[f"run_{place}" if place else "fixed_length_run"].append((perf_counter() - started_s) / emitted)
     started_s = perf_counter()
-    replay_settings(join(parts), CumulativeTokenProb(grid))
+    replay_settings(join_traces(parts), CumulativeTokenProb(grid))
     replay_s = (perf_counter() - started_s) / sum(part.num_positions for part in parts)
     _print(seconds, replay_s, settings=settings, prompts=prompts, num_runs=len(policies) - 1)
 

@@ -4,7 +4,7 @@ from configs.command import Command, run
 from evaluation.bench.command import bench
 from evaluation.costs.command import costs
 from evaluation.hierarchies.command import hierarchy
-from evaluation.papers.command import tables
+from evaluation.papers.command import paper_tables
 from evaluation.report.command import evaluate
 from evaluation.report.one_policy import replay_policy
 from evaluation.theory.command import theory
@@ -18,7 +18,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": evaluate,
     "tune": tune,
     "costs": costs,
-    "tables": tables,
+    "tables": paper_tables,
     "hierarchy": hierarchy,
     "theory": theory,
 }

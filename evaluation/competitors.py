@@ -4,20 +4,25 @@
                  stands for the family
     setting      one way to run it
     candidate    a competitor at one setting, with what it did on dev: replayed, decoded, or stepped through in batches
+    finalist     the candidate that dev chose, with what it did on test
+    standing     what was clocked of a finalist on test, beside its rivals
     gain         over another one on test, paired over prompts, with an interval (`evaluation.intervals`)
 
 Replay runs all settings of a competitor at once, as one policy whose parameters are arrays
 (`evaluation.contest.grids`); what cannot be replayed is built and decoded setting by setting.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
+from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter
+from evaluation.intervals import Gain, Spent, gain_over, median_ratio
 from lm import CachedModel
 
-Candidate = TypeVar("Candidate")
+AnyCandidate = TypeVar("AnyCandidate")
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,43 @@ class Competitor:
     """Settings to choose from on dev; the first stands where there is no dev."""
 
 
-def chosen(
-    candidates: Iterable[Candidate], *, of: Callable[[Candidate], str], speed: Callable[[Candidate], float]
-) -> dict[str, Candidate]:
+@dataclass(frozen=True)
+class Finalist:
+    """One family, at the setting that dev chose, on test."""
+
+    family: str
+    name: str
+    """Competitor that won within the family, such as one of several heads."""
+    setting: Mapping[str, Any]
+    spent: Spent
+    """Tokens and seconds of each test prompt."""
+    counts: Counts
+    """Totals over the test prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A finalist on the clock, beside its rivals."""
+
+    family: str
+    setting: str
+    spent: Spent
+    rivals: Mapping[str, Spent]
+
+    @cached_property
+    def over(self) -> dict[str, Gain]:
+        """Rival -> the gain over it."""
+        return {name: gain_over(rival, self.spent) for name, rival in self.rivals.items()}
+
+    @property
+    def median_over(self) -> dict[str, float]:
+        """The same as the median of ratios prompt by prompt, minus 1; of texts of one length."""
+        return {name: median_ratio(rival.seconds, self.spent.seconds) - 1 for name, rival in self.rivals.items()}
+
+
+def fastest(
+    candidates: Iterable[AnyCandidate], *, of: Callable[[AnyCandidate], str], speed: Callable[[AnyCandidate], float]
+) -> dict[str, AnyCandidate]:
     """The candidate of each competitor, or family of them, that is fastest on dev, the first of equals.
 
     Args:
@@ -58,7 +97,7 @@ def chosen(
         of: the name of a candidate's competitor or family.
         speed: tokens per second on dev.
     """
-    best: dict[str, tuple[float, Candidate]] = {}
+    best: dict[str, tuple[float, AnyCandidate]] = {}
     for candidate in candidates:
         name, reached = of(candidate), speed(candidate)
         if name not in best or reached > best[name][0]:

@@ -10,7 +10,8 @@ prompts, on which every competitor chooses its setting anew, test prompts, on wh
 within its standard error; all competitors share the draws.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -77,6 +78,13 @@ def _gain(base_tokens: np.ndarray, base_s: np.ndarray, own_tokens: np.ndarray, o
     # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of
     # times.
     return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
+
+
+def median_ratio(slower: Iterable[float], faster: Iterable[float]) -> float:
+    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt
+    alike.
+    """
+    return median(float(slow / fast) for slow, fast in zip(slower, faster, strict=True))
 
 
 class TimeErrors(NamedTuple):

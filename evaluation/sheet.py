@@ -1,14 +1,15 @@
 """The one printer of every comparison: rows of cells to a terminal, the same rows to JSON, and records to the columns
-of a CSV.
+of a CSV; beside it, the names of written files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
-from evaluation.console import wide_console
 from evaluation.intervals import Gain
 
 WIDTH = 190
@@ -90,3 +91,16 @@ def flat(record: Any) -> dict[str, Any]:
 def spread(name: str, gain: Gain) -> dict[str, float]:
     """A gain as three columns."""
     return {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
+
+
+def wide_console(width: int = 190) -> Console:
+    """A console as wide as the terminal; in a pipe or a file `width`, so that no column folds."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def announce(paths: Iterable[Path]) -> list[str]:
+    """Say which files were written; returns their names."""
+    names = [str(path) for path in paths]
+    print("\n".join(["wrote", *(f"  {name}" for name in names)]))
+    return names

@@ -8,16 +8,16 @@ from jaxtyping import Int
 from decode.policies.base import Policy
 from decode.policies.batch import BatchRule
 from evaluation.batches.load import Load
-from evaluation.traces.lanes import Lanes, Tokens
+from evaluation.traces.lanes import Tokens, TraceLanes
 from evaluation.traces.replay import Lockstep, Totals, merged
 from evaluation.traces.trace import Array, Trace
 
 
 class _Seats(Lockstep):
-    """Lanes that are seats, whose rounds end together."""
+    """TraceLanes that are seats, whose rounds end together."""
 
     def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
-        self.every = Lanes.of(trace, np.arange(len(rows)), rows)
+        self.every = TraceLanes.of(trace, np.arange(len(rows)), rows)
         self.pace = policy.pace() if isinstance(policy, BatchRule) else None
         first = np.arange(len(rows)) < size
         super().__init__(Tokens.of(trace, policy), policy, self.every.at(first))

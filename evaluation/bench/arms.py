@@ -5,28 +5,35 @@ starts a prompt from the same seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from decode.loop.decoder import SpeculativeDecoder
+from decode.policies.base import Policy
+from heads.model.head import AcceptanceHead
+from lm import Sampling
 
 Timed = Callable[[list[int], int], float]
 """Generates from a prompt and a seed, and says the seconds that it took."""
 
 
 class Racer(NamedTuple):
-    """One competitor."""
+    """One family at one setting."""
 
     family: str
     setting: str
-    timed: Timed
-    is_foreign: bool = False
-    """Its head was trained under another sampling."""
+    policy: Policy | None = None
+    """Policy that the loop runs; None: transformers has a schedule of its own."""
     on_dev: float | None = None
-    """Tokens per second that were predicted when dev chose its setting."""
+    """Tokens per second that were predicted when dev chose the setting; unknown of a policy that was named."""
+
+    def is_foreign(self, sampling: Sampling) -> bool:
+        """Was one of its heads trained under another sampling?"""
+        heads = self.policy.heads if self.policy else ()
+        known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
+        return any(each and each != sampling.as_dict() for each in known)
 
 
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
@@ -55,10 +62,3 @@ def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> d
     """All turns."""
     rows = list(turns(arms, prompts))
     return {name: [row[name] for row in rows] for name in arms}
-
-
-def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
-    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt
-    alike.
-    """
-    return median(slow / fast for slow, fast in zip(slower, faster, strict=True))

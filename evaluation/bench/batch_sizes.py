@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,24 +27,9 @@ _REQUESTS_PER_SEAT = 2
 _POINTS = 8
 
 
-class BatchRun(NamedTuple):
-    """One batch run."""
-
-    tokens_per_s: float
-    rounds: list[BatchRound]
-
-
-class Measured(NamedTuple):
-    """Seconds that a clock found for batches."""
-
-    rows: list[dict[str, Any]]
-    """Rows of every policy at every size: medians over turns, of tokens/s and of the ratio to the best fixed length's.
-    """
-    curves: BatchCosts
-    """Curves from all rounds of fixed lengths, which look at no token."""
-
-
-def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]) -> Measured:
+def measure_sizes(
+    loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]
+) -> tuple[list[dict[str, Any]], BatchCosts]:
     """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of
     fixed lengths gave.
 
@@ -52,37 +37,41 @@ def measure_sizes(loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[in
         loop: models and prompts.
         policies: by name, fixed lengths among them.
         sizes: of batches.
+
+    Returns:
+        Rows of every policy at every size, medians over turns of tokens/s and of the ratio to the best fixed length's;
+        and curves from all rounds of fixed lengths, which look at no token.
     """
     prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
     fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
     seen = [
-        one
-        for size in sizes
-        for name in fixed
-        for one in _run(loop, policies[name], prompts[size], size, seed=0).rounds
+        one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0)[1]
     ]
     first, rows = curves_of(seen), []
     for size in sizes:
-        runs: dict[str, list[BatchRun]] = defaultdict(list)
+        runs: dict[str, list[tuple[float, list[BatchRound]]]] = defaultdict(list)
         for turn in range(_TURNS + 1):
             for name, policy in policies.items():
                 runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
         # the first is a warm-up
-        speeds = {name: [run.tokens_per_s for run in turns[1:]] for name, turns in runs.items()}
+        speeds = {name: [speed for speed, _ in turns[1:]] for name, turns in runs.items()}
         best = max(fixed, key=lambda name: median(speeds[name]))
         for name, values in speeds.items():
             against = median(own / other for own, other in zip(values, speeds[best], strict=True))
             rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
-        seen += [one for name in fixed for run in runs[name][1:] for one in run.rounds]
-    return Measured(rows, curves_of(seen))
+        seen += [one for name in fixed for _, rounds in runs[name][1:] for one in rounds]
+    return rows, curves_of(seen)
 
 
-def _run(loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int) -> BatchRun:
+def _run(
+    loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int
+) -> tuple[float, list[BatchRound]]:
+    """Tokens per second of one batch, and its rounds."""
     decoder, generator = loop.decoder(policy), torch.Generator().manual_seed(seed)
     started_s = perf_counter()
     batch, played = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
     rounds = list(played)
-    return BatchRun(sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds)
+    return sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds
 
 
 def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:

@@ -13,7 +13,7 @@ turns on every prompt.
     overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what
                 stops add
 
-With `decode.hierarchies` also three models beside two (`evaluation.bench.hierarchies`). The last line is one JSON
+With `decode.hierarchies` also three models beside two (`evaluation.bench.lengths`). The last line is one JSON
 document.
 """
 
@@ -34,14 +34,13 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_sheet
-from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
-from evaluation.bench.lengths import length_rows, length_sheet
+from evaluation.bench.lengths import hierarchy_rows, hierarchy_sheet, length_rows, length_sheet
 from evaluation.bench.overheads import overheads_of
 from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
-from evaluation.bench.standings import race_plot, standing_sheet, standings_of, summary_sheet, verdict_of
-from evaluation.console import announce, wide_console
+from evaluation.bench.standings import race_plot, records_of, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.contest.in_batches import Sizes, sizes_of
 from evaluation.costs.measure import Loop
+from evaluation.sheet import announce, wide_console
 from store.shards import write_atomic
 
 _WIDTH = 240
@@ -113,7 +112,7 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
     plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])
-    return [{**cell, "arms": [one.as_dict() for one in standings]} for cell, standings in cells]
+    return [{**cell, "arms": records_of(cell, standings)} for cell, standings in cells]
 
 
 class Bare:
@@ -152,12 +151,12 @@ class Bare:
         policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *self._lengths)} | {
             spec: experiment.policy(spec) for spec in specs
         }
-        loop = Loop(
-            pair=experiment.pair,
+        loop = Loop.of(
+            experiment,
             prompts=self._prompts,
-            sampling=experiment.sampling,
             max_draft_length=max([experiment.decode.max_draft_length, *self._lengths]),
             max_new_tokens=self._num_tokens,
+            compile=False,
         )
         rows, curves = measure_sizes(loop, policies, sizes)
         size_sheet(rows).print()

@@ -1,18 +1,34 @@
-"""The loop at fixed draft lengths beside assisted generation at the same lengths: what the loop itself costs, whatever
-policy runs in it.
+"""The loop itself on a clock, whatever policy runs in it: two models at fixed lengths, three models as hierarchies.
 
-against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same sampling
-against_plain     tokens per second of the loop / of the target's plain generation
+Fixed lengths stand beside assisted generation at the same lengths:
+
+    against_assisted  tokens per second of the loop / of assisted generation, same pair, same fixed length, same
+                      sampling
+    against_plain     tokens per second of the loop / of the target's plain generation
+
+With `decode.hierarchies` three models take turns with two:
+
+    against_alone     tokens per second / of the same loop with nothing drafted
+    against_sd        tokens per second / of plain speculation with the draft, at the best of the fixed lengths tried
+
+Hierarchies run at the first of the settings that `evaluation hierarchy` chooses from on dev. The best fixed length is
+chosen on the timed prompts themselves: a favour to plain speculation, so that a hierarchy that still wins does not owe
+it to a badly chosen length.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from decode.drafters.hierarchies.trio import Trio
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
-from evaluation.bench.arms import generations_of, median_ratio, timed_in_turns
+from evaluation.bench.arms import generations_of, timed_in_turns
 from evaluation.bench.schedules import assisted, constant
 from evaluation.costs.measure import Loop
+from evaluation.hierarchies.configurations import NO_DRAFT, competitors_of
+from evaluation.intervals import median_ratio
 from evaluation.sheet import Sheet, crossed
 from lm import Pair, Sampling
 
@@ -79,3 +95,57 @@ def heading_of(row: Mapping[str, Any]) -> str:
 def _ratios(row: Mapping[str, Any]) -> str:
     compiled = row.get("compiled_against_assisted")
     return f"{row['against_assisted']:.2f}" + (f" ({compiled:.2f})" if compiled else "")
+
+
+def hierarchy_rows(
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    samplings: Mapping[str, Sampling],
+    *,
+    lengths: Sequence[int],
+    num_tokens: int,
+) -> Iterator[dict[str, Any]]:
+    """One row per sampling and drafter.
+
+    Raises:
+        ValueError: the pair has no micro model.
+    """
+    trio = Trio(lambda: pair)
+    for name, sampling in samplings.items():
+        decoders = {
+            drafter_name: SpeculativeDecoder(trio.target, drafter, sampling=sampling, eos_ids=frozenset())
+            for drafter_name, drafter in _drafters(trio, lengths).items()
+        }
+        timed = {drafter_name: generations_of(decoder, num_tokens) for drafter_name, decoder in decoders.items()}
+        seconds = {drafter_name: median(taken_s) for drafter_name, taken_s in timed_in_turns(timed, prompts).items()}
+        best_s = min(seconds[f"sd K={k}"] for k in lengths)
+        for drafter_name, own_s in seconds.items():
+            yield {
+                "sampling": name,
+                "drafter": drafter_name,
+                "tokens_per_s": num_tokens / own_s,
+                "against_alone": seconds[NO_DRAFT] / own_s,
+                "against_sd": best_s / own_s,
+            }
+
+
+def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    """The rows, drafters down, threads and samplings across."""
+    ordered = sorted(rows, key=lambda row: (row["threads"], row["sampling"]))
+    cells = (
+        (row["drafter"], heading_of(row), f"{row['tokens_per_s']:.1f} ({row['against_sd']:.2f})") for row in ordered
+    )
+    return Sheet(
+        "hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length",
+        crossed("drafter", cells),
+    )
+
+
+def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
+    two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
+    three = {
+        f"{one.name} {one.settings[0].label}": one.settings[0].build()
+        for one in competitors_of(trio)
+        if one.num_levels == 3
+    }
+    return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

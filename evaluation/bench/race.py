@@ -3,26 +3,33 @@ cells are kept.
 
 DIR/bench.jsonl holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell
 that is there is not measured again.
+
+Policies run as they were named, or each family at what is fastest on dev at the costs of the cell. A trace is of one
+sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the config's sampling
+is the one of every command), recorded with the models as they are: extra layers change no token. Heads were trained
+under one sampling, too; elsewhere they run as foreign heads, which is said beside them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from configs.schema import Config
+from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.bench.arms import Racer, Timed, generations_of, turns
-from evaluation.bench.choices import Choices, Chosen
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about_default, assisted, constant
 from evaluation.bench.speeds import Speed, Stopwatch, speed_from
-from evaluation.contest.arms import ALONE
+from evaluation.contest.arms import ALONE, Replays, picks_of, replay_dataset
+from evaluation.contest.grids import BOUNDS, grids_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
+from evaluation.traces.recording import Traces, trace_folder
 from lm import Pair, Sampling
 from store.keyed import KeyedStore
 
@@ -31,7 +38,6 @@ SAMPLINGS = {
     "sampled": Sampling(),
     "nucleus": Sampling(temperature=0.7, top_p=0.9),
 }
-_KEPT = ("family", "setting", "is_foreign", "on_dev")
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
 
@@ -112,7 +118,7 @@ class Race:
         with tqdm(
             desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="text"
         ) as bar:
-            timed = {place: _ticking(arm.timed, bar) for place, arm in arms.items()}
+            timed = {place: _ticking(generation, bar) for place, (_, generation) in arms.items()}
             rows = list(turns(timed, self._prompts, has_warm_up=ratio is None))
         return {
             "ratio_wished": ratio,
@@ -121,8 +127,14 @@ class Race:
             "num_tokens": self._terms.num_tokens,
             "default_schedule": about_default(),
             "arms": [
-                {**{name: getattr(arm, name) for name in _KEPT}, "seconds": [row[place] for row in rows]}
-                for place, arm in arms.items()
+                {
+                    "family": racer.family,
+                    "setting": racer.setting,
+                    "is_foreign": racer.is_foreign(sampling),
+                    "on_dev": racer.on_dev,
+                    "seconds": [row[place] for row in rows],
+                }
+                for place, (racer, _) in arms.items()
             ],
         }
 
@@ -137,32 +149,21 @@ class Race:
 
         return speed_from(self._once("speed", wish, make), self._cost)
 
-    def _chosen(self, name: str, cost: CostModel) -> Mapping[str, Chosen]:
+    def _chosen(self, name: str, cost: CostModel) -> Mapping[str, Racer]:
         if name not in self._choices:
             self._choices[name] = Choices(self._config, name, self._samplings[name], cost=self._cost)
         choices = self._choices[name]
         return choices.named(self._terms.policies) if self._terms.policies else choices.at(cost, self._terms.families)
 
-    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Chosen]) -> dict[str, Racer]:
-        """Every competitor by a name of its own."""
-        num_tokens, decode = self._terms.num_tokens, self.experiment.decode
-        loop = Loop(
-            pair=pair,
-            prompts=self._prompts,
-            sampling=sampling,
-            max_draft_length=decode.max_draft_length,
-            max_new_tokens=num_tokens,
-            compile=decode.compile,
-        )
+    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Racer]) -> dict[str, tuple[Racer, Timed]]:
+        """Every competitor, and its generations, by a name of its own."""
+        num_tokens = self._terms.num_tokens
+        how: dict[str, Any] = {"prompts": self._prompts, "sampling": sampling, "max_new_tokens": num_tokens}
+        loop = Loop.of(self.experiment, pair=pair, **how)
         arms = {
-            name: Racer(
-                name.partition(":")[0],
-                one.setting,
-                generations_of(loop.decoder(one.policy), num_tokens),
-                one.is_foreign(sampling),
-                one.on_dev,
-            )
-            for name, one in {ALONE: Chosen("-", FixedLength(0)), **chosen}.items()
+            name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
+            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
+            if racer.policy
         }
         if self.experiment.has_feature_draft:  # transformers drafts with models of their own
             return arms
@@ -172,11 +173,11 @@ class Race:
         }
         for name, (setting, changes) in schedules.items():
             family = CONSTANT if name.startswith(CONSTANT) else name
-            arms[name] = Racer(family, setting, assisted(pair, num_tokens, sampling, changes))
+            arms[name] = Racer(family, setting), assisted(pair, num_tokens, sampling, changes)
         return arms
 
 
-def _constants_beside(chosen: Mapping[str, Chosen]) -> tuple[int, ...]:
+def _constants_beside(chosen: Mapping[str, Racer]) -> tuple[int, ...]:
     """The best fixed length on dev and half of it: transformers' draft step is dearer, so it does better with fewer."""
     best = chosen["fixed_length"].policy if "fixed_length" in chosen else None
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
@@ -189,3 +190,70 @@ def _ticking(timed: Timed, bar: Any) -> Timed:
         return seconds
 
     return seconds_of
+
+
+class Choices:
+    """The setting that each family runs at under one sampling."""
+
+    def __init__(self, config: Config, name: str, sampling: Sampling, *, cost: CostModel) -> None:
+        """Args:
+        config: of the command.
+        name: of the sampling.
+        sampling: of the cells.
+        cost: of the pair as it is; decides which head of each timing `auto` reads.
+        """
+        own = Sampling(**vars(config.pair.sampling))
+        self.experiment = Experiment(config if sampling == own else _under(config, name, sampling))
+        self._name, self._cost = name, cost
+
+    @cached_property
+    def replays(self) -> Replays:
+        """Every grid on dev; the trace is recorded first, if need be."""
+        experiment, folder = self.experiment, trace_folder(self.experiment)
+        folder.complete()
+        dev = folder.load(next(iter(experiment.datasets))).dev
+        grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
+        traces = Traces(dev, dev.select([0]))  # nothing is reported on test here
+        return replay_dataset(
+            traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"
+        )
+
+    def at(self, cost: CostModel, families: Sequence[str] = ()) -> dict[str, Racer]:
+        """Family -> what is fastest on dev at these costs.
+
+        Args:
+            cost: of a cell.
+            families: leave out all but these and the best fixed length; none named: keep all.
+
+        Raises:
+            ValueError: a family that there is not.
+        """
+        picks = picks_of([*self.replays.arms, *self.replays.auto_arms(cost, is_online=(False,))], cost)
+        known = {family: pick for family, pick in picks.items() if family not in BOUNDS}
+        for family in families:
+            if family not in known:
+                raise ValueError(f"there is no family {family!r} here; one of {', '.join(known)}")
+        return {
+            family: Racer(family, pick.label, pick.policy, pick.tokens_per_s_on_dev(cost))
+            for family, pick in known.items()
+            if not families or family in (*families, "fixed_length")
+        }
+
+    def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
+        """The policies that these specs write down (`decode.policies.registry`)."""
+        return {spec: Racer(spec.partition(":")[0], spec, self.experiment.policy(spec)) for spec in specs}
+
+
+def _under(config: Config, name: str, sampling: Sampling) -> Config:
+    """The same experiment under another sampling, in a folder of its own; of test prompts one is traced, which a trace
+    needs.
+    """
+    decode = replace(
+        config.decode,
+        dir=str(Path(config.decode.dir) / "bench" / name),
+        allow_foreign_heads=True,
+        num_test=1,
+        perfect_head=False,
+    )
+    law = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return replace(config, decode=decode, pair=replace(config.pair, sampling=law))

@@ -9,43 +9,22 @@ fastest on the timed prompts; the best constant schedule is the fastest on the t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from decode.policies.registry import POLICIES
-from evaluation.bench.arms import median_ratio
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
+from evaluation.competitors import Standing
 from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.contest.results import TRAINING_FREE
 from evaluation.contest.tables import NAMES
 from evaluation.figure import GREY, Plot, panels_of, plot_of
-from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.intervals import Gain, Spent
 from evaluation.sheet import Sheet
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 _LABELS = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """One arm of a cell."""
-
-    family: str
-    setting: str
-    is_foreign: bool
-    tokens_per_s: float
-    over: Mapping[str, Gain]
-    """Rival -> the gain over it: the best fixed length, the best training-free policy, the target alone, each
-    schedule.
-    """
-    median_over: Mapping[str, float]
-    """The same as the median of ratios prompt by prompt, minus 1."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self) | {"over": {name: gain._asdict() for name, gain in self.over.items()}}
 
 
 def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
@@ -72,17 +51,23 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
             "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
         )
     return [
-        Standing(
-            family=arm["family"],
-            setting=arm["setting"],
-            is_foreign=arm["is_foreign"],
-            tokens_per_s=own.tokens_per_s,
-            over={name: gain_over(rival, own) for name, rival in rivals.items()},
-            median_over={
-                name: median_ratio(rival.seconds.tolist(), own.seconds.tolist()) - 1 for name, rival in rivals.items()
-            },
-        )
+        Standing(family=arm["family"], setting=arm["setting"], spent=own, rivals=rivals)
         for arm, own in zip(cell["arms"], spent, strict=True)
+    ]
+
+
+def records_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> list[dict[str, Any]]:
+    """The arms of a cell as JSON has them."""
+    return [
+        {
+            "family": each.family,
+            "setting": each.setting,
+            "is_foreign": arm["is_foreign"],
+            "tokens_per_s": each.spent.tokens_per_s,
+            "over": {name: gain._asdict() for name, gain in each.over.items()},
+            "median_over": each.median_over,
+        }
+        for arm, each in zip(cell["arms"], standings, strict=True)
     ]
 
 
@@ -96,13 +81,13 @@ def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sh
     rivals = [name for name in (BASELINE, *SCHEDULES) if name in standings[0].over]
     rows = [
         {
-            "policy": _name(one.family) + " (foreign head)" * one.is_foreign,
+            "policy": _name(one.family) + " (foreign head)" * arm["is_foreign"],
             "setting": one.setting,
-            "tokens/s": f"{one.tokens_per_s:.1f}",
+            "tokens/s": f"{one.spent.tokens_per_s:.1f}",
             "alone": f"x{1 + one.over[ALONE].value:.2f}",
             **{f"over {_name(rival)}": _gain(one, rival) for rival in rivals},
         }
-        for one in standings
+        for arm, one in zip(cell["arms"], standings, strict=True)
     ]
     return Sheet(
         title_of(cell),
@@ -149,7 +134,7 @@ def ratio_of(cell: Mapping[str, Any]) -> float:
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     """Lead of our fastest arm over each schedule, and the arms of ours that are behind one."""
     ours = [one for one in standings if one.family not in (*SCHEDULES, ALONE)]
-    best = max(ours, key=lambda one: one.tokens_per_s)
+    best = max(ours, key=lambda one: one.spent.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {_name(name)}" for name in SCHEDULES if name in best.over)
     behind = [
         f"{_name(one.family)} behind {_name(name)}"
@@ -197,7 +182,7 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
 
 def _best(standings: Sequence[Standing], family: str) -> Gain | None:
     of_family = [one for one in standings if one.family == family]
-    return max(of_family, key=lambda one: one.tokens_per_s).over[BASELINE] if of_family else None
+    return max(of_family, key=lambda one: one.spent.tokens_per_s).over[BASELINE] if of_family else None
 
 
 def _name(family: str) -> str:

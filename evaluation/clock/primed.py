@@ -8,11 +8,10 @@ the clock then has in it, for every policy alike.
 
 from collections.abc import Sequence
 
-from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
-from decode.loop.models import models_of
-from decode.policies.base import Policy
-from lm import CachedModel, Compile, CompiledModel, CompiledTailModel, DraftModel, FeatureDraft, Pair, Sampling
+from transformers import PreTrainedModel
+
+from evaluation.costs.measure import Loop
+from lm import CachedModel, Compile, CompiledModel, CompiledTailModel
 
 
 class PrimedModel(CachedModel):
@@ -55,37 +54,18 @@ _KINDS: dict[Compile, type[PrimedModel]] = {
 }
 
 
-class PrimedLoop:
+class PrimedLoop(Loop):
     """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
 
-    def __init__(self, pair: Pair, sampling: Sampling, *, max_draft_length: int, compile: Compile) -> None:
-        self._pair, self._sampling, self._max_draft_length = pair, sampling, max_draft_length
-        self._kind = _KINDS[compile]
-        self._drafts: dict[bool, DraftModel] = {}
-        """Drafts by whether they keep hidden states."""
-        if isinstance(pair.drafting, FeatureDraft):
-            self._target, draft = models_of(pair, compile)
-            self._drafts = {False: draft, True: draft}
-        else:
-            self._target = self._kind(pair.target, vocab_size=pair.vocab_size)
-
-    def decoder(self, policy: Policy) -> SpeculativeDecoder:
-        """For one policy; models are shared."""
-        with_hidden = bool(policy.heads)
-        if with_hidden not in self._drafts:
-            self._drafts[with_hidden] = self._kind(
-                self._pair.draft, vocab_size=self._pair.vocab_size, with_hidden=with_hidden
-            )
-        return SpeculativeDecoder(
-            self._target,
-            ModelDrafter(self._drafts[with_hidden], policy),
-            sampling=self._sampling,
-            max_draft_length=self._max_draft_length,
-            eos_ids=self._pair.eos_ids,
-        )
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.pair.eos_ids
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Set the text that every decoder starts from next."""
-        for model in (self._target, *self._drafts.values()):
+        for model in (self.target, *self.drafts.values()):
             if isinstance(model, PrimedModel):
                 model.prime(prompt_ids)
+
+    def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
+        return _KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)

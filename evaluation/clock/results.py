@@ -1,9 +1,12 @@
-"""What the clock said beside what replay and the cost model predict of the same prompts (law 4.9).
+"""`evaluation evaluate` on a clock: what it said beside what replay and the cost model predict of the same prompts (law
+4.9).
+
+Every family plays at the setting that dev chose, in real generations that the trace is played to. The oracle and the
+perfect head know what no loop knows, so they are not there; the target alone is.
 
 difference            clocked tokens/s over predicted ones - 1
 draft, verify, rest   where it lies: clocked less predicted seconds of drafts, of verifications, and between rounds
-                      (where nothing is
-                      predicted), over all predicted seconds; less time in them means more tokens/s
+                      (where nothing is predicted), over all predicted seconds; less time in them means more tokens/s
 common                the median of all differences: the machine's pace today against that when its costs were measured
 """
 
@@ -13,12 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.clock.turns import Clocked
-from evaluation.contest.arms import Pick
+from decode.experiment import Experiment
+from decode.policies import FixedLength
+from evaluation.clock.primed import PrimedLoop
+from evaluation.clock.turns import Clocked, clock
+from evaluation.contest.arms import ALONE, BASELINE, Pick, Replays, picks_of, replay_arms
+from evaluation.contest.grids import BOUNDS, Grid
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, Spent, gain_over
 from evaluation.sheet import Sheet, flat
+from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed
 
 TOLERANCE = 0.03
@@ -187,3 +196,26 @@ def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel
     spent["rest"] = wall_s - sum(spent.values())
     expected = {"draft": total_s - verify_s, "verify": verify_s, "rest": 0.0}
     return {part: (spent[part] - expected[part]) / total_s for part in expected}
+
+
+def check_clock(num_prompts: int, repeats: int) -> None:
+    """Raise ValueError unless a clock can run so often."""
+    if num_prompts < 0:
+        raise ValueError(f"clock is {num_prompts}; it is a number of test prompts, 0 for none")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; every generation is timed at least once")
+
+
+def clock_dataset(
+    experiment: Experiment, replays: Replays, cost: CostModel, *, dataset: str, num_prompts: int, repeats: int
+) -> ClockReport:
+    """The first test prompts of one dataset, on the loop of the config."""
+    loop = PrimedLoop.of(experiment)
+    trace = replays.traces.test.select(range(min(num_prompts, replays.num_prompts)))
+    picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
+    alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
+    families = [family for family in NAMES if family in picks and family not in BOUNDS]
+    runners = [Pick(next(replay_arms([alone], Traces(trace, trace))), 0), *(picks[family] for family in families)]
+    return report_of(
+        clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE
+    )

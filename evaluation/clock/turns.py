@@ -10,7 +10,6 @@ one, so their last bits may differ, and a threshold may fall between: such a pro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -24,14 +23,8 @@ from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array, Trace
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
-
-
-class Took(NamedTuple):
-    """One generation."""
-
-    wall_s: float
-    draft_s: float
-    target_s: float
+PARTS = ("wall_s", "draft_s", "target_s")
+"""Parts of a generation's seconds that are kept."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Clocked:
     """Seconds of all runners, and the prompts on which all of them did what their replays say."""
 
     seconds: Float[Array, "runner repeat prompt part"]
-    """Parts as `Took` names them."""
+    """Parts as `PARTS` names them."""
     agrees: Bool[Array, " prompt"]
     """Whether every runner did what its replay says."""
 
@@ -50,7 +43,7 @@ class Clocked:
     def share(self, runner: int, part: str) -> float:
         """Share of a runner's seconds that went into one part."""
         totals = self.seconds[runner][:, self.agrees].sum((0, 1))
-        return float(totals[Took._fields.index(part)] / totals[0])
+        return float(totals[PARTS.index(part)] / totals[0])
 
 
 def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: int, name: str) -> Clocked:
@@ -64,7 +57,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
         name: of the dataset, for the progress bar.
     """
     num = len(trace.rows)
-    seconds, agrees = np.zeros((len(runners), repeats, num, len(Took._fields))), np.ones(num, dtype=bool)
+    seconds, agrees = np.zeros((len(runners), repeats, num, len(PARTS))), np.ones(num, dtype=bool)
     with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
         bar.refresh()
         decoders, replays = (
@@ -85,14 +78,13 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
     return Clocked(seconds, agrees)
 
 
-def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, Took]:
+def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, tuple[float, ...]]:
     asked, draws = trace.rows[row], PlayedDraws(trace, row)
     started_s = perf_counter()
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s
-    return generation, Took(
-        wall_s, sum(one.draft_s for one in generation.rounds), sum(one.target_s for one in generation.rounds)
-    )
+    rounds = generation.rounds
+    return generation, (wall_s, sum(one.draft_s for one in rounds), sum(one.target_s for one in rounds))
 
 
 def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
 from decode.policies.bounds import Oracle
-from evaluation.competitors import chosen
+from evaluation.competitors import Finalist, fastest
 from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid, label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, SplitWork
@@ -41,6 +41,8 @@ class Arm:
     grid: Grid
     dev: Replayed
     test: Replayed
+    ratio: float | None = None
+    """t_target / t_draft that its rule was solved for; None: it depends on no times, or on those of the evaluation."""
 
     def work(self, cost: CostModel) -> SplitWork:
         """All its settings at this cost."""
@@ -68,11 +70,6 @@ class Pick(NamedTuple):
         """Head and setting in a few characters."""
         return label_of(self.arm.grid.name, self.values)
 
-    @property
-    def counts(self) -> Counts:
-        """Totals over the test prompts."""
-        return total(self.arm.test.counts, self.setting)
-
     def tokens_per_s_on_dev(self, cost: CostModel) -> float:
         """Throughput on dev, by which the setting was chosen."""
         return float(cost.tokens_per_s(self.arm.dev)[self.setting])
@@ -95,6 +92,11 @@ class Pick(NamedTuple):
         work = cost.work(self.arm.test)
         return Spent(work.tokens[self.setting], work.seconds[self.setting])
 
+    def finalist(self, cost: CostModel) -> Finalist:
+        """The pick on test."""
+        counts = total(self.arm.test.counts, self.setting)
+        return Finalist(self.family, self.arm.grid.name, self.values, self.spent(cost), counts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replays:
@@ -112,7 +114,7 @@ class Replays:
 
     def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
         """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""
-        return {timing: self.heads[name] for timing, name in best_heads(self.arms, cost).items()}
+        return {timing: self.heads[name] for timing, name in fastest_heads(self.arms, cost).items()}
 
     def cheapest(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
         """Fastest head on dev among those of each timing whose stop costs least."""
@@ -121,7 +123,7 @@ class Replays:
         for families in _HEADS.values():
             own = [arm for arm in self.arms if arm.grid.family in families]
             least = min((stop_s[arm.grid.name] for arm in own), default=0.0)
-            found |= best_heads([arm for arm in own if stop_s[arm.grid.name] <= least], cost)
+            found |= fastest_heads([arm for arm in own if stop_s[arm.grid.name] <= least], cost)
         return {timing: self.heads[name] for timing, name in found.items()}
 
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
@@ -170,7 +172,7 @@ def replay_dataset(
     ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
     with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="setting") as bar:
         arms = list(replay_arms(grids, traces, bar.update))
-        best = best_heads(arms, cost)
+        best = fastest_heads(arms, cost)
         if "fed" in best and "drawn" in best:
             name = f"{best['fed']}+{best['drawn']}"
             arms += replay_arms([both_grid(name, heads[best["fed"]], heads[best["drawn"]])], traces)
@@ -189,7 +191,7 @@ def replay_arms(
         progress(len(grid.settings))
 
 
-def best_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
+def fastest_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
     """Timing -> name of the head that is fastest on dev, whatever it reads."""
     rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in _HEADS.items()}
     return {
@@ -209,7 +211,7 @@ def by_family(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
 
 def picks_of(arms: Iterable[Arm], cost: CostModel) -> dict[str, Pick]:
     """Family -> its arm and setting of the highest throughput on dev."""
-    return chosen(_at_best(arms, cost), of=lambda pick: pick.family, speed=lambda pick: pick.tokens_per_s_on_dev(cost))
+    return fastest(_at_best(arms, cost), of=lambda pick: pick.family, speed=lambda pick: pick.tokens_per_s_on_dev(cost))
 
 
 def fastest_on_dev(arms: Iterable[Arm], cost: CostModel) -> Pick:

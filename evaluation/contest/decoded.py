@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
-from evaluation.competitors import Setting
+from evaluation.competitors import Finalist, Setting
 from evaluation.contest.results import Result, Yardstick, result_of
 from evaluation.costs.model import CostModel
 from evaluation.hierarchies.configurations import competitors_of
-from evaluation.hierarchies.runs import MICRO_ALONE, ResumableLoop, Run, at_settings, best_on_dev, trio_times
+from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, ResumableLoop, at_settings, best_on_dev, trio_times
 from evaluation.hierarchies.times import COUNTED, redundancy, target_utilisation
 from evaluation.intervals import Spent
 from evaluation.sheet import Sheet
@@ -48,15 +48,15 @@ HIERARCHY_NAMES = {
 class DecodedHierarchies:
     """The hierarchies on one dataset's prompts."""
 
-    dev: list[Run]
-    test: list[Run]
+    dev: list[Candidate]
+    test: list[Candidate]
     """Each competitor at every setting that one of the evaluation's costs chose on dev."""
     micro_ratio: float
     """t_micro / t_draft."""
     prompt_of_row: Int[np.ndarray, " decoded"]
     """Prompt of each generation on test: the later turns of a conversation belong to its prompt."""
 
-    def picks(self, cost: CostModel) -> dict[str, Run]:
+    def picks(self, cost: CostModel) -> dict[str, Candidate]:
         """Family -> its run on test, at the setting that is fastest on dev at this cost."""
         best = self.best(cost)
         return {
@@ -67,7 +67,7 @@ class DecodedHierarchies:
         """Competitor -> its setting that is fastest on dev at this cost."""
         return best_on_dev(self.dev, lambda run: self.spent(run, cost).tokens_per_s)
 
-    def spent(self, run: Run, cost: CostModel) -> Spent:
+    def spent(self, run: Candidate, cost: CostModel) -> Spent:
         """Tokens and T of every generation."""
         return run.spent(
             [
@@ -81,12 +81,14 @@ class DecodedHierarchies:
         """One row per competitor, in the form of the replayed ones, against the same yardstick."""
         return [
             result_of(
-                family=family,
-                name=run.competitor.name,
-                setting=dict(part.split("=", 1) for part in run.label.split()),
-                counts=run.counts,
-                spent=Spent(*(np.bincount(self.prompt_of_row, amounts) for amounts in self.spent(run, cost))),
-                yardstick=yardstick,
+                Finalist(
+                    family,
+                    name=run.competitor.name,
+                    setting=dict(part.split("=", 1) for part in run.label.split()),
+                    spent=Spent(*(np.bincount(self.prompt_of_row, amounts) for amounts in self.spent(run, cost))),
+                    counts=run.counts,
+                ),
+                yardstick,
             )
             for family, run in self.picks(cost).items()
         ]

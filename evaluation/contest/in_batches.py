@@ -13,14 +13,13 @@ from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.batches.rule import batch_auto_for
-from evaluation.console import wide_console
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet, crossed, flat
+from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
+from evaluation.tuning.rule import batch_auto_for
 from heads.model.head import AcceptanceHead, Timing
 
 Sizes = tuple[int, ...] | int | str

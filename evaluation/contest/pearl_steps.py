@@ -13,12 +13,12 @@ many (law 4.9). `exchange` is what it takes to bring up to gamma + 1 distributio
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from decode.loop.counts import Counts
+from evaluation.competitors import Finalist
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent
 from evaluation.traces.trace import Array, Trace
@@ -54,7 +54,7 @@ class Steps:
         )
 
 
-def steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: int | None = None) -> Steps:
+def pearl_steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: int | None = None) -> Steps:
     """PEARL's steps on a response.
 
     Args:
@@ -83,22 +83,15 @@ def steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: int | 
     return Steps(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
-class Pearl(NamedTuple):
-    """PEARL with one gamma on the prompts of a trace."""
-
-    gamma: int
-    counts: Counts
-    spent: Spent
-
-
-def pearl_of(trace: Trace, cost: CostModel, *, gamma: int, exchange_s: float = 0.0) -> Pearl:
-    """Replay it; tokens and T are those of every prompt."""
+def pearl_of(trace: Trace, cost: CostModel, *, gamma: int, exchange_s: float = 0.0) -> Finalist:
+    """PEARL with one gamma, replayed."""
     ends = zip(trace.offsets[:-1], trace.offsets[1:], trace.rows, strict=True)
-    every = [steps_of(trace.is_rejected[start:end], gamma=gamma, limit=row.limit) for start, end, row in ends]
+    every = [pearl_steps_of(trace.is_rejected[start:end], gamma=gamma, limit=row.limit) for start, end, row in ends]
     counts = [steps.counts for steps in every]
     tokens = np.bincount(trace.prompt_of_row, [each.num_emitted for each in counts])
     seconds = np.bincount(trace.prompt_of_row, [steps.seconds(cost, exchange_s=exchange_s) for steps in every])
-    return Pearl(gamma, reduce(add, counts), Spent(tokens.astype(np.int64), seconds))
+    spent = Spent(tokens.astype(np.int64), seconds)
+    return Finalist("parallel_pearl", "pearl", {"gamma": gamma}, spent, reduce(add, counts))
 
 
 def fastest_gamma(dev: Trace, cost: CostModel, *, exchange_s: float = 0.0) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from decode.loop.counts import Counts
 from decode.policies.registry import POLICIES
+from evaluation.competitors import Finalist
 from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
 from evaluation.contest.grids import label_of
 from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
@@ -98,17 +98,7 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
 
 def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
-    return [
-        result_of(
-            family=family,
-            name=pick.arm.grid.name,
-            setting=pick.values,
-            counts=pick.counts,
-            spent=yardstick.spent[family],
-            yardstick=yardstick,
-        )
-        for family, pick in picks_of(arms, cost).items()
-    ]
+    return [result_of(pick.finalist(cost), yardstick) for pick in picks_of(arms, cost).values()]
 
 
 def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> list[Result]:
@@ -120,28 +110,16 @@ def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, e
     if traces.test.num_passing is not None:
         return []
     gamma = fastest_gamma(traces.dev, cost, exchange_s=exchange_s)
-    _, counts, spent = pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s)
-    return [
-        result_of(
-            family="parallel_pearl",
-            name="pearl",
-            setting={"gamma": gamma},
-            counts=counts,
-            spent=spent,
-            yardstick=yardstick,
-        )
-    ]
+    return [result_of(pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s), yardstick)]
 
 
-def result_of(
-    *, family: str, name: str, setting: Mapping[str, Any], counts: Counts, spent: Spent, yardstick: Yardstick
-) -> Result:
-    """The figures of one family: its totals on test, and what each test prompt came to, against the yardstick."""
-    rivals = yardstick.spent
+def result_of(finalist: Finalist, yardstick: Yardstick) -> Result:
+    """The figures of one family on test against the yardstick."""
+    family, counts, spent, rivals = finalist.family, finalist.counts, finalist.spent, yardstick.spent
     return Result(
         family=family,
-        name=name,
-        setting=setting,
+        name=finalist.name,
+        setting=finalist.setting,
         discard_rate=counts.discard_rate,
         verification_rate=counts.verification_rate,
         acceptance_length=counts.acceptance_length,

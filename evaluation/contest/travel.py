@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from evaluation.contest.arms import Arm, by_family, picks_of
+from evaluation.contest.decoded import DecodedHierarchies
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
 from evaluation.contest.tables import NAMES, ordered, result_frame
@@ -39,6 +40,8 @@ class Judged:
     arms: Sequence[Arm]
     yardstick: Yardstick
     results: Sequence[Result]
+    decoded: DecodedHierarchies | None = None
+    """Hierarchies among the results."""
 
     @property
     def num_dev(self) -> int:
@@ -72,22 +75,18 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
     members, yardstick = by_family(arms), there.yardstick
     travelled = []
     for family, pick in picks_of(arms, cost).items():
-        spent = pick.spent(cost)
+        finalist = pick.finalist(cost)
         reached = yardstick.resamples.throughput([arm.work(cost) for arm in members[family]], is_from_home=True)
-        result = result_of(
-            family=_TRAVELLED,
-            name=pick.arm.grid.name,
-            setting=pick.values,
-            counts=pick.counts,
-            spent=spent,
-            yardstick=yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached}),
-        )
+        beside = yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached})
+        result = replace(result_of(replace(finalist, family=_TRAVELLED), beside), family=family)
         kept = None
         if family in yardstick.spent:
             kept = gain_of(
-                spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1, yardstick.reached[family], reached
+                finalist.spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1,
+                yardstick.reached[family],
+                reached,
             )
-        travelled.append(Travelled(replace(result, family=family), kept))
+        travelled.append(Travelled(result, kept))
     places = {result.family: place for place, result in enumerate(ordered([each.result for each in travelled]))}
     return sorted(travelled, key=lambda each: places[each.result.family])
 

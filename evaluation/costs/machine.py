@@ -105,14 +105,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
     num = max(experiment.decode.num_dev, _PROMPTS)
-    return Loop(
-        pair=experiment.pair,
-        prompts=experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:_PROMPTS],
-        sampling=experiment.sampling,
-        max_draft_length=experiment.decode.max_draft_length,
-        max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS),
-        compile=experiment.decode.compile,
-    )
+    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:_PROMPTS]
+    return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
+from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.loop.models import Models, models_of
@@ -32,6 +33,9 @@ TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
 """Generations per prompt and length."""
 _RESAMPLES = 200
+
+
+AnyLoop = TypeVar("AnyLoop", bound="Loop")
 
 
 class Fit(NamedTuple):
@@ -48,19 +52,39 @@ class Loop:
     """The loop that is timed, and on what: models, sampling, prompts. Its generations are ended by no EOS."""
 
     pair: Pair
-    prompts: Sequence[list[int]]
     sampling: Sampling
     max_draft_length: int
-    max_new_tokens: int
+    prompts: Sequence[list[int]] = ()
+    max_new_tokens: int = 0
     compile: Compile = False
+
+    @classmethod
+    def of(cls: type[AnyLoop], experiment: Experiment, *, pair: Pair | None = None, **changes: Any) -> AnyLoop:
+        """The loop that a config describes, but for these changes."""
+        settings: dict[str, Any] = {
+            "pair": experiment.pair if pair is None else pair,
+            "sampling": experiment.sampling,
+            "max_draft_length": experiment.decode.max_draft_length,
+            "compile": experiment.decode.compile,
+        }
+        return cls(**settings | changes)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        return frozenset()
 
     def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
-        longest = self.max_draft_length if max_draft_length is None else max_draft_length
-        has_head = bool(policy.heads)
-        drafter = ModelDrafter(self._draft_for_heads if has_head else self._draft, policy)
+        with_hidden = bool(policy.heads)
+        if with_hidden not in self.drafts:
+            self.drafts[with_hidden] = self._made(self.pair.draft, with_hidden=with_hidden)
         return SpeculativeDecoder(
-            self._target, drafter, sampling=self.sampling, max_draft_length=longest, eos_ids=frozenset()
+            self.target,
+            ModelDrafter(self.drafts[with_hidden], policy),
+            sampling=self.sampling,
+            max_draft_length=self.max_draft_length if max_draft_length is None else max_draft_length,
+            eos_ids=self.eos_ids,
         )
 
     @cached_property
@@ -69,16 +93,14 @@ class Loop:
         return models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
 
     @cached_property
-    def _target(self) -> CachedModel:
+    def target(self) -> CachedModel:
+        """The model that verifies."""
         return self._made(self.pair.target) if self._beside is None else self._beside.target
 
     @cached_property
-    def _draft(self) -> DraftModel:
-        return self._made(self.pair.draft) if self._beside is None else self._beside.draft
-
-    @cached_property
-    def _draft_for_heads(self) -> DraftModel:
-        return self._made(self.pair.draft, with_hidden=True) if self._beside is None else self._beside.draft
+    def drafts(self) -> dict[bool, DraftModel]:
+        """Drafts that decoders asked for, by whether they keep hidden states."""
+        return {} if self._beside is None else dict.fromkeys((False, True), self._beside.draft)
 
     def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
         made = KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from decode.policies.base import JOINT
+from decode.policies.base import JOINT, Policy
 from evaluation.intervals import CERTAIN, TimeErrors, Work
-from evaluation.traces.replay import Replayed
-from evaluation.traces.trace import Array
+from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.traces.trace import Array, Trace
 
 
 class StopShares(NamedTuple):
@@ -123,6 +123,10 @@ class CostModel:
     def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
+
+    def speeds(self, trace: Trace, policy: Policy) -> Float[Array, " setting"]:
+        """Throughput of every setting of a policy that is replayed on a trace, all prompts together."""
+        return self.tokens_per_s(replay_settings(trace, policy))
 
     def line(self, stop_kind: str = "") -> "LinearCosts":
         """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a

@@ -22,15 +22,20 @@ from typing import Any
 from configs.schema import Config
 from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import BETWEEN, Experiment
-from decode.policies.head import HeadPolicy
 from evaluation.competitors import Competitor
-from evaluation.console import announce
-from evaluation.hierarchies.configurations import LevelPolicies, competitors_of, version_of
-from evaluation.hierarchies.gain import third_level_frame, third_level_plot
-from evaluation.hierarchies.runs import ResumableLoop, Run, at_settings, best_on_dev, resumable_loop, trio_times
-from evaluation.hierarchies.tables import ablation_sheet, arms_frame, arms_sheet, gain_sheet, third_level_verdict
+from evaluation.hierarchies.configurations import competitors_of, with_heads
+from evaluation.hierarchies.runs import Candidate, ResumableLoop, at_settings, best_on_dev, resumable_loop, trio_times
+from evaluation.hierarchies.tables import (
+    ablation_sheet,
+    arms_frame,
+    arms_sheet,
+    gain_sheet,
+    third_level_frame,
+    third_level_plot,
+    third_level_verdict,
+)
 from evaluation.hierarchies.times import Times
-from heads.model.head import AcceptanceHead
+from evaluation.sheet import announce
 from store.shards import write_atomic
 
 _FILES = ("arms.csv", "gain.csv", "gain.svg")
@@ -54,26 +59,26 @@ def hierarchy(
     experiment = Experiment(config, needs_micro=True)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
     trio = Trio(lambda: experiment.pair, with_hidden=level_heads is not None)
-    policies = None
+    competitors = competitors_of(trio)
     if level_heads is not None:
         heads = [
             experiment.load_head(path, drafting=low, verifying=high)
             for path, (low, high) in zip(level_heads, BETWEEN, strict=True)
         ]
-        policies = level_policies((heads[0], heads[1]), level_heads, max_rejection_prob=max_rejection_prob)
+        competitors += with_heads(trio, heads, level_heads, max_rejection_prob=max_rejection_prob)
     loops = {dataset: resumable_loop(experiment, dataset, trio) for dataset in experiment.datasets}
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
-        dev, runs = play(loop, competitors_of(trio, policies), prompts)
-        documents[dataset] = report(runs, dev, given=given, directory=loop.directory)
+        dev, runs = play(loop, competitors, prompts)
+        documents[dataset] = report_dataset(runs, dev, given=given, directory=loop.directory)
     written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
     print(json.dumps({"datasets": documents, "written": written}))
 
 
 def play(
     loop: ResumableLoop, competitors: Sequence[Competitor], prompts: Mapping[str, Sequence[list[int]]]
-) -> tuple[list[Run], list[Run]]:
+) -> tuple[list[Candidate], list[Candidate]]:
     """(every setting of every competitor on dev, each competitor at its setting on test)."""
     if not prompts["test"]:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
@@ -83,7 +88,9 @@ def play(
     return dev, loop.play(at_settings(competitors, best), prompts["test"])
 
 
-def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: Path) -> dict[str, Any]:
+def report_dataset(
+    runs: Sequence[Candidate], dev: Sequence[Candidate], *, given: Times, directory: Path
+) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
     times = trio_times([*dev, *runs])
     frame, gain = arms_frame(runs, times, given=given), third_level_frame(dev or runs, times)
@@ -98,12 +105,3 @@ def report(runs: Sequence[Run], dev: Sequence[Run], *, given: Times, directory: 
         sheet.print()
     print(conclusion := third_level_verdict(runs, gain, times=times))
     return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
-
-
-def level_policies(
-    heads: tuple[AcceptanceHead, AcceptanceHead], paths: tuple[str, str], *, max_rejection_prob: float
-) -> LevelPolicies:
-    """One head policy for each level."""
-    first, second = (f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths)
-    micro, draft = (HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads)
-    return LevelPolicies(micro=micro, draft=draft, labels=(first, second), version=version_of(heads))

@@ -4,10 +4,11 @@ with the micro.
 A competitor whose paper leaves a length open has several settings; `evaluation hierarchy` chooses among them on dev.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from hashlib import sha256
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
@@ -19,6 +20,7 @@ from decode.drafters.hierarchies.trio import Trio
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
+from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength
 from evaluation.competitors import Competitor, Setting
 from heads.model.head import AcceptanceHead
@@ -33,29 +35,16 @@ _INNER = ((3, 5), *product((1, 2, 4), (3, 6, 10)))
 _SCHEDULES = ((1, 3), *product((1, 2, 3), (1, 2)))
 
 
-@dataclass(frozen=True)
-class LevelPolicies:
-    """Trained heads in place of entropies: of full HSDDW, and, so that two and three levels are compared alike, of
-    plain speculation.
-    """
-
-    micro: Policy
-    draft: Policy
-    labels: tuple[str, str]
-    version: str
-
-
 def version_of(heads: Iterable[AcceptanceHead]) -> str:
     """Version of a setting with these heads, whose paths may hold other weights tomorrow; empty for none."""
     weights = b"".join(save(dict(head.state_dict())) for head in heads)
     return sha256(weights).hexdigest()[:8] if weights else ""
 
 
-def competitors_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Competitor]:
+def competitors_of(trio: Trio) -> list[Competitor]:
     """All competitors, the target alone first; no model is loaded before a setting is built."""
 
-    def alone(name: str, policy: Policy) -> Callable[[], Drafter]:
-        return lambda: ModelDrafter(getattr(trio, name), policy)
+    alone = partial(_alone, trio)
 
     def full(**options: Any) -> Callable[[], Drafter]:
         return lambda: hsddw(trio.micro, trio.draft, window=WINDOW, **options)
@@ -63,7 +52,7 @@ def competitors_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Co
     def interleaved(m: int, n: int) -> Callable[[], Drafter]:
         return lambda: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)
 
-    competitors = [
+    return [
         _competitor(NO_DRAFT, 1, ("", alone("draft", FixedLength(0)))),
         _competitor("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
         _competitor("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
@@ -78,17 +67,34 @@ def competitors_of(trio: Trio, policies: LevelPolicies | None = None) -> list[Co
         ),
         _competitor("interleaved (Chen)", 3, *((f"m={m} n={n}", interleaved(m, n)) for m, n in _SCHEDULES)),
     ]
-    if policies is not None:
-        build = full(policies=(policies.micro, policies.draft))
-        competitors.append(
-            Competitor(
-                "sd with head", 2, (Setting(policies.labels[1], alone("draft", policies.draft), policies.version),)
-            )
-        )
-        competitors.append(
-            Competitor("HSDDW with heads", 3, (Setting(" + ".join(policies.labels), build, policies.version),))
-        )
-    return competitors
+
+
+def with_heads(
+    trio: Trio, heads: Sequence[AcceptanceHead], paths: Sequence[str], *, max_rejection_prob: float
+) -> list[Competitor]:
+    """Trained heads in place of entropies: in full HSDDW, and, so that two and three levels are compared alike, in
+    plain speculation.
+
+    Args:
+        trio: whose models run.
+        heads: one trained on (micro, draft), one on (draft, target).
+        paths: of both.
+        max_rejection_prob: threshold of both, on their calibrated probabilities.
+    """
+    policies = [HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads]
+    labels, version = [f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths], version_of(heads)
+
+    def full() -> Drafter:
+        return hsddw(trio.micro, trio.draft, window=WINDOW, policies=(policies[0], policies[1]))
+
+    return [
+        Competitor("sd with head", 2, (Setting(labels[1], _alone(trio, "draft", policies[1]), version),)),
+        Competitor("HSDDW with heads", 3, (Setting(" + ".join(labels), full, version),)),
+    ]
+
+
+def _alone(trio: Trio, name: str, policy: Policy) -> Callable[[], Drafter]:
+    return lambda: ModelDrafter(getattr(trio, name), policy)
 
 
 def _competitor(name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]]) -> Competitor:

@@ -20,7 +20,7 @@ from decode.drafters.trees.drafter import TreeDrafter
 from decode.experiment import LEVELS, Experiment
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
-from evaluation.competitors import Competitor, Setting, chosen
+from evaluation.competitors import Competitor, Setting, fastest
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
@@ -33,7 +33,7 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class Candidate:
     """One competitor in one setting over the prompts."""
 
     competitor: Competitor
@@ -91,7 +91,7 @@ class ResumableLoop:
 
     def play(
         self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], *, repeats: int = 1
-    ) -> list[Run]:
+    ) -> list[Candidate]:
         """Every setting of every competitor over the prompts, decoded where the folder lacks some, and stored prompt by
         prompt.
 
@@ -106,7 +106,9 @@ class ResumableLoop:
         with only_writer(self.directory, setting="decode.dir"):
             return self._play(competitors, prompts, repeats)
 
-    def _play(self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], repeats: int) -> list[Run]:
+    def _play(
+        self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], repeats: int
+    ) -> list[Candidate]:
         pairs = [(competitor, setting) for competitor in competitors for setting in competitor.settings]
         keys = [
             [Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts
@@ -126,7 +128,7 @@ class ResumableLoop:
                 stored |= decoded
         columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
         return [
-            Run(competitor, setting, tuple(column))
+            Candidate(competitor, setting, tuple(column))
             for (competitor, setting), column in zip(pairs, columns, strict=True)
         ]
 
@@ -178,18 +180,18 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
     return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
 
 
-def trio_times(runs: Sequence[Run]) -> Times:
+def trio_times(runs: Sequence[Candidate]) -> Times:
     """t_micro, t_draft and t_target, fitted over all generations."""
     return fit_times(
         [one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded]
     )
 
 
-def best_on_dev(dev: Sequence[Run], speed: Callable[[Run], float]) -> dict[str, Setting]:
+def best_on_dev(dev: Sequence[Candidate], speed: Callable[[Candidate], float]) -> dict[str, Setting]:
     """Competitor -> its setting that is fastest on dev; of equals the one that is built last."""
     return {
         name: run.setting
-        for name, run in chosen(reversed(dev), of=lambda run: run.competitor.name, speed=speed).items()
+        for name, run in fastest(reversed(dev), of=lambda run: run.competitor.name, speed=speed).items()
     }
 
 

@@ -1,5 +1,9 @@
 """The tables of `evaluation hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a
 third level pays.
+
+A third level pays where the best hierarchy beats the best plain speculation (draft or micro alone), modelled from
+counts at many times. Counts do not depend on times, so one run on dev answers for every machine: each side is at its
+best setting for the times in question.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evaluation.hierarchies.gain import MICRO_RATIOS, paying
-from evaluation.hierarchies.runs import Run
+from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.hierarchies.runs import Candidate
 from evaluation.hierarchies.times import COUNTED, Times, break_even, redundancy, target_utilisation
 from evaluation.intervals import gain_over
 from evaluation.sheet import Sheet
@@ -24,9 +28,14 @@ _ABLATION = {
 """competitor -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
+MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""t_micro / t_draft, the columns of the table."""
+_DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
+"""t_draft / t_target."""
+_FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def arms_frame(runs: Sequence[Run], times: Times, *, given: Times) -> pd.DataFrame:
+def arms_frame(runs: Sequence[Candidate], times: Times, *, given: Times) -> pd.DataFrame:
     """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the
     target alone.
     """
@@ -102,7 +111,7 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
     return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
 
 
-def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times) -> str:
+def third_level_verdict(runs: Sequence[Candidate], gain: pd.DataFrame, *, times: Times) -> str:
     """The result of the figures in words: whether a third level pays."""
     plain, hierarchical = (
         max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s)
@@ -132,7 +141,7 @@ def third_level_verdict(runs: Sequence[Run], gain: pd.DataFrame, *, times: Times
     return "\n".join(lines)
 
 
-def _row(run: Run, times: Times, *, alone: Run, plain: Run, given: Times) -> dict[str, object]:
+def _row(run: Candidate, times: Times, *, alone: Candidate, plain: Candidate, given: Times) -> dict[str, object]:
     counts = run.counts
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
@@ -157,3 +166,61 @@ def _below(value: float | None) -> str:
     if value is None or np.isnan(value):
         return ""
     return f"{value:.2f}" if value > 0 else "never"
+
+
+def third_level_frame(runs: Sequence[Candidate], times: Times) -> pd.DataFrame:
+    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the
+    fitted one.
+
+    `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several
+    on the same prompts.
+    """
+    here = times.t_draft_s / times.t_target_s
+    sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
+    rows = []
+    for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
+        for micro_ratio in _FINE:
+            at = Times(t_micro_s=micro_ratio * draft_ratio, t_draft_s=draft_ratio, t_target_s=1.0)
+            plain, hierarchical = (max(side, key=lambda run: at.speedup(run.counts)) for side in sides)
+            is_column = micro_ratio in MICRO_RATIOS  # a bootstrap for every point of the fine grid would take minutes
+            rows.append(
+                {
+                    "draft_ratio": draft_ratio,
+                    "micro_ratio": micro_ratio,
+                    "is_here": draft_ratio == here,
+                    "gain": at.speedup(hierarchical.counts) / at.speedup(plain.counts) - 1,
+                    "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error
+                    if is_column
+                    else None,
+                    "plain": plain.name,
+                    "hierarchy": hierarchical.name,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def paying(group: pd.DataFrame) -> str:
+    """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
+    pays = (group["gain"] > 1e-9).to_numpy()
+    ratios = group["micro_ratio"].to_numpy()
+    # where a range begins, where it ends, in turns
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
+    ranges = [(ratios[start], ratios[stop - 1]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
+
+
+def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
+    """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
+    figure, axes = figure_of(3.4)
+    for draft_ratio, group in gain.groupby("draft_ratio"):
+        is_here = bool(group["is_here"].any())
+        label = f"{draft_ratio:.3g}" + (" (here)" if is_here else "")
+        axes.plot(group["micro_ratio"], 100 * group["gain"], label=label, linewidth=2.4 if is_here else 1.2)
+    axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
+    axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
+    axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
+    caption = (
+        "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for "
+        "the times."
+    )
+    return plot_of(f"third-level-{name}", caption, figure)

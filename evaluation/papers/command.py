@@ -30,7 +30,7 @@ from evaluation.sheet import Sheet
 _REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 
 
-def tables(
+def paper_tables(
     config: Config,
     *,
     paper: Literal["specdec++", "svip", "svip-trees", "hsddw"],

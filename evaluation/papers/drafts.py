@@ -80,7 +80,7 @@ class StopChoices(NamedTuple):
     version: str
 
 
-class Models:
+class DraftModels:
     """The models of an experiment for chains and trees alike, which all its drafters share."""
 
     def __init__(self, experiment: Experiment) -> None:
@@ -123,7 +123,7 @@ class Models:
 
 
 def contest_of(
-    kind: Kind, stops: Sequence[StopChoices], models: Models, *, lengths: Sequence[int], version: str = ""
+    kind: Kind, stops: Sequence[StopChoices], models: DraftModels, *, lengths: Sequence[int], version: str = ""
 ) -> Contest:
     """Fixed lengths and stops of one kind of draft.
 

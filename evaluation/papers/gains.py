@@ -1,97 +1,101 @@
-"""A clocked table about drafts: speed-ups by category, what stops gain with 95 % intervals over prompts, and in words
-whether one pays.
+"""A clocked table about drafts: dev chooses a setting of each competitor, the clock judges it on test.
 
-A stop is held against the same draft at its published length, and at the fixed length that dev chose: the faster of
-them it has to beat.
+    T = a rounds + b num_draft_forwards + c rounds + d N_draft
+
+a and b are fitted to the seconds of drafting, c and d to those of verifying, over all generations that the competitor's
+settings wrote on dev (least absolute deviations: a stall of the machine moves no time). So a tree pays for the nodes
+that it verifies and a stop for its own work in every draft step (law 4.9), and one setting's noise on the clock does
+not choose it. The fastest by this T goes to the test prompts.
+
+There the clock gives speed-ups by category, what stops gain with 95 % intervals over prompts, and in words whether one
+pays. A stop is held against the same draft at its published length, and at the fixed length that dev chose: the faster
+of them it has to beat.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from evaluation.hierarchies.runs import Run
+from decode.loop.counts import Counts
+from evaluation.competitors import Standing
+from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
+from evaluation.hierarchies.times import least_absolute
 from evaluation.intervals import Gain, Spent, gain_over
 from evaluation.papers.drafts import Contest
 
-Runs = Mapping[tuple[str, str], Run]
+Runs = Mapping[tuple[str, str], Candidate]
 """(competitor, key of its setting) -> what it did on the test prompts."""
 
 
-class Line(NamedTuple):
-    """One row of a table."""
-
-    method: str
-    run: Run
-    published: Run | None = None
-    """The published length that the line is held against; None: it is that line itself."""
-    best: Run | None = None
-    is_stop: bool = False
-
-    @property
-    def fastest_fixed(self) -> Run:
-        """The fixed length that the others are held against."""
-        return max(
-            (base for base in (self.published, self.best) if base is not None),
-            key=lambda base: base.measured.tokens_per_s,
-        )
-
-    @property
-    def gains(self) -> dict[str, str]:
-        """Over both."""
-        bases = {"over published": self.published, "over best fixed": self.best}
-        return {name: gain_over(base.measured, self.run.measured).text if base else "" for name, base in bases.items()}
-
-
-def by_key(runs: Sequence[Run]) -> Runs:
+def by_key(runs: Sequence[Candidate]) -> Runs:
     """Each setting once."""
     return {(run.competitor.name, run.setting.key): run for run in runs}
 
 
-def lines_of(finalists: Contest, runs: Runs) -> list[Line]:
-    """One kind of draft: as published, at the fixed length that dev chose, and with every stop."""
-    name = finalists.fixed.name
-    assert finalists.best is not None, "dev has chosen"
-    best = runs[name, finalists.best.key]
-    published = runs[name, finalists.published.key] if finalists.published else None
-    lines = [] if published is None else [Line(f"{name}, as published", published, best=best)]
-    lines.append(Line(f"{name}, best fixed", best, published))
+def lines_of(finalists: Contest, runs: Runs) -> list[Standing]:
+    """One kind of draft: as published, at the fixed length that dev chose, and with every stop.
+
+    The two fixed lengths are each other's rivals, and those of every stop.
+    """
+    name, best, published = finalists.fixed.name, finalists.best, finalists.published
+    assert best is not None, "dev has chosen"
+    fixed = {"published": runs[name, published.key]} if published else {}
+    fixed["best fixed"] = runs[name, best.key]
+    rows = [
+        (f"{name}, {'best fixed' if which == 'best fixed' else 'as published'}", run, set(fixed) - {which})
+        for which, run in fixed.items()
+    ]
+    rows += [(stop.name, runs[stop.name, stop.settings[0].key], set(fixed)) for stop in finalists.stops]
     return [
-        *lines,
-        *(
-            Line(stop.name, runs[stop.name, stop.settings[0].key], published, best, is_stop=True)
-            for stop in finalists.stops
-        ),
+        Standing(
+            family=method,
+            setting=run.label,
+            spent=run.measured,
+            rivals={which: rival.measured for which, rival in fixed.items() if which in rivals},
+        )
+        for method, run, rivals in rows
     ]
 
 
-def line_rows(lines: Sequence[Line], alone: Run, categories: Sequence[str]) -> list[dict[str, str]]:
+def gain_cells(line: Standing) -> dict[str, str]:
+    """Cells of its gains over both fixed lengths; empty over itself, and where a draft has no published length."""
+    return {f"over {name}": line.over[name].text if name in line.over else "" for name in ("published", "best fixed")}
+
+
+def line_rows(lines: Sequence[Standing], alone: Spent, categories: Sequence[str]) -> list[dict[str, str]]:
     """Speed-ups over the target alone by category of the prompts, over all of them, and gains."""
     labels = np.array(categories)
     parts = {name: labels == name for name in sorted(set(categories))} | {"Avg.": np.full(len(labels), True)}
 
-    def speed_up(run: Run, part: np.ndarray) -> float:
-        return _part(run.measured, part).tokens_per_s / _part(alone.measured, part).tokens_per_s
+    def speed_up(spent: Spent, part: np.ndarray) -> float:
+        return _part(spent, part).tokens_per_s / _part(alone, part).tokens_per_s
 
     return [
         {
-            "Methods": line.method,
-            **{name: f"{speed_up(line.run, part):.2f}" for name, part in parts.items()},
-            "setting": line.run.label,
-            **line.gains,
+            "Methods": line.family,
+            **{name: f"{speed_up(line.spent, part):.2f}" for name, part in parts.items()},
+            "setting": line.setting,
+            **gain_cells(line),
         }
         for line in lines
     ]
 
 
-def stop_verdict(lines: Sequence[Line]) -> str:
+def stop_verdict(lines: Sequence[Standing], finalists: Sequence[Contest]) -> str:
     """The stops that beat the best fixed length of their own draft on the clock, the whole interval above 0, and those
     that do not.
 
     The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been
     an unlucky one.
     """
-    gains = {line.method: gain_over(line.fastest_fixed.measured, line.run.measured) for line in lines if line.is_stop}
+    names = {stop.name for contest in finalists for stop in contest.stops}
+    gains = {
+        line.family: gain_over(max(line.rivals.values(), key=lambda rival: rival.tokens_per_s), line.spent)
+        for line in lines
+        if line.family in names
+    }
     # a single prompt has no interval: NaN is above no bound
     won, lost = (
         {name: gain for name, gain in gains.items() if (gain.low > 0 and gain.standard_error >= 0) == is_won}
@@ -116,3 +120,79 @@ def shown_speed_up(alone: Spent, own: Spent) -> str:
 
 def _part(spent: Spent, chosen: np.ndarray) -> Spent:
     return Spent(spent.tokens[chosen], spent.seconds[chosen])
+
+
+class ModelledTimes(NamedTuple):
+    """a, b, c and d, in seconds."""
+
+    begin_s: float
+    draft_s: float
+    verify_s: float
+    node_s: float
+
+    def spent(self, run: Candidate) -> Spent:
+        """The tokens of each prompt, and T."""
+        return run.spent([float(np.dot(self, [*_drafting(counts), *_verifying(counts)])) for counts in run.each])
+
+
+def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
+    """The contest at the settings that are clocked on test: the published length, and what dev chooses.
+
+    Args:
+        contest: all settings.
+        dev: what they did on dev.
+
+    Raises:
+        ValueError: something is to be chosen, and there is no dev prompt.
+    """
+    names = {one.name for one in contest.competitors}
+    runs = [run for run in dev if run.competitor.name in names]
+    if not (runs and runs[0].decoded) and any(len(one.settings) > 1 for one in contest.competitors):
+        raise ValueError(
+            "fixed lengths and thresholds are chosen on dev prompts, and there are none; raise decode.num_dev"
+        )
+    times = {name: fitted([run for run in runs if run.competitor.name == name]) for name in names} if runs else {}
+    best = best_on_dev(runs, lambda run: times[run.competitor.name].spent(run).tokens_per_s)
+    fixed, *stops = at_settings(contest.competitors, best)
+    lengths = {setting.key: setting for setting in (contest.published, fixed.settings[0]) if setting is not None}
+    return contest._replace(
+        fixed=replace(fixed, settings=tuple(lengths.values())),
+        stops=tuple(stops),
+        best=fixed.settings[0],
+    )
+
+
+def fitted(runs: Sequence[Candidate]) -> ModelledTimes:
+    """The times of one competitor, from all its settings; rounds that read a prompt are left out.
+
+    Raises:
+        ValueError: no generation has a second round.
+    """
+    decoded = [one for run in runs for one in run.decoded if one.later.num_target]
+    if not decoded:
+        raise ValueError(
+            "no dev generation has a second round, so that nothing is timed; raise decode.max_new_tokens or "
+            "decode.num_dev"
+        )
+    drafting = least_absolute(
+        np.array([_drafting(one.later) for one in decoded]), np.array([one.later_draft_s for one in decoded])
+    )
+    verifying = least_absolute(
+        np.array([_verifying(one.later) for one in decoded]), np.array([one.later_target_s for one in decoded])
+    )
+    return ModelledTimes(*drafting.tolist(), *verifying.tolist())
+
+
+def joined(parts: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The same competitors over several datasets, as one run each."""
+    return [
+        replace(same[0], decoded=tuple(one for run in same for one in run.decoded)) for same in zip(*parts, strict=True)
+    ]
+
+
+def _drafting(counts: Counts) -> tuple[float, float]:
+    return float(counts.num_target), float(counts.num_draft_forwards)
+
+
+def _verifying(counts: Counts) -> tuple[float, float]:
+    return float(counts.num_target), float(counts.num_drafted)

@@ -29,15 +29,15 @@ from decode.drafters.parallel.pearl import PearlDecoder
 from decode.experiment import Experiment
 from evaluation.competitors import Competitor
 from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_of
-from evaluation.hierarchies.runs import MICRO_ALONE, Run, resumable_loop, trio_times
+from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, resumable_loop, trio_times
 from evaluation.hierarchies.times import Times, redundancy, target_utilisation
-from evaluation.papers.choice import finalists_of, joined
-from evaluation.papers.drafts import EAGLE_1, Contest, Kind, Models, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, lines_of, shown_speed_up, stop_verdict
+from evaluation.intervals import Spent
+from evaluation.papers.drafts import EAGLE_1, Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, finalists_of, gain_cells, joined, lines_of, shown_speed_up, stop_verdict
 from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
 
-RunsByName = dict[str, Run]
+RunsByName = dict[str, Candidate]
 """competitor -> what it did on the prompts of one dataset."""
 _ABLATION = {
     "sd": ("", "", ""),
@@ -73,7 +73,7 @@ def hsddw_tables(
     )
     arms = [*competitors, *(one for each in finalists for one in each.competitors)]
     runs: dict[str, RunsByName] = {}
-    played: list[list[Run]] = []
+    played: list[list[Candidate]] = []
     pearl: dict[str, str] = {}
     categories: dict[str, list[str]] = {}
     for dataset in experiment.datasets:
@@ -114,7 +114,7 @@ def eagle_finalists(
     beside = experiment.with_feature_draft(path)
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
-    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), Models(beside)
+    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), DraftModels(beside)
     version = str(beside.described("draft")["weights"])[:8]
     contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
     loops = [
@@ -126,26 +126,26 @@ def eagle_finalists(
     return [finalists_of(contest, dev) for contest in contests]
 
 
-def first_table(played: Mapping[str, Sequence[Run]], finalists: Sequence[Contest]) -> tuple[list[dict[str, str]], str]:
+def first_table(
+    played: Mapping[str, Sequence[Candidate]], finalists: Sequence[Contest]
+) -> tuple[list[dict[str, str]], str]:
     """Table 1 with intervals over prompts, and whether a stop pays."""
-    columns = {dataset: by_key(runs) for dataset, runs in played.items()}
     lines = [line for each in finalists for line in lines_of(each, by_key(joined(list(played.values()))))]
-    keys = {line.method: (line.run.competitor.name, line.run.setting.key) for line in lines}
-    labels = {line.method: line.run.label for line in lines}
-    for method, name in _METHODS.items():
-        keys[method] = next(key for runs in columns.values() for key in runs if key[0] == name)
-
-    def row(method: str) -> dict[str, str]:
-        spent = {dataset: (runs[keys["AT"]].measured, runs[keys[method]].measured) for dataset, runs in columns.items()}
-        gains = next((line.gains for line in lines if line.method == method), {})
-        return {
+    spent: dict[str, dict[str, Spent]] = {}
+    for dataset, runs in played.items():
+        spent[dataset] = {line.family: line.spent for each in finalists for line in lines_of(each, by_key(runs))}
+        for method, name in _METHODS.items():
+            spent[dataset][method] = next(run.measured for run in runs if run.competitor.name == name)
+    rows = {line.family: {"setting": line.setting, **gain_cells(line)} for line in lines}
+    shown = [
+        {
             "": method,
-            **{name: shown_speed_up(*each) for name, each in spent.items()},
-            "setting": labels.get(method, ""),
-            **gains,
+            **{dataset: shown_speed_up(each["AT"], each[method]) for dataset, each in spent.items()},
+            **rows.get(method, {"setting": ""}),
         }
-
-    return [row(method) for method in ("AT", *labels, "HSDDW")], stop_verdict(lines)
+        for method in ("AT", *rows, "HSDDW")
+    ]
+    return shown, stop_verdict(lines, finalists)
 
 
 def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
@@ -217,8 +217,8 @@ def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
     ]
 
 
-def _part(run: Run, chosen: Sequence[bool]) -> Run:
+def _part(run: Candidate, chosen: Sequence[bool]) -> Candidate:
     """The run over some of its prompts."""
-    return Run(
+    return Candidate(
         run.competitor, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen)
     )

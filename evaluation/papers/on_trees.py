@@ -7,7 +7,7 @@ EAGLE-2.
               after every second level
 
 Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on dev
-(`evaluation.papers.choice`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is
+(`evaluation.papers.gains`). Speed-ups over the target alone, by dataset, or by category of the prompts where there is
 one dataset: all arms in turns on every test prompt, medians of several repeats. Generations are kept, so that a killed
 run goes on.
 
@@ -25,10 +25,9 @@ from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
 from evaluation.competitors import Competitor
 from evaluation.hierarchies.configurations import NO_DRAFT
-from evaluation.hierarchies.runs import Run, resumable_loop
-from evaluation.papers.choice import finalists_of, joined
-from evaluation.papers.drafts import Kind, Models, StopChoices, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
+from evaluation.hierarchies.runs import Candidate, resumable_loop
+from evaluation.papers.drafts import DraftModels, Kind, StopChoices, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.gains import by_key, finalists_of, joined, line_rows, lines_of, stop_verdict
 from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
@@ -49,14 +48,17 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
     kinds = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
     kinds |= {"4": [eagle_2(*tree)]} if not isinstance(drafting, Glide) else {}
     lengths = lengths_of(experiment, [kind for each in kinds.values() for kind in each])
-    prompts: dict[Split, Prompts] = {"dev": prompts_of(experiment, "dev"), "test": prompts_of(experiment, "test")}
+    prompts: dict[Split, Prompts] = {
+        "dev": prompts_by_column(experiment, "dev"),
+        "test": prompts_by_column(experiment, "test"),
+    }
     if not any(prompts["test"].values()):
         raise ValueError("there are no test prompts to decode; raise decode.num_test")
     table = TreeTable(experiment, prompts, stops, lengths, repeats)
     return [table.sheet(number, each) for number, each in kinds.items()]
 
 
-def prompts_of(experiment: Experiment, split: Split) -> Prompts:
+def prompts_by_column(experiment: Experiment, split: Split) -> Prompts:
     """Prompts of every dataset."""
     is_one = len(experiment.datasets) == 1
     return {
@@ -79,7 +81,7 @@ class TreeTable:
         repeats: int,
     ) -> None:
         self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
-        self._stops, self._lengths, self._models = stops, lengths, Models(experiment)
+        self._stops, self._lengths, self._models = stops, lengths, DraftModels(experiment)
 
     def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
         """One table: choose on dev, clock on test."""
@@ -98,9 +100,9 @@ class TreeTable:
             f"{num_dev} dev prompts, "
         )
         title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
-        return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""], columns), stop_verdict(lines))
+        return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""].measured, columns), stop_verdict(lines, finalists))
 
-    def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Run]:
+    def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Candidate]:
         """All prompts of a split."""
         experiment = self._experiment
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)

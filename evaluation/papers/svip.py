@@ -21,7 +21,6 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
-from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
@@ -62,7 +61,7 @@ def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]
         if name in target.lower():
             return threshold, "the paper's"
     held_out = dev.select(range(min(HELD_OUT, len(dev.rows))))
-    speeds = cost.tokens_per_s(replay_settings(held_out, Entropy(np.array(CHOICES))))  # type: ignore[arg-type]
+    speeds = cost.speeds(held_out, Entropy(np.array(CHOICES)))  # type: ignore[arg-type]
     return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
 
 
@@ -104,7 +103,7 @@ def rows_by_length(
 
 def replayed_speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
     """Over the target alone, all prompts together."""
-    return float(cost.tokens_per_s(replay_settings(trace, policy))[0] * cost.t_target_s[0])
+    return float(cost.speeds(trace, policy)[0] * cost.t_target_s[0])
 
 
 def _cells(speed_ups: Mapping[str, float]) -> dict[str, str]:

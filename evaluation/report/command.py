@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -19,8 +19,7 @@ from decode.drafters.hierarchies.trio import Trio
 from decode.experiment import Experiment
 from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
-from evaluation.clock.dataset import check_clock, clock_dataset
-from evaluation.console import announce, wide_console
+from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.contest.arms import Replays, replay_dataset
 from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
@@ -32,8 +31,9 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.hierarchies.runs import resumable_loop
-from evaluation.report.page import Page, report_arms, report_hierarchies, write_report
+from evaluation.report.page import Page, report_arms, write_report
 from evaluation.report.plots import all_plots, speed_up_bars
+from evaluation.sheet import announce, wide_console
 from evaluation.traces.recording import TraceFolder, Traces, trace_folder
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
@@ -104,7 +104,8 @@ def compare_all(
         experiment: what is compared.
         folder: its trace, complete.
         costs: the first decides what is plotted.
-        homes: as `compare` takes them; where there are some already, all datasets are away from home.
+        homes: title of a cost -> the set on which what travels is chosen, the first one; where there are some already,
+            all datasets are away from home.
         page: of the report.
         exchange_s: of PEARL.
     """
@@ -118,12 +119,22 @@ def compare_all(
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=perfect, name=dataset)
         every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
-        terms = Terms(dataset, experiment.is_home(dataset) and not is_away, exchange_s)
-        compared = [compare(replays, decoded, terms, cost=each, homes=homes) for each in costs]
-        frames.extend(frame for frame, _ in compared)
-        plots = [*(bars for _, bars in compared), *all_plots(replays, costs[0], names=NAMES)]
+        # heads are trained on a home set, so that nothing travels to it
+        is_home = experiment.is_home(dataset) and not is_away
+        bars = []
+        for each in costs:
+            home = None if is_home else homes.get(each.title)
+            num_home = home.num_dev if home else 0
+            judged = judge(dataset, replays, each, decoded=decoded, exchange_s=exchange_s, num_home=num_home)
+            homes.setdefault(each.title, judged)
+            frame, speed_ups = compare_at(each, judged, replays, home)
+            frames.append(frame)
+            bars.append(speed_ups)
+        plots = [*bars, *all_plots(replays, costs[0], names=NAMES)]
         page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
-        page.datasets[dataset] = [*report_arms(replays, costs[0]), *(report_hierarchies(decoded) if decoded else [])]
+        page.datasets[dataset] = report_arms(replays, costs[0])
+        if decoded:
+            page.hierarchies[dataset] = decoded
         write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
     return every, pd.concat(frames)
 
@@ -143,38 +154,22 @@ def hierarchies_of(
     return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
 
 
-class Terms(NamedTuple):
-    """Terms of the comparison on one dataset."""
-
-    dataset: str
-    is_home: bool
-    """Heads are trained on this set, so that nothing travels to it."""
-    exchange_s: float
-    """Seconds of PEARL's exchange."""
-
-
-def compare(
-    replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, homes: dict[str, Judged]
-) -> tuple[pd.DataFrame, Plot]:
+def compare_at(cost: CostModel, judged: Judged, replays: Replays, home: Judged | None) -> tuple[pd.DataFrame, Plot]:
     """Print the table of one dataset at one cost; the same as numbers, and as a plot.
 
     Args:
+        cost: what everything was judged at.
+        judged: the dataset.
         replays: of the dataset.
-        decoded: its hierarchies.
-        terms: of the comparison.
-        cost: of both.
-        homes: title of the cost -> the set on which what travels is chosen: the first one.
+        home: the set on which what travels is chosen; None: nothing travels to this one.
     """
-    home = None if terms.is_home else homes.get(cost.title)
-    judged = judge(replays, decoded, terms, cost=cost, num_home=home.num_dev if home else 0)
-    results, dataset = judged.results, terms.dataset
+    results, dataset, decoded = judged.results, judged.dataset, judged.decoded
     frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
     result_sheet(results, cost, dataset=dataset, num_prompts=replays.num_prompts).print()
     wide_console().print(lead_line(judged.yardstick))
     if decoded:
         decoded.sheet(cost).print()
         frame = decoded.annotated(frame, cost)
-    homes.setdefault(cost.title, judged)
     if home is not None:
         travelled = travel(home, judged, test=replays.traces.test, cost=cost)
         travel_sheet(travelled, home, judged, cost).print()
@@ -183,17 +178,23 @@ def compare(
 
 
 def judge(
-    replays: Replays, decoded: DecodedHierarchies | None, terms: Terms, *, cost: CostModel, num_home: int = 0
+    dataset: str,
+    replays: Replays,
+    cost: CostModel,
+    *,
+    decoded: DecodedHierarchies | None = None,
+    exchange_s: float = 0.0,
+    num_home: int = 0,
 ) -> Judged:
-    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
+    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it, `exchange_s` is PEARL's."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=num_home)
     others = [
-        *parallel_results(replays.traces, cost, yardstick, exchange_s=terms.exchange_s),
+        *parallel_results(replays.traces, cost, yardstick, exchange_s=exchange_s),
         *(decoded.results(cost, yardstick) if decoded else []),
     ]
     results = ordered([*results_of(arms, cost, yardstick), *others])
-    return Judged(dataset=terms.dataset, arms=arms, yardstick=yardstick, results=results)
+    return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results, decoded=decoded)
 
 
 def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
@@ -213,8 +214,8 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
     replays = replay_dataset(
         traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}"
     )
-    terms = Terms(f"{name} (temperature {experiment.sampling.temperature:g})", is_home=True, exchange_s=0.0)
-    return {cost.title: judge(replays, None, terms, cost=cost) for cost in costs}
+    dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
+    return {cost.title: judge(dataset, replays, cost) for cost in costs}
 
 
 def about(experiment: Experiment, cost: CostModel) -> str:

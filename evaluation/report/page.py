@@ -11,7 +11,7 @@ reader picks one of the costs, what a verified token takes, and the batch size.
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from evaluation.contest.decoded import FAMILIES, DecodedHierarchies
 from evaluation.contest.grids import BOUNDS
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
-from evaluation.hierarchies.runs import Run
+from evaluation.hierarchies.runs import Candidate
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array
 from store.shards import write_atomic
@@ -31,25 +31,6 @@ MAX_NUMBERS = 400_000
 """Counts of one kind, split and dataset: about 1 MB each in the page."""
 RATIOS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0)
 """t_target / t_draft at which the rule of law 4.11 is solved for the page, which cannot solve it itself."""
-
-
-@dataclass(frozen=True)
-class ReportArm:
-    """An arm; `ratio` is set for a rule that was solved for one value of t_target / t_draft."""
-
-    arm: Arm
-    ratio: float | None = None
-
-
-@dataclass(frozen=True)
-class ReportHierarchy:
-    """One hierarchy at every setting that was decoded on both splits."""
-
-    family: str
-    settings: tuple[tuple[Run, Run], ...]
-    """Settings of (dev, test)."""
-    micro_ratio: float
-    """t_micro / t_draft, where the page's slider stands at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +43,10 @@ class Page:
     """t_target / t_draft where the slider stands at first."""
     stops: Mapping[str, float] = field(default_factory=dict)
     """t_stop / t_draft of each kind of stop; the dearest is where the slider of stops stands at first."""
-    datasets: dict[str, Sequence[ReportArm | ReportHierarchy]] = field(default_factory=dict)
-    """The arms of each, bounds included; hierarchies get a table of their own."""
+    datasets: dict[str, Sequence[Arm]] = field(default_factory=dict)
+    """The arms of each, bounds included."""
+    hierarchies: dict[str, DecodedHierarchies] = field(default_factory=dict)
+    """Those of each dataset, where some were decoded; they get a table of their own."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Report of each dataset's clock, where there was one."""
@@ -71,23 +54,14 @@ class Page:
     """The rows of batches.csv, where there were batches."""
 
 
-def report_arms(replays: Replays, cost: CostModel) -> list[ReportArm]:
+def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
     """Every arm of a dataset, and the rule solved at several ratios."""
     rules = [
-        ReportArm(arm, ratio)
+        replace(arm, ratio=ratio)
         for ratio in RATIOS
         for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,))
     ]
-    return [*map(ReportArm, replays.arms), *rules]
-
-
-def report_hierarchies(decoded: DecodedHierarchies) -> list[ReportHierarchy]:
-    """Each competitor for the page."""
-    on_dev = {(run.competitor.name, run.setting.key): run for run in decoded.dev}
-    runs: dict[str, list[tuple[Run, Run]]] = {}
-    for run in decoded.test:
-        runs.setdefault(FAMILIES[run.competitor.name], []).append((on_dev[run.competitor.name, run.setting.key], run))
-    return [ReportHierarchy(family, tuple(settings), decoded.micro_ratio) for family, settings in runs.items()]
+    return [*replays.arms, *rules]
 
 
 def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
@@ -97,7 +71,11 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
         "about": page.about,
         "ratio": page.ratio,
         "stop": max(page.stops.values(), default=0.0),
-        "datasets": [_dataset(name, entries, page.stops) for name, entries in page.datasets.items()],
+        "datasets": [
+            _dataset(name, arms, page.stops)
+            | {"hierarchies": _hierarchies(page.hierarchies[name]) if name in page.hierarchies else []}
+            for name, arms in page.datasets.items()
+        ],
         "plots": [_plot(plot) for plot in page.plots],
         "clocks": [_clock(report, names) for report in page.clocks],
         "batches": page.batches,
@@ -108,17 +86,15 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
     write_atomic(path, template.replace("__DATA__", embedded).encode())
 
 
-def _dataset(name: str, entries: Sequence[ReportArm | ReportHierarchy], stops: Mapping[str, float]) -> dict[str, Any]:
-    arms = [entry for entry in entries if isinstance(entry, ReportArm)]
-    first = {split: getattr(arms[0].arm, split) for split in ("dev", "test")}
+def _dataset(name: str, arms: Sequence[Arm], stops: Mapping[str, float]) -> dict[str, Any]:
+    first = {split: getattr(arms[0], split) for split in ("dev", "test")}
     shapes = {split: replayed.per_prompt(replayed.counts.num_emitted)[0] for split, replayed in first.items()}
-    num_settings = sum(len(entry.arm.grid.settings) for entry in arms)
+    num_settings = sum(len(arm.grid.settings) for arm in arms)
     step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))  # rounded up
     return {
         "name": name,
         **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
-        "arms": [_arm(entry, step) | {"stop": _weight(entry.arm.test.stop_kind, stops)} for entry in arms],
-        "hierarchies": [_hierarchy(entry) for entry in entries if isinstance(entry, ReportHierarchy)],
+        "arms": [_arm(arm, step) | {"stop": _weight(arm.test.stop_kind, stops)} for arm in arms],
     }
 
 
@@ -143,15 +119,22 @@ def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _hierarchy(entry: ReportHierarchy) -> dict[str, Any]:
-    return {
-        "family": entry.family,
-        "micro_ratio": entry.micro_ratio,
-        "settings": [{"label": test.label, "dev": _totals(dev), "test": _totals(test)} for dev, test in entry.settings],
-    }
+def _hierarchies(decoded: DecodedHierarchies) -> list[dict[str, Any]]:
+    """Each hierarchy at every setting that was decoded on both splits; the page's slider of t_micro / t_draft stands at
+    `micro_ratio` at first.
+    """
+    on_dev = {(run.competitor.name, run.setting.key): run for run in decoded.dev}
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for run in decoded.test:
+        dev = on_dev[run.competitor.name, run.setting.key]
+        shown = {"label": run.label, "dev": _totals(dev), "test": _totals(run)}
+        settings.setdefault(FAMILIES[run.competitor.name], []).append(shown)
+    return [
+        {"family": family, "micro_ratio": decoded.micro_ratio, "settings": each} for family, each in settings.items()
+    ]
 
 
-def _totals(run: Run) -> dict[str, int]:
+def _totals(run: Candidate) -> dict[str, int]:
     counts = run.counts
     names = {
         "tokens": "num_emitted",
@@ -164,15 +147,14 @@ def _totals(run: Run) -> dict[str, int]:
     return {"prompts": len(run.decoded), **{short: int(getattr(counts, name)) for short, name in names.items()}}
 
 
-def _arm(entry: ReportArm, step: int) -> dict[str, Any]:
-    arm = entry.arm
+def _arm(arm: Arm, step: int) -> dict[str, Any]:
     shown = list(range(0, len(arm.grid.settings), step))
     settings = [arm.grid.settings[setting] for setting in shown]
     prefix = f"{arm.grid.name.removeprefix('head:')}: " if arm.grid.name.startswith("head:") else ""
     return {
         "family": arm.grid.family,
         "name": arm.grid.name,
-        "ratio": entry.ratio,
+        "ratio": arm.ratio,
         "bound": arm.grid.family in BOUNDS,
         "settings": [
             prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-")

@@ -25,7 +25,7 @@ def all_plots(replays: Replays, cost: CostModel, *, names: Mapping[str, str]) ->
     plots = [pareto(arms, names), thresholds(arms, cost, names=names), draft_lengths(arms, cost, names=names)]
     best = replays.best(cost)
     if best:
-        plots.append(reliability(test, {f"best {timing}-time head": head for timing, head in best.items()}))
+        plots.append(reliability_plot(test, {f"best {timing}-time head": head for timing, head in best.items()}))
     return [*plots, entropies(test)]
 
 
@@ -93,7 +93,7 @@ def draft_lengths(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, s
     return plot_of("draft_lengths", f"Draft lengths at t_target/t_draft = {cost.ratio:.2f}.", figure)
 
 
-def reliability(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
+def reliability_plot(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
     figure, axes = figure_of(3.6)
     drawn = trace.first_drawn

@@ -80,7 +80,7 @@ class ConstantModel(CachedModel):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Simulated:
     """A mean over rounds of the real loop."""
 
     mean: float
@@ -97,7 +97,7 @@ class Estimate:
         )
 
 
-def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, seed: int = 0) -> Estimate:
+def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, seed: int = 0) -> Simulated:
     """Mean emitted tokens per target forward over `num_rounds` rounds of the real loop."""
     decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset(), max_draft_length=10_000)
     generator = torch.Generator().manual_seed(seed)
@@ -106,22 +106,22 @@ def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, 
         rounds = decoder.stream([0], 10**9, generator=generator)
         emitted += [len(one.emitted) for one in islice(rounds, min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted)))]
     values = torch.tensor(emitted, dtype=torch.float64)
-    return Estimate(float(values.mean()), float(values.std()) / sqrt(num_rounds), num_rounds)
+    return Simulated(float(values.mean()), float(values.std()) / sqrt(num_rounds), num_rounds)
 
 
-def two_level_rounds(rate: float, draft_length: int, *, num_rounds: int, seed: int = 0) -> Estimate:
+def two_level_rounds(rate: float, draft_length: int, *, num_rounds: int, seed: int = 0) -> Simulated:
     """`theory.expected_tokens`, measured."""
     drafter = ModelDrafter(_accepted_at(rate), FixedLength(draft_length))
     return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds, seed=seed)
 
 
-def interleaved_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Estimate:
+def interleaved_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Simulated:
     """`theory.interleaved_tokens`, measured; rates are (small, medium)."""
     drafter = InterleavedDrafter(*(_accepted_at(rate) for rate in rates), m=m, n=n)
     return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds, seed=seed)
 
 
-def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Estimate:
+def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Simulated:
     """`theory.pre_verified_tokens`, measured; rates are (micro under draft, draft under target)."""
     (draft_u, micro_u), (target_v, draft_v) = (_overlapping(rate) for rate in rates)
     pairs = (micro_u, draft_v), (draft_u, draft_v), (draft_u, target_v)
@@ -131,17 +131,17 @@ def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_round
     return tokens_per_round(target, drafter, num_rounds=num_rounds, seed=seed)
 
 
-def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int, seed: int = 0) -> Estimate:
+def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int, seed: int = 0) -> Simulated:
     """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round
     adds.
     """
     tokens = tokens_per_round(
         ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed
     )
-    return Estimate(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
+    return Simulated(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
 
 
-def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Estimate:
+def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Simulated:
     """`theory.pearl_tokens`, measured. Steps depend on each other: the error is that of a ratio over runs that begin by
     pre-verifying.
     """
@@ -161,7 +161,7 @@ def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> E
     tokens, steps = torch.tensor(runs, dtype=torch.float64).T
     mean = tokens.sum() / steps.sum()
     error = (tokens - mean * steps).std() / (steps.mean() * sqrt(len(runs)))
-    return Estimate(float(mean), float(error), num_steps)
+    return Simulated(float(mean), float(error), num_steps)
 
 
 def _accepted_at(rate: float) -> ConstantModel:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data_gen.store.manifest import read_manifest
 from evaluation.traces.inputs import InputTensors, TokenInputs
-from evaluation.traces.trace import Trace, TraceRow, join
+from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import Sampling
 from store.shards import is_whole, write_shard
 from store.sums import check_sums
@@ -97,7 +97,7 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         raise ValueError(
             f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}"
         )
-    return join(traces)
+    return join_traces(traces)
 
 
 def _tensors(trace: Trace) -> dict[str, Tensor]:

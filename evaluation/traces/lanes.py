@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass
-class Lanes:
+class TraceLanes:
     """Positions of all lanes, arrays [lane]. Places are flat indices of the trace."""
 
     index: Int[Array, " lane"]
@@ -78,8 +78,8 @@ class Lanes:
     """Distance from there to its branch."""
 
     @classmethod
-    def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "Lanes":
-        """Lanes at the start of these rows; no round has begun."""
+    def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "TraceLanes":
+        """TraceLanes at the start of these rows; no round has begun."""
         start, none = trace.offsets[rows], np.zeros_like(rows)
         limit = start + np.array([row.limit for row in trace.rows])[rows]
         return cls(
@@ -95,6 +95,6 @@ class Lanes:
             shift=none,
         )
 
-    def at(self, chosen: Bool[Array, " lane"]) -> "Lanes":
+    def at(self, chosen: Bool[Array, " lane"]) -> "TraceLanes":
         """Some of them."""
-        return Lanes(*(values[chosen] for values in vars(self).values()))
+        return TraceLanes(*(values[chosen] for values in vars(self).values()))

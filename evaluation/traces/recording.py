@@ -27,7 +27,7 @@ from decode.experiment import Experiment
 from evaluation.traces import disk
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.coupling import Recorder, trace_of
-from evaluation.traces.trace import Trace, TraceRow, join
+from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft, Pair, Sampling
 from lm.frequencies import refuse_crossing
@@ -268,4 +268,4 @@ def record_trace(
         recorded = recorder.record(exchange.prompt_ids, exchange.response_ids, limit, chance[index])
         traces.append(trace_of(row, recorded, recorder))
         progress(1)
-    return join(traces)
+    return join_traces(traces)

@@ -18,7 +18,7 @@ from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
-from evaluation.traces.lanes import Lanes, Tokens
+from evaluation.traces.lanes import Tokens, TraceLanes
 from evaluation.traces.trace import Array, Trace
 
 _LANES_AT_ONCE = 12288
@@ -101,7 +101,9 @@ def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
             lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
-            Lockstep(tokens, _expanded(policy, lanes // num_rows), Lanes.of(trace, lanes, lanes % num_rows)).run(totals)
+            Lockstep(tokens, _expanded(policy, lanes // num_rows), TraceLanes.of(trace, lanes, lanes % num_rows)).run(
+                totals
+            )
     return totals
 
 
@@ -125,9 +127,9 @@ class Totals(NamedTuple):
 
 
 class Lockstep:
-    """Lanes that take their steps together."""
+    """TraceLanes that take their steps together."""
 
-    def __init__(self, tokens: Tokens, policy: Policy, lanes: Lanes) -> None:
+    def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
         self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
         size = len(lanes.index)

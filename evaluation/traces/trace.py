@@ -181,7 +181,7 @@ class Trace:
 
     def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
         """The trace of some rows; with `num_tokens`, had their length limit been at most so many tokens."""
-        return join([self._row(row, num_tokens) for row in rows])
+        return join_traces([self._row(row, num_tokens) for row in rows])
 
     def _row(self, row: int, num_tokens: int | None) -> "Trace":
         path = np.arange(self.offsets[row], self.offsets[row + 1])[:num_tokens]
@@ -218,7 +218,7 @@ class Trace:
         return logit[self.before] if timing == "fed" else logit
 
 
-def join(traces: Sequence[Trace]) -> Trace:
+def join_traces(traces: Sequence[Trace]) -> Trace:
     """The traces' rows one after the other.
 
     Raises:

@@ -17,8 +17,7 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet
 from evaluation.traces.recording import Traces, trace_folder
-from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import join
+from evaluation.traces.trace import join_traces
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, update_config
 
@@ -74,7 +73,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
         )
     folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
     folder.complete()
-    dev, test = (join(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
+    dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
     tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
     threshold_sheet(tuned, cost).print()
     for each in tuned if write else []:
@@ -90,11 +89,11 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
 def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    on_dev, on_test = (cost.tokens_per_s(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
+    on_dev, on_test = (cost.speeds(trace, HeadPolicy(head, thresholds)) for trace in traces)
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)
     rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
-    auto_s, online_s = (float(cost.tokens_per_s(replay_settings(traces.test, each))[0]) for each in (rule, online))
+    auto_s, online_s = (float(cost.speeds(traces.test, each)[0]) for each in (rule, online))
     return Tuned(
         head=name,
         timing=head.timing,

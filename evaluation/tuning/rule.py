@@ -1,22 +1,28 @@
-"""The rule of law 4.11 for given times. What else it needs is read off a trace; its lambda is a fixed point, so no grid
-is needed.
+"""The rules of laws 4.11 and 4.13 for given times. What else they need is read off a trace; lambda is a fixed point, so
+no grid is needed.
 
 lambda <- N / T of the rule run with lambda          (Dinkelbach): converges to the lambda that is the throughput it
     leads to
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from decode.policies.auto import Auto
+from decode.policies.batch import BatchAuto, BatchCosts
 from decode.policies.scores import Scores
+from evaluation.batches.load import queue_of
+from evaluation.batches.lockstep import step_through
 from evaluation.costs.model import CostModel
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.index import index_of
 
-_STEPS = 30
-_TOLERANCE = 1e-4
+_FINE = (30, 1e-4)
+"""Most steps towards lambda, and the share of it that the last one may move."""
+_COARSE = (8, 1e-3)
+"""The same of batches, which are stepped through and not replayed."""
 
 
 def auto_for(
@@ -33,17 +39,13 @@ def auto_for(
             hold for all times; False: find its fixed point on the trace.
         is_learning: refit the head's calibration while decoding.
     """
-    index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
     rule = Auto(
         head,
         **cost.line(Scores(head, also).stop_kind)._asdict(),
         is_online=is_online,
-        next_mean=index.next_mean,
-        index_offset=index.offset,
-        index_slope=index.slope,
-        first_index=index.first,
         also=also,
         is_learning=is_learning,
+        **_index(trace, head, also),
     )
     return rule if is_online else fixed_point(rule, trace, cost)
 
@@ -54,12 +56,7 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     """
     rate = 1.0 / cost.t_target_s[0]
     always = replace(rule, probe_every=1)  # it drafts in every round: what idle rounds do is no part of lambda
-    for _ in range(_STEPS):
-        reached = float(cost.tokens_per_s(replay_settings(trace, replace(always, throughput=rate)))[0])
-        is_settled = abs(reached - rate) <= _TOLERANCE * rate
-        rate = reached
-        if is_settled:
-            break
+    rate = _settled(rate, lambda rate: float(cost.speeds(trace, replace(always, throughput=rate))[0]), _FINE)
     replayed = replay_settings(trace, replace(always, throughput=rate))
     # What a drafting round gains over the target alone, in tokens: those accepted, less what its extra seconds would
     # have written.
@@ -67,3 +64,37 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
     profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
     return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
+
+
+def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, also: Any = None) -> BatchAuto:
+    """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
+    trace.
+    """
+    rule = BatchAuto(head, costs, size, also=also, **_index(trace, head, also))
+    rows = queue_of(len(trace.rows), size)
+
+    def reached(rate: float) -> float:
+        return step_through(trace, replace(rule, throughput=rate), rows, size).spent(costs).tokens_per_s
+
+    return replace(rule, throughput=_settled(rule.prior(), reached, _COARSE))
+
+
+def _index(trace: Trace, head: Any, also: Any) -> dict[str, Any]:
+    """The index as both rules take it: of the head that has scored the newest token."""
+    index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
+    return {
+        "next_mean": index.next_mean,
+        "index_offset": index.offset,
+        "index_slope": index.slope,
+        "first_index": index.first,
+    }
+
+
+def _settled(rate: float, reached: Callable[[float], float], limits: tuple[int, float]) -> float:
+    """The lambda that is the throughput it leads to, within the limits: (most steps, tolerance)."""
+    most, tolerance = limits
+    for _ in range(most):
+        before, rate = rate, reached(rate)
+        if abs(rate - before) <= tolerance * before:
+            break
+    return rate

@@ -26,7 +26,7 @@ from data_gen.pipeline.reuse import responses
 from data_gen.stats.command import stats
 from decode.generate.command import generate
 from evaluation.__main__ import COMMANDS as EVALUATION
-from evaluation.papers.command import tables
+from evaluation.papers.command import paper_tables
 from evaluation.report.command import evaluate
 from heads.command import export, import_, push
 from heads.command import inspect as inspect_head
@@ -170,7 +170,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "heads inspect --path": lambda: inspect_head(path=URL),
     "evaluation evaluate --home": lambda: evaluate(CONFIG, home=URL),
     "decode generate --svg": lambda: generate(CONFIG, prompt="Hi", svg=URL),
-    "evaluation tables --eagle": lambda: tables(CONFIG, paper="hsddw", eagle=URL),
+    "evaluation tables --eagle": lambda: paper_tables(CONFIG, paper="hsddw", eagle=URL),
     "AcceptanceHead.save_pretrained": lambda: AcceptanceHead(4, 0).save_pretrained(URL),
     "AcceptanceHead.save_pretrained of a Path": lambda: AcceptanceHead(4, 0).save_pretrained(Path(URL)),
     "AcceptanceHead.from_pretrained": lambda: AcceptanceHead.from_pretrained(URL),

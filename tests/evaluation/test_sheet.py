@@ -5,7 +5,7 @@ chosen.
 import json
 from dataclasses import dataclass
 
-from evaluation.competitors import chosen
+from evaluation.competitors import fastest
 from evaluation.intervals import Gain
 from evaluation.sheet import Sheet, crossed, flat, shown
 
@@ -66,5 +66,5 @@ def test_cells_cross_in_order_of_first_appearance():
 
 def test_the_fastest_on_dev_stands_for_its_family_and_of_equals_the_first():
     speeds = {"a1": 2.0, "b1": 1.0, "a2": 3.0, "a3": 3.0, "b2": 0.5}
-    assert chosen(speeds, of=lambda name: name[0], speed=speeds.__getitem__) == {"a": "a2", "b": "b1"}
-    assert chosen([], of=str, speed=float) == {}
+    assert fastest(speeds, of=lambda name: name[0], speed=speeds.__getitem__) == {"a": "a2", "b": "b1"}
+    assert fastest([], of=str, speed=float) == {}

@@ -15,9 +15,9 @@ from decode.policies.bounds import PerfectHead
 from evaluation.batches import lockstep
 from evaluation.batches.load import Load, load_of, queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.batches.rule import batch_auto_for
 from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
+from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
 from tests.decode.loop.test_batch import ToySeats
 from tests.toys import small_pair

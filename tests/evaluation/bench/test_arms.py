@@ -8,10 +8,11 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from decode import SpeculativeDecoder
 from decode.policies import FixedLength, TokenProb
-from evaluation.bench.arms import generations_of, median_ratio, timed_in_turns, turns
+from evaluation.bench.arms import generations_of, timed_in_turns, turns
 from evaluation.bench.lengths import num_differing
 from evaluation.bench.schedules import HEURISTICALLY, assisted, constant
 from evaluation.costs.measure import Loop
+from evaluation.intervals import median_ratio
 from lm import Sampling
 from tests.toys.small_pair import EOS, PROMPTS
 

@@ -40,7 +40,7 @@ def test_auto_runs_with_the_curves_of_batches_and_every_request_is_written_to_it
     assert len(rules) == 4
     assert all(rule.costs.draft(3) < 1.0 for rule in rules)  # seconds; a toy takes less than the 1 that it was told
     # two requests a seat, none ended by an EOS
-    assert all(sum(one.num_emitted for one in run.rounds) == 2 * 3 * 6 for _, run in ran)
+    assert all(sum(one.num_emitted for one in rounds) == 2 * 3 * 6 for _, (_, rounds) in ran)
 
 
 RUN = batch_sizes._run

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from configs.command import config_of, parser_for
-from evaluation.bench.choices import Choices
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race
+from evaluation.bench.race import SAMPLINGS, Choices, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from evaluation.bench.speeds import Speed, Stopwatch
 from evaluation.bench.standings import race_plot, standings_of, summary_sheet, verdict_of

@@ -6,9 +6,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock.dataset import check_clock
 from evaluation.clock.primed import PrimedCompiledModel, PrimedLoop, PrimedModel
-from evaluation.clock.results import report_of
+from evaluation.clock.results import check_clock, report_of
 from evaluation.clock.turns import Clocked, clock
 from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
 from evaluation.contest.grids import Grid, make_grid
@@ -51,7 +50,7 @@ class Words(PreTrainedTokenizerBase):
 
 def loop() -> PrimedLoop:
     pair = Pair(model(1, 2), model(2), None, Words())
-    return PrimedLoop(pair, WARM, max_draft_length=LENGTH, compile=False)
+    return PrimedLoop(pair=pair, sampling=WARM, max_draft_length=LENGTH, compile=False)
 
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):

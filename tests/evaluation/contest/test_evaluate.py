@@ -7,7 +7,7 @@ import torch
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
-from evaluation.contest.arms import Replays, best_heads, by_family, picks_of, replay_arms, replay_dataset
+from evaluation.contest.arms import Replays, by_family, fastest_heads, picks_of, replay_arms, replay_dataset
 from evaluation.contest.grids import bounds, default_values, grids_of, head_grid, make_grid
 from evaluation.contest.results import Result, results_of, yardstick_of
 from evaluation.contest.tables import NAMES
@@ -92,9 +92,9 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
     assert picks["head_fed"].arm.grid.name.startswith("head:fed+s-")
     assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
     speeds = {arm.grid.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
-    for timing, best in best_heads(arms, COST).items():
+    for timing, best in fastest_heads(arms, COST).items():
         assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
-    assert best_heads(arms[:3], COST).keys() == {"fed"}
+    assert fastest_heads(arms[:3], COST).keys() == {"fed"}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])

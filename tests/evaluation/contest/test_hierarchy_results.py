@@ -17,11 +17,11 @@ from evaluation.contest.decoded import DecodedHierarchies
 from evaluation.contest.grids import bounds, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel
-from evaluation.hierarchies.gain import paying, third_level_frame
 from evaluation.hierarchies.generations import Decoded
-from evaluation.hierarchies.runs import Run, at_settings, best_on_dev
+from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
+from evaluation.hierarchies.tables import paying, third_level_frame
 from evaluation.hierarchies.times import Times
-from evaluation.report.page import Page, ReportArm, report_hierarchies, write_report
+from evaluation.report.page import Page, write_report
 from evaluation.traces.recording import Traces
 from lm import Sampling
 from tests.toys.small_pair import trace
@@ -34,7 +34,7 @@ FIXED = Competitor("pre-verified, fixed lengths", 3, (SHORT, LONG))
 
 def run_of(
     competitor: Competitor, setting: Setting, micro: int, draft: int, target: int, *, num_prompts: int = 40
-) -> Run:
+) -> Candidate:
     """Every prompt: ten tokens, `target` rounds of five handed over, three accepted."""
     counts = Counts(
         num_emitted=10,
@@ -47,7 +47,7 @@ def run_of(
     decoded = Decoded(
         counts=counts, lengths=(5,) * target, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5
     )
-    return Run(competitor, setting, (decoded,) * num_prompts)
+    return Candidate(competitor, setting, (decoded,) * num_prompts)
 
 
 def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
@@ -115,8 +115,8 @@ def test_dev_decides_and_without_dev_the_first_setting_stands():
 @pytest.mark.parametrize("ratio", [3, 30])
 def test_the_page_computes_hierarchies_as_python_does(arms, tmp_path, ratio):
     path = tmp_path / "report.html"
-    entries = [*map(ReportArm, arms), *report_hierarchies(hierarchies())]
-    write_report(path, Page(about="", ratio=5.0, datasets={"made": entries}), names={})
+    page = Page(about="", ratio=5.0, datasets={"made": arms}, hierarchies={"made": hierarchies()})
+    write_report(path, page, names={})
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     dom = subprocess.run(
         [BROWSER, *flags, f"{path.as_uri()}#ratio={ratio}"], capture_output=True, text=True, timeout=120, check=True

@@ -10,13 +10,13 @@ import torch
 from decode.policies.bounds import PerfectHead
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.batches.rule import batch_auto_for
 from evaluation.contest.arms import Replays, replay_arms
 from evaluation.contest.grids import bounds, default_values, head_grid, make_grid
 from evaluation.contest.in_batches import BatchContest, Entry, Setup, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.traces.recording import Traces
+from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace

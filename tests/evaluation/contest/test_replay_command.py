@@ -11,10 +11,10 @@ from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
 from evaluation.__main__ import COMMANDS
-from evaluation.console import wide_console
 from evaluation.costs.machine import kept_costs
 from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
+from evaluation.sheet import wide_console
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance

@@ -15,7 +15,7 @@ from evaluation.contest.grids import bounds, default_values, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.report.command import write_plots
-from evaluation.report.page import Page, ReportArm, _packed, write_report
+from evaluation.report.page import Page, _packed, write_report
 from evaluation.report.plots import entropies, pareto
 from evaluation.traces.recording import Traces
 from lm import Sampling
@@ -41,11 +41,7 @@ def arms():
 def page(arms, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     plots = [pareto(arms[0], {}), entropies(arms[1])]
-    write_report(
-        path,
-        Page(about="a < b", ratio=5.0, stops=STOPS, datasets={"made": [*map(ReportArm, arms[0])]}, plots=plots),
-        names={},
-    )
+    write_report(path, Page(about="a < b", ratio=5.0, stops=STOPS, datasets={"made": arms[0]}, plots=plots), names={})
     return path
 
 
@@ -144,9 +140,7 @@ def test_the_page_shows_every_family_at_the_batch_size_that_is_picked(arms, tmp_
         for family, tokens_per_s, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
     ]
     write_report(
-        tmp_path / "report.html",
-        Page(about="", ratio=5.0, datasets={"made": [*map(ReportArm, arms[0])]}, batches=rows),
-        names={},
+        tmp_path / "report.html", Page(about="", ratio=5.0, datasets={"made": arms[0]}, batches=rows), names={}
     )
     dom = dom_of(f"{(tmp_path / 'report.html').as_uri()}#batch=4")
     table = dom.split('id="batched"')[1].split("</table>")[0]

@@ -11,7 +11,7 @@ import torch
 
 from configs.command import config_of, parser_for, run
 from evaluation.__main__ import COMMANDS
-from evaluation.bench.hierarchies import hierarchy_rows, hierarchy_sheet
+from evaluation.bench.lengths import hierarchy_rows, hierarchy_sheet
 from evaluation.hierarchies import configurations
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance

@@ -3,6 +3,7 @@ clock.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from decode.loop.counts import Counts
 from evaluation.__main__ import COMMANDS
 from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
-from evaluation.hierarchies.runs import Run
-from evaluation.papers.choice import finalists_of, fitted, joined
+from evaluation.hierarchies.runs import Candidate
+from evaluation.intervals import Spent
 from evaluation.papers.drafts import Contest
-from evaluation.papers.gains import by_key, line_rows, lines_of, stop_verdict
+from evaluation.papers.gains import by_key, finalists_of, fitted, joined, line_rows, lines_of, stop_verdict
 
 SMALL = (
     "--decode.num_dev",
@@ -32,6 +33,7 @@ SETTINGS = {k: Setting(f"k={k}", lambda: None) for k in (1, 2, 4)}
 FIXED = Competitor("chain", 2, tuple(SETTINGS.values()))
 STOP = Competitor("chain + stop", 2, (Setting("a=1", lambda: None), Setting("a=2", lambda: None)))
 CONTEST = Contest(FIXED, SETTINGS[4], (STOP,))
+FINALISTS = Contest(FIXED, SETTINGS[4], (Competitor(STOP.name, 2, STOP.settings[:1]),), SETTINGS[2])
 ALONE = Competitor("target alone", 1, (Setting("", lambda: None),))
 
 
@@ -54,13 +56,19 @@ def timed(rounds: int, length: int, emitted: int, stall: float = 1.0) -> Decoded
     return decoded(rounds=rounds, length=length, emitted=emitted, draft_s=stall * draft_s, target_s=stall * target_s)
 
 
-def dev_runs(stall: float = 1.0) -> list[Run]:
+def dev_runs(stall: float = 1.0) -> list[Candidate]:
     """Length 2 emits most per second; its last generation may stall."""
     rounds = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17)}
-    runs = [Run(FIXED, SETTINGS[k], tuple(timed(number, k, 48) for number in numbers)) for k, numbers in rounds.items()]
+    runs = [
+        Candidate(FIXED, SETTINGS[k], tuple(timed(number, k, 48) for number in numbers))
+        for k, numbers in rounds.items()
+    ]
     slow = (*runs[1].decoded[:2], timed(19, 2, 48, stall))
-    stops = [Run(STOP, STOP.settings[0], (timed(30, 1, 48),) * 3), Run(STOP, STOP.settings[1], (timed(14, 3, 48),) * 3)]
-    return [runs[0], Run(FIXED, SETTINGS[2], slow), runs[2], *stops]
+    stops = [
+        Candidate(STOP, STOP.settings[0], (timed(30, 1, 48),) * 3),
+        Candidate(STOP, STOP.settings[1], (timed(14, 3, 48),) * 3),
+    ]
+    return [runs[0], Candidate(FIXED, SETTINGS[2], slow), runs[2], *stops]
 
 
 def test_the_times_of_a_draft_are_found_in_its_generations():
@@ -82,8 +90,8 @@ def test_a_choice_without_dev_prompts_is_refused_and_none_needs_none():
     assert finalists_of(alone, []).best is SETTINGS[4]
 
 
-def clocked(name: Competitor, setting: Setting, *seconds: float) -> Run:
-    return Run(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
+def clocked(name: Competitor, setting: Setting, *seconds: float) -> Candidate:
+    return Candidate(name, setting, tuple(decoded(rounds=5, length=2, emitted=10, seconds=each) for each in seconds))
 
 
 def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
@@ -91,8 +99,7 @@ def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4
     times = ((4.0, 4.0, 8.0, 8.0), best_s)
     runs = [clocked(FIXED, SETTINGS[k], *seconds) for k, seconds in zip((4, 2), times, strict=True)]
     runs += [clocked(STOP, STOP.settings[0], *stop_s), clocked(ALONE, ALONE.settings[0], 8.0, 8.0, 8.0, 8.0)]
-    finalists = Contest(FIXED, SETTINGS[4], (Competitor(STOP.name, 2, STOP.settings[:1]),), SETTINGS[2])
-    return lines_of(finalists, by_key(runs)), runs[-1]
+    return lines_of(FINALISTS, by_key(runs)), runs[-1].measured
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
@@ -105,35 +112,38 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
     ]
     assert [row["over best fixed"].split()[0] for row in rows if row["over best fixed"]] == ["-50.0%", "+25.0%"]
     assert rows[-1]["over published"].startswith("+150.0%")
-    assert stop_verdict(lines) == (
+    assert stop_verdict(lines, [FINALISTS]) == (
         "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)"
     )
 
 
 def test_a_gain_whose_interval_holds_0_beats_nothing():
     lines, _ = lines_at((1.0, 1.0, 4.5, 4.5))
-    assert stop_verdict(lines).startswith(
+    assert stop_verdict(lines, [FINALISTS]).startswith(
         "No stop beats the best fixed length of the same draft on the clock: chain + stop +9.1%"
     )
 
 
 def test_a_stop_that_beats_an_unlucky_choice_alone_beats_nothing():
     lines, _ = lines_at((4.0, 4.0, 8.0, 8.0), best_s=(5.0, 5.0, 10.0, 10.0))
-    assert line_rows(lines, lines[0].run, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
+    assert line_rows(lines, lines[0].spent, ["a"] * 4)[-1]["over best fixed"].startswith("+25.0%")
     assert (
-        stop_verdict(lines)
+        stop_verdict(lines, [FINALISTS])
         == "No stop beats the best fixed length of the same draft on the clock: chain + stop +0.0% (+0.0%, +0.0%)"
     )
 
 
 def test_a_single_prompt_proves_nothing():
     lines, _ = lines_at((1.6, 1.6, 3.2, 3.2))
-    single = [line._replace(run=alone_of(line.run), best=line.best and alone_of(line.best)) for line in lines]
-    assert stop_verdict(single).startswith("No stop beats")
+    single = [
+        replace(line, spent=first_of(line.spent), rivals={name: first_of(rival) for name, rival in line.rivals.items()})
+        for line in lines
+    ]
+    assert stop_verdict(single, [FINALISTS]).startswith("No stop beats")
 
 
-def alone_of(run: Run) -> Run:
-    return Run(run.competitor, run.setting, run.decoded[:1])
+def first_of(spent: Spent) -> Spent:
+    return Spent(spent.tokens[:1], spent.seconds[:1])
 
 
 def test_datasets_are_merged_prompt_after_prompt():

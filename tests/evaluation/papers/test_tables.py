@@ -11,8 +11,7 @@ from configs.command import run
 from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
-from evaluation.papers.forward_times import LENGTHS, THRESHOLDS
-from evaluation.papers.specdec import best_threshold
+from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_threshold
 from evaluation.papers.svip import CHOICES, by_category, category_rows, replayed_speed_up, rows_by_length, threshold_for
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead

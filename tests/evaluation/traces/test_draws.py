@@ -17,7 +17,7 @@ from evaluation.costs.model import CostModel
 from evaluation.intervals import gain_over
 from evaluation.traces.recording import Traces, trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, TraceRow, join
+from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import Sampling
 from tests.toys.small_pair import trace
 
@@ -156,7 +156,7 @@ def test_an_id_may_hold_the_mark_of_a_turn(tmp_path):
 def test_prompts_of_two_datasets_may_have_one_id():
     traced = trace(WARM)
     parts = [replace(traced, rows=tuple(replace(row, dataset=name) for row in traced.rows)) for name in ("a", "b")]
-    assert join(parts).num_prompts == 2 * traced.num_prompts
+    assert join_traces(parts).num_prompts == 2 * traced.num_prompts
 
 
 def pick(traced: Trace, k: int) -> Pick:
@@ -170,7 +170,7 @@ def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
     once = trace(WARM)
     both = [
         gain_over(pick(traced, 1).spent(cost), pick(traced, 4).spent(cost))
-        for traced in (once, join([once, once, once]))
+        for traced in (once, join_traces([once, once, once]))
     ]
     assert both[1] == pytest.approx(both[0], rel=1e-9)
     assert both[0].low < both[0].high

@@ -22,7 +22,7 @@ from decode.policies import (
 from decode.policies.bounds import PerfectHead
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, join
+from evaluation.traces.trace import Trace, join_traces
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, recorder, trace
@@ -199,7 +199,7 @@ def test_a_trace_is_the_same_after_writing_and_reading(tmp_path, warm):
     parts = [warm.select(range(25)), warm.select(range(25, 40))]
     for index, part in enumerate(parts):
         write_trace(tmp_path, Place("made", "dev", index), trace=part, problems=[])
-    back, expected = read_trace(tmp_path, "made", "dev", 2), join(parts)
+    back, expected = read_trace(tmp_path, "made", "dev", 2), join_traces(parts)
     assert back.rows == warm.rows
     assert head("fed").fingerprint() in back.scores
     for name in POLICIES:

@@ -15,7 +15,7 @@ import torch
 
 import decode.drafters.parallel.pearl
 from decode.drafters.parallel.pearl import PearlDecoder, Step
-from evaluation.contest.pearl_steps import steps_of
+from evaluation.contest.pearl_steps import pearl_steps_of
 from evaluation.costs.model import CostModel
 from lm import Draws, Sampling, acceptance_prob, num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
@@ -104,14 +104,14 @@ def test_replayed_steps_have_the_law_of_the_loops_steps(gamma, eos_ids):
         passes = (q / p).clamp(max=1.0).tolist()
         for outcome in product((False, True), repeat=len(response)):
             chance = np.prod([1 - a if rejected else a for rejected, a in zip(outcome, passes, strict=True)])
-            steps = steps_of(np.array(outcome), gamma=gamma, limit=_LENGTH)
+            steps = pearl_steps_of(np.array(outcome), gamma=gamma, limit=_LENGTH)
             replayed[response, tuple(steps.emitted.tolist())] += probability * float(chance)
     assert_same_law({key: value for key, value in replayed.items() if value > 1e-15}, law_of(play), tolerance=1e-11)
 
 
 def test_a_step_takes_as_long_as_the_slower_of_the_two():
     """Positions 0 to 5 pass but 3: pre-verify 0, post-verify 1 and 2, fail at 3, pre-verify 4, post-verify 5."""
-    steps = steps_of(np.array([False, False, False, True, False, False]), gamma=2)
+    steps = pearl_steps_of(np.array([False, False, False, True, False, False]), gamma=2)
     assert steps.emitted.tolist() == [1, 2, 1, 1, 1]
     assert steps.drafted.tolist() == [2, 2, 2, 2, 0]
     assert steps.waiting.tolist() == [0, 1, 1, 0, 1]
