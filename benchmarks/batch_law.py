@@ -78,7 +78,7 @@ class Case:
         return {(a, b): p * q for (a, p), (b, q) in product(ours.items(), others.items())}
 
     def answers(self, num: int, source: int) -> list[Outcome]:
-        """To the prompts by turns, each with draws of its own; the seed counts with all its bits."""
+        """Answer the prompts by turns, each with draws of its own; the seed counts with all its bits."""
         draws = [RandomDraws(seed_of(source, place)) for place in range(num)]
         prompts = [PROMPTS[place % 2] for place in range(num)]
         return [

@@ -54,7 +54,7 @@ class Boundary:
     """Damage that is done instead of breaking a file."""
 
     def broken(self, draw: Draw) -> tuple[Path | None, bytes]:
-        """Break the input; the file and its intact bytes."""
+        """Break the input; returns the file and its intact bytes."""
         if self.breaks is not None:
             self.breaks(draw)
             return None, b""
@@ -65,7 +65,7 @@ class Boundary:
 
 
 def boundaries(folder: Path) -> list[Boundary]:
-    """All of them, over a tiny run that is made in `folder`."""
+    """Every boundary, over a tiny run that is made in `folder`."""
     config = experiment(folder)
     config = replace(config, data=replace(config.data, num_train=4, num_dev=2, num_test=2))
     make(config)
@@ -200,7 +200,7 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
 
 
 def _heads(folder: Path, config: Config) -> list[Boundary]:
-    """Heads, checkpoints and models."""
+    """The boundaries of heads, checkpoints and models."""
     whole, head = folder / "whole", folder / "head"
     checkpoint = whole / "heads" / "last.ckpt"
     next(iter(load_sweep(checkpoint).heads().values())).save_pretrained(head)
@@ -243,7 +243,7 @@ def _nothing(config: Config) -> None:
 
 
 def _leaves(values: dict[str, Any], name: str = "") -> list[str]:
-    """Dotted names of all settings."""
+    """The dotted names of all settings."""
     return [
         leaf
         for key, value in values.items()

@@ -117,7 +117,7 @@ def fuzz_boundary(boundary: Breakable, cases: int, seed: int) -> dict[str, Any]:
 
 
 def tried(boundary: Breakable, draw: Draw) -> tuple[str, str | None]:
-    """One case: (read, refused or failed; what failed)."""
+    """Try one case; returns (read, refused or failed; what failed)."""
     path, intact = boundary.broken(draw)
     try:
         boundary.read()

@@ -54,7 +54,7 @@ class Run(NamedTuple):
     """Each prompt, and its ids."""
 
     def figures(self) -> dict[str, float]:
-        """Everything that is reported of a run."""
+        """Every figure that is reported of a run."""
         return {
             "wall_s": self.wall_s,
             "cpu_s": self.cpu_s,
@@ -80,7 +80,7 @@ def timed(command: Sequence[str]) -> tuple[float, float]:
 
 
 def official(script: str, num_rows: int, folder: Path) -> Run:
-    """The program's five commands."""
+    """Time the official program's five commands."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     seconds = timed([script, str(num_rows), str(folder)])
@@ -93,7 +93,7 @@ def official(script: str, num_rows: int, folder: Path) -> Run:
 
 
 def ours(config: Config, num_rows: int, folder: Path) -> Run:
-    """`python -m data_gen`."""
+    """Time `python -m data_gen`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     lines = Path(str(config.data.prompts)).read_text().splitlines()[:num_rows]
@@ -116,7 +116,7 @@ def ours(config: Config, num_rows: int, folder: Path) -> Run:
 
 
 def compare(config: Config, script: str | None, sizes: Sequence[int], *, repeats: int, folder: Path) -> dict[str, Any]:
-    """Figures of both arms with every number of rows, and their ratios."""
+    """The figures of both programs at every number of rows, and their ratios."""
     arms: dict[str, Callable[[int], Run]] = {"ours": lambda size: ours(config, size, folder / "ours")}
     if script is not None:
         arms = {"official": lambda size: official(script, size, folder / "official")} | arms
@@ -149,7 +149,7 @@ def _refuse_other_sampling(config: Config) -> None:
 
 
 def _ratios(theirs: Run, our: Run) -> dict[str, float]:
-    """Ours to theirs."""
+    """The ratios of our figures to the official program's."""
     return {key: value / theirs.figures()[key] for key, value in our.figures().items()}
 
 

@@ -130,7 +130,7 @@ def tried(bench: Bench, fault: Fault, chance: random.Random) -> dict[str, Any]:
 
 
 def undisturbed(folder: Path) -> Bench:
-    """Every stage once, without a fault, and once with a server that does nothing wrong; kept for the next time."""
+    """Run every stage once without a fault, and once with a server that does nothing wrong; kept for the next time."""
     config, whole, facts = experiment(folder), folder / "whole", folder / "whole.json"
     if facts.is_file():
         return Bench(config, whole, **json.loads(facts.read_text()))
@@ -202,13 +202,13 @@ def _said(child: Child) -> tuple[str, int]:
 
 
 def resident_kb() -> int:
-    """Memory of this process."""
+    """The resident memory of this process, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
 
 def summary(done: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Print the table; the same as JSON values."""
+    """Print the table and return it as JSON values."""
     table = Table("fault", "times tried", "struck", "outcome")
     rows: dict[str, dict[str, Any]] = {}
     for trial in done:

@@ -42,7 +42,7 @@ _LONGEST = 256
 def feature_drafts(
     target: str, text: str, out: str, *, steps: int = 1300, batch_size: int = 16, learning_rate: float = 4e-3
 ) -> None:
-    """Train, save, measure."""
+    """Train, save and measure the feature drafts."""
     torch.manual_seed(0)
     source = ModelSource(path=target, dtype="float32", device_map="cpu")
     model, tokenizer = load_model(source), load_tokenizer(source)
@@ -74,7 +74,7 @@ def _story(record: dict[str, str]) -> Story:
 
 
 def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
-    """Tokens per round of the real loop, as it will load the draft."""
+    """Tokens per round of the real loop, which loads the draft from its directory."""
     pair = load_pair(
         PairConfig(
             target=ModelSource(path=target, dtype="float32"), draft=ModelSource(path=str(draft), dtype="float32")

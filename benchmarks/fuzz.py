@@ -46,7 +46,7 @@ def fuzz(*, cases: int = 12_000, commands: int = 300, only: str = "", seed: int 
 
 
 def told(name: str, count: dict[str, Any]) -> dict[str, Any]:
-    """Print what came of one boundary; the same."""
+    """Print what came of one boundary, and return it."""
     print(
         f"{name:<28} " + ", ".join(f"{count[key]:>6} {key}" for key in ("cases", "read", "refused", "failed")),
         flush=True,

@@ -84,7 +84,7 @@ _COMMANDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refuse_or_run(folder: Path, count: int, seed: int) -> dict[str, Any]:
-    """So many commands, each setting at least once where there are enough."""
+    """Run so many commands; each setting is in at least one of them where there are enough."""
     quiet()
     folder.mkdir()
     config = experiment(folder)

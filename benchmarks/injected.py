@@ -37,12 +37,12 @@ class Bench:
         return self.whole.parent / "disturbed"
 
     def start(self, stage: Stage, config: Config | None = None) -> Child:
-        """The stage in a child of its own."""
+        """Start the stage in a child process."""
         settled = config or at(self.config, self.place)
         return Child(lambda: stage.work(settled, self.whole), self.whole.parent / "log")
 
     def finish(self, stage: Stage) -> str:
-        """Run to the end; whether the result is that of the undisturbed run."""
+        """Run the stage to its end; returns whether its result is that of the undisturbed run."""
         child = self.start(stage)
         status = child.wait()
         if status:

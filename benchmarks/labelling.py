@@ -40,7 +40,7 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def bare_forwards(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
-    """Nothing but the forwards that labels and fed-time features need, with logits only where they are used."""
+    """Run nothing but the forwards that labels and fed-time features need, with logits only where they are used."""
     order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
     for start in range(0, len(order), size):
         batch = order[start : start + size]

@@ -149,7 +149,7 @@ def wait_for(process: subprocess.Popen, port: int, log: Path) -> None:
 def compare(
     config: Config, pair: Pair, requests: list[Request], *, server: ServerConfig, rounds: int
 ) -> dict[str, Any]:
-    """Ids, law and rows per second of both sources."""
+    """Compare ids, law and rows per second of both sources."""
     longest = config.data.max_new_tokens
 
     def here(sampling: Sampling) -> ResponseSource:

@@ -147,7 +147,7 @@ class Child:
         return True
 
     def wait(self) -> int:
-        """Its exit status, negative for a signal; ValueError if it hangs."""
+        """The child's exit status, negative for a signal; ValueError if it hangs."""
         end = time.monotonic() + _END_S
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -165,7 +165,7 @@ class Child:
 
     @property
     def refusal(self) -> str | None:
-        """Its one line, if it ended as a user's error does."""
+        """The child's one line, if it ended as a user's error does."""
         lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
         return lines[0] if len(lines) == 1 and "Traceback" not in self.said else None
 

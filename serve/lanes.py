@@ -170,7 +170,7 @@ class Lanes:
         return [list(lane.tokens) for lane in self._rows]
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """The number of requests that are remembered."""
         return len(self._alive)
 
     def _lane(self, row: Row) -> Lane:

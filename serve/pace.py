@@ -45,7 +45,7 @@ class Measured:
         self._weight = self._number = self._seconds = self._square = self._product = 0.0
 
     def see(self, number: int, seconds: float) -> None:
-        """So many took so long; what takes far longer than others did is an accident, and counts for less."""
+        """Add a measurement; what takes far longer than others did is an accident, and counts for less."""
         if self._weight > _FEW:
             seconds = min(seconds, _MOST * self._seconds)
         self._weight = self._weight * _MEMORY + 1.0
@@ -125,7 +125,7 @@ class Pace:
 
     @property
     def throughput(self) -> float:
-        """lambda, of the rows that there are now."""
+        """The rule's lambda for the rows of this round."""
         assert self._costs is not None, "there is something to divide by"
         alone = 1.0 / float(self._costs.target(self._num_rows))
         return self._num_rows * max(alone, self._tokens / self._row_seconds)

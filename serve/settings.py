@@ -160,7 +160,7 @@ class Policies:
         return self._heads[name]
 
     def _loaded(self, name: str) -> AcceptanceHead:
-        """The same, but for what a request asks for: only what the server has named."""
+        """The head that a request asks for, which must be one that the server has named."""
         if name not in self._heads:
             raise ValueError(f"the server has no head of that name; it has {', '.join(self._settings.heads) or 'none'}")
         return self._heads[name]

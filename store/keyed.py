@@ -55,7 +55,6 @@ class KeyedStore:
             file.write("".join(lines).encode())
 
     def _finished(self) -> bytes:
-        """All lines that have an end."""
         whole = self.path.read_bytes() if self.path.is_file() else b""
         return whole[: whole.rfind(b"\n") + 1]
 

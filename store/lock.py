@@ -85,7 +85,6 @@ def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
 
 
 def _remove(path: Path) -> None:
-    """Remove the lock file, and its folder if that is empty then."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()

@@ -7,8 +7,7 @@ finds by itself. The embedded trio answers test prompts, each with one of the po
 setting; `benchmarks.serve.cases` has the cases.
 
 HEAD: exported heads of the trio; besides them two with random weights. Each case prints one line as it ends; the last
-line is one JSON
-document of all, and the exit status is 1 if anything is not as it has to be.
+line is one JSON document of all, and the exit status is 1 if anything is not as it has to be.
 """
 
 import argparse
@@ -29,7 +28,7 @@ TIMEOUT_S = 3600
 
 
 def main(arguments: list[str]) -> int:
-    """Serve, decode, compare."""
+    """Serve every case with vLLM, decode it with our loop, and compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
     parser.add_argument("--only", choices=NAMES, action="append", help="this case; may be given more than once")
     parser.add_argument("heads", nargs="*", help="exported heads of the trio")

@@ -53,14 +53,13 @@ class Case(NamedTuple):
 
 
 class Cases:
-    """All of them, on one pair with these heads."""
+    """Every case, on one pair with these heads."""
 
     def __init__(self, pair: Pair, heads: dict[str, str]) -> None:
         self._pair, self._heads = pair, heads
         self._specs = [*POLICIES, *(f"head:{name},max_rejection_prob=0.5" for name in heads if name != "tuned")]
 
     def policies(self) -> Case:
-        """See above."""
         requests, auto = self._requests(), requests_of(self._pair, [AUTO, AUTO, "fixed_length:k=3"], NUM_REQUESTS)
         rows = {"max_num_seqs": 4}
         batches = [_batch("all", requests), _batch("auto", auto), _batch("aborted", requests, abort_at=5)]
@@ -89,7 +88,6 @@ class Cases:
         return Case([self._plain(rows, batches[:1]), self._stopped(rows, batches)], judged)
 
     def laws(self) -> Case:
-        """See above."""
         requests = self._requests(NUM_REQUESTS * NUM_COPIES)
         requests = [
             request | {"policy": AUTO if place % 13 == 0 else request["policy"]}
@@ -121,7 +119,6 @@ class Cases:
         return Case([self._stopped({"max_num_seqs": 16}, batches)], judged)
 
     def tight(self) -> Case:
-        """See above."""
         requests = self._requests(shared=True)
         batches = [_batch("all", requests)]
 
@@ -140,7 +137,6 @@ class Cases:
         return Case([self._plain(TIGHT, batches), self._stopped(TIGHT, batches)], judged)
 
     def many(self) -> Case:
-        """See above."""
         requests = requests_of(self._pair, [*self._specs, AUTO], 64)
         short = [request | {"max_tokens": 12} for request in requests_of(self._pair, [*self._specs, AUTO], 250)]
         rows, thousand = {"max_num_seqs": 64}, [f"thousand_{part}" for part in range(4)]
@@ -162,7 +158,6 @@ class Cases:
         return Case([self._plain(rows, batches[:2]), self._stopped(rows, batches)], judged)
 
     def bfloat16(self) -> Case:
-        """See above."""
         requests, arguments = self._requests(), {"max_num_seqs": 8, "dtype": "bfloat16"}
         batches = [_batch("all", requests)]
 
@@ -182,7 +177,7 @@ class Cases:
         return [decoded(self._pair, self._heads, one, LONGEST) for one in requests]
 
     def _plain(self, arguments: dict[str, Any], batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """vLLM in this mode, without speculation."""
+        """The answers of vLLM in this mode, without speculation."""
         return self._stopped(arguments, batches) | {"draft": None, "settings": None}
 
     def _stopped(self, arguments: dict[str, Any], batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,7 +221,7 @@ def _counted(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounds(requests: list[dict[str, Any]], found: dict[str, Any], loop: list[dict[str, Any]]) -> dict[str, Any]:
-    """Requests whose rounds are the loop's, and the policies of those of which they are not."""
+    """The requests whose rounds are the loop's, and the policies of those whose rounds are not."""
     pairs = list(zip(found["answers"], loop, strict=True))
     differing = [
         request["policy"]

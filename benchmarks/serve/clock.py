@@ -68,13 +68,12 @@ class Session:
         raise SystemExit(f"vLLM has ended: {self._log.read()[-4000:]}")
 
     def close(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.wait(60)
 
 
 def main(arguments: list[str]) -> None:
-    """Serve in turns."""
+    """Serve all arms in turns."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.clock")
     parser.add_argument("head")
     parser.add_argument("--turns", type=int, default=5)
@@ -118,7 +117,7 @@ def slow(role: str, num_layers: int, folder: Path) -> str:
 
 
 class Turn(NamedTuple):
-    """One arm, once."""
+    """One turn of one arm."""
 
     tokens: int
     seconds: float
@@ -188,7 +187,7 @@ def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
 
 
 def speed(turns: list[Turn]) -> float:
-    """Tokens per second of the engine's process."""
+    """The tokens per second of these turns together, in CPU seconds of the engine's process."""
     return sum(one.tokens for one in turns) / sum(one.cpu_seconds for one in turns)
 
 

@@ -112,7 +112,7 @@ class Engine:
         }
 
     def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
-        """Tokens by request, of those that came to their end."""
+        """The tokens of those requests that came to their end, by request."""
         engine, finished, num_steps = self._llm.llm_engine, dict[str, list[int]](), 0
         waiting = deque(enumerate(batch["requests"]))
         while waiting or engine.has_unfinished_requests():
@@ -153,7 +153,7 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Free what the next engine needs."""
+        """Free the memory that the next engine needs."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()

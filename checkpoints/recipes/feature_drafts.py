@@ -134,7 +134,7 @@ class Told:
     @classmethod
     @torch.no_grad()
     def of(cls, target: PreTrainedModel, batch: Batch) -> "Told":
-        """One forward."""
+        """Run the target's forward over a batch."""
         tokens, is_learned = batch.ids[:, :-1], batch.is_learned.clone()
         is_learned[:, :NUM_DEPTHS] = False  # no draft of so many tokens ends there
         output = target.base_model(input_ids=tokens, use_cache=True)
