@@ -82,7 +82,7 @@ NO_PATH_FLAGS |= {
 NO_PATH_FLAGS |= {
     "evaluation bench": {"batch", "policies", "families"},
     "evaluation evaluate": {"batch"},
-    "evaluation tables": {"stops"},
+    "evaluation paper_tables": {"stops"},
     "evaluation hierarchy": {"level_heads"},
 }
 """Flags that hold text and are no paths, or hold those of heads, which `AcceptanceHead.from_pretrained` opens."""
@@ -170,7 +170,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "heads inspect --path": lambda: inspect_head(path=URL),
     "evaluation evaluate --home": lambda: evaluate(CONFIG, home=URL),
     "decode generate --svg": lambda: generate(CONFIG, prompt="Hi", svg=URL),
-    "evaluation tables --eagle": lambda: paper_tables(CONFIG, paper="hsddw", eagle=URL),
+    "evaluation paper_tables --eagle": lambda: paper_tables(CONFIG, paper="hsddw", eagle=URL),
     "AcceptanceHead.save_pretrained": lambda: AcceptanceHead(4, 0).save_pretrained(URL),
     "AcceptanceHead.save_pretrained of a Path": lambda: AcceptanceHead(4, 0).save_pretrained(Path(URL)),
     "AcceptanceHead.from_pretrained": lambda: AcceptanceHead.from_pretrained(URL),
