@@ -27,9 +27,9 @@ from checkpoints.recipes.feature_drafts import (
 from checkpoints.recipes.training import Encoded, batches, encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import Story
+from decode.drafters.factory import loop_models_of
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.loop.models import models_of
 from decode.policies import FixedLength
 from lm import Sampling, load_model, load_pair, load_tokenizer
 
@@ -80,7 +80,7 @@ def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
             target=ModelSource(path=target, dtype="float32"), draft=ModelSource(path=str(draft), dtype="float32")
         )
     )
-    models, found = models_of(pair), {}
+    models, found = loop_models_of(pair), {}
     for length in LENGTHS:
         decoder = SpeculativeDecoder(
             models.target, ModelDrafter(models.draft, FixedLength(length)), sampling=Sampling(), eos_ids=frozenset()

@@ -20,7 +20,8 @@ from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode
 from data_gen.responses.exchange import Exchange, Request, Response
 from data_gen.responses.in_process import TargetInProcess
-from decode import ModelDrafter, Recorder, SpeculativeDecoder, Trace, record_trace
+from decode import Recorder, SpeculativeDecoder, Trace, record_trace
+from decode.drafters.factory import pair_decoder
 from decode.experiment import Experiment
 from decode.policies import (
     AdaEDL,
@@ -61,14 +62,7 @@ def policies_of(config: Config) -> dict[str, Policy]:
 
 def decoder_of(pair: Pair, policy: Policy, sampling: Sampling, config: Config) -> SpeculativeDecoder:
     """The real loop."""
-    return SpeculativeDecoder(
-        pair.target,
-        ModelDrafter(pair.draft, policy, vocab_size=pair.vocab_size),
-        sampling=sampling,
-        max_draft_length=config.decode.max_draft_length,
-        eos_ids=pair.eos_ids,
-        vocab_size=pair.vocab_size,
-    )
+    return pair_decoder(pair, policy, sampling=sampling, max_draft_length=config.decode.max_draft_length)
 
 
 def traced(

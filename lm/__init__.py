@@ -19,8 +19,7 @@ from lm.features.taps import TappedModel
 from lm.kv_buffer import keep, make_cache
 from lm.models.cached import CachedModel
 from lm.models.compiled import CompiledModel
-from lm.models.compiled_tail import CompiledTailModel
-from lm.models.kinds import KINDS, Compile
+from lm.models.compiled_tail import KINDS, Compile, CompiledTailModel
 from lm.pair import (
     Pair,
     check_width,

@@ -12,13 +12,14 @@ which it is not (norms with a bias behind a branch, scales of a whole layer) is 
 """
 
 from copy import deepcopy
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lm.kv_buffer import make_cache
+from lm.probe import refusing
 
 _OUTPUTS = frozenset(
     {"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "down_proj_bias", "dense_4h_to_h", "fc2", "w2"}
@@ -56,30 +57,19 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
         raise _refusal(model, "its output changes, although their output projections are zero")
 
 
-class _Outputs(NamedTuple):
-    """Outputs that must not change."""
-
-    hidden: Tensor
-    logits: Tensor
-    next_logits: Tensor
-    """Logits after one more token, through a cache."""
-
-
-def _tried(model: PreTrainedModel, how: str) -> _Outputs:
-    try:
+def _tried(model: PreTrainedModel, how: str) -> tuple[Tensor, ...]:
+    with refusing(partial(_refusal, model), f"its forward fails {how}"):
         return _outputs(model)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(model, f"its forward fails {how} ({type(error).__name__}: {error})") from error
 
 
 @torch.inference_mode()
-def _outputs(model: PreTrainedModel) -> _Outputs:
-    """Outputs after a few tokens, and after one that follows them."""
+def _outputs(model: PreTrainedModel) -> tuple[Tensor, ...]:
+    """Outputs that must not change: hidden states and logits of some tokens, and logits of one more through a cache."""
     device = next(model.get_input_embeddings().parameters()).device
     ids, cache = torch.tensor([_TOKENS], device=device), make_cache(model, 8)
     hidden = model.base_model(input_ids=ids).last_hidden_state
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return _Outputs(hidden, logits, model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+    return hidden, logits, model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:

@@ -15,15 +15,11 @@ from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
-from decode.drafters.trees.decoder import TreeDecoder
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.models import tree_models_of
+from decode.drafters.factory import pair_decoder
 from decode.drafters.trees.shapes import SHAPES
 from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
-from decode.loop.models import models_of
 from decode.policies.base import Policy
 from lm import Pair
 
@@ -91,18 +87,9 @@ def decoder_for(experiment: Experiment, policy: Policy, tree: str | None = None)
     Raises:
         ValueError: trees are asked for, and a model cannot hold them, or they are to be compiled.
     """
-    pair, with_hidden = experiment.pair, bool(policy.heads)
-    how: dict[str, Any] = {"sampling": experiment.sampling, "eos_ids": pair.eos_ids}
-    how["max_draft_length"] = experiment.decode.max_draft_length
-    if tree is None:
-        models = models_of(pair, experiment.decode.compile, with_hidden=with_hidden)
-        return SpeculativeDecoder(models.target, ModelDrafter(models.draft, policy), **how)
-    if experiment.decode.compile is not False:
-        raise ValueError(
-            f"decode.compile is {experiment.decode.compile}, and trees are drafted eagerly; set decode.compile: false"
-        )
-    target, draft = tree_models_of(pair, with_hidden=with_hidden)
-    return TreeDecoder(target, TreeDrafter(draft, policy, SHAPES[tree]), **how)
+    decode, shape = experiment.decode, None if tree is None else SHAPES[tree]
+    how: dict[str, Any] = {"sampling": experiment.sampling, "max_draft_length": decode.max_draft_length}
+    return pair_decoder(experiment.pair, policy, shape=shape, compile=decode.compile, **how)
 
 
 def _document(generation: Generation, pair: Pair, **settings: Any) -> str:

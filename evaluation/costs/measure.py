@@ -19,10 +19,10 @@ import torch
 from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
+from decode.drafters.factory import LoopModels, loop_models_of
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.loop.models import Models, models_of
 from decode.policies import FixedLength, Policy
 from evaluation.costs.model import CostModel
 from evaluation.intervals import TimeErrors
@@ -88,9 +88,9 @@ class Loop:
         )
 
     @cached_property
-    def _beside(self) -> Models | None:
+    def _beside(self) -> LoopModels | None:
         """A feature draft and the target that it reads."""
-        return models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
+        return loop_models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
 
     @cached_property
     def target(self) -> CachedModel:

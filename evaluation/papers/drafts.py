@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decode.drafters.factory import TreeModels, tree_models_of
 from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.models import TreeModels, tree_models_of
 from decode.drafters.trees.shapes import Dynamic, Shape, Static
 from decode.experiment import Experiment
 from decode.loop.drafter import Drafter, ModelDrafter

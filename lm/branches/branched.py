@@ -12,14 +12,12 @@ there.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lm.forwards import device_of
-
-_TRUNK = -1
-"""Stands for the text where branches are numbered from 0."""
+from lm.models.masked import Branching, additive
 
 
 @dataclass
@@ -37,9 +35,7 @@ class Branched:
 
     def __post_init__(self) -> None:
         self._trunk = self.cache.get_seq_length()
-        # of each token in the cache, the branch that it belongs to (none: the text) and its place there
-        self._owners = torch.full((self._trunk,), _TRUNK, device=self.roots.device)
-        self._depths = torch.arange(self._trunk, device=self.roots.device)
+        self._branching = Branching(self._trunk, self.roots)
 
     @torch.inference_mode()
     def feed(
@@ -52,14 +48,11 @@ class Branched:
             owners: the branch of each.
             depths: its place in its branch, 0 first.
         """
-        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
-        hidden_from = ~self._seen(owners, depths)
-        mask = torch.zeros(hidden_from.shape, dtype=self.model.dtype, device=tokens.device)
-        mask.masked_fill_(hidden_from, torch.finfo(mask.dtype).min)
+        positions, seen = self._branching.feed(owners, depths)
         output = self.model.base_model(
             input_ids=tokens[None],
-            attention_mask=mask[None, None],
-            position_ids=(self.roots[owners] + depths)[None],
+            attention_mask=additive(seen, self.model.dtype)[None, None],
+            position_ids=positions[None],
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -68,11 +61,7 @@ class Branched:
     def cut(self) -> None:
         """Forget all branches."""
         self.cache.crop(self._trunk - self.cache.get_seq_length())  # a negative number: so many tokens less
-        self._owners, self._depths = self._owners[: self._trunk], self._depths[: self._trunk]
-
-    def _seen(self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]) -> Bool[Tensor, "fed cached"]:
-        in_trunk = (self._owners == _TRUNK) & (self._depths < self.roots[owners][:, None])
-        return in_trunk | ((self._owners == owners[:, None]) & (self._depths <= depths[:, None]))
+        self._branching = Branching(self._trunk, self.roots)
 
 
 def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:

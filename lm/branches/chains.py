@@ -26,9 +26,7 @@ from lm.features.draft import FeatureDraft, Outputs, roll_back
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, KeysValues
 from lm.features.taps import read_modules, watched
-
-_TRUNK = -1
-"""Stands for the text where chains are numbered from 0."""
+from lm.models.masked import Branching
 
 
 class Told(NamedTuple):
@@ -81,11 +79,10 @@ class Chains:
         Args:
             lengths: how many tokens of the text are committed when each begins; more than the draft's `lag`.
         """
-        roll_back(self._cache, self._length - self.draft.lag)
         num_kept = self._length - self.draft.lag
+        roll_back(self._cache, num_kept)
         self._lengths = lengths.to(self.draft.device)
-        self._owners = torch.full((num_kept,), _TRUNK, device=self.draft.device)
-        self._places = torch.arange(num_kept, device=self.draft.device)
+        self._branching = Branching(num_kept, self._lengths - self.draft.lag)
         roots = self._lengths - 1 - self.draft.lag
         self._states = self._trunk.states[0, roots]
         return self._trunk.hidden[0, roots]
@@ -99,11 +96,8 @@ class Chains:
             owners: the chain of each.
         """
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
-        depth = (self._owners[:, None] == owners).sum(0)
-        places = self._lengths[owners] - self.draft.lag + depth
-        self._owners, self._places = torch.cat([self._owners, owners]), torch.cat([self._places, places])
-        in_text = (self._owners == _TRUNK) & (self._places < (self._lengths[owners] - self.draft.lag)[:, None])
-        mask = (in_text | (self._owners == owners[:, None]))[None, None]
+        places, seen = self._branching.feed(owners, self._branching.depths(owners))
+        mask = seen[None, None]
         known = self._lengths[owners] - 1
         if isinstance(self.draft, Eagle):
             outputs = self.draft(tokens[None], self._states[owners][None], places[None], cache=self._cache, mask=mask)

@@ -7,9 +7,11 @@ word. So a small tree is held against plain forwards of each of its branches. Wi
 a second check, of the length.
 """
 
-from weakref import WeakSet
+from collections.abc import Iterator
+from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -18,8 +20,8 @@ from lm.branches.branched import Branched, trunk
 from lm.forwards import device_of
 from lm.frequencies import refuse_crossing
 from lm.models.mode import refuse_training
+from lm.probe import probe
 
-_PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _TRUNK = [1, 2, 3, 1, 2]
 _BRANCHES = ((2, (3, 1)), (4, (2, 2, 3)))
 """(tokens of the trunk that a branch sees, its own tokens)."""
@@ -31,18 +33,13 @@ def check_branches(model: PreTrainedModel) -> None:
     A model that passed is known; one in train mode is refused each time.
     """
     refuse_training(model)
-    if model in _PASSED:
-        return
-    try:
-        error = _largest_error(model)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
-        raise _refusal(
-            model, f"its forward fails with branches side by side ({type(problem).__name__}: {problem})"
-        ) from problem
-    # half precision may choose another expert of a mixture; a wrong mask changes states by their whole spread
-    if error > (1e-2 if model.dtype in (torch.float32, torch.float64) else 0.5):
-        raise _refusal(model, f"branches side by side change its hidden states by {error:.2g} of their spread")
-    _PASSED.add(model)
+    probe(
+        model,
+        _feeds(model),
+        partial(_refusal, model),
+        how="branches side by side",
+        difference="branches side by side change its hidden states",
+    )
 
 
 def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
@@ -70,24 +67,22 @@ def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> Non
 
 
 @torch.inference_mode()
-def _largest_error(model: PreTrainedModel) -> float:
-    """The largest difference of a hidden state in the tree from the one on its own, as a share of the states' standard
-    deviation.
-    """
+def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], Float[Tensor, "1 state"]]]:
+    """All hidden states of each branch as one row: in the tree, and on its own."""
     device, num_ids = device_of(model), model.config.get_text_config().vocab_size
     prefix = [token % num_ids for token in _TRUNK]
     cache, _ = trunk(model, prefix)
     tree = Branched(model, num_ids, cache, torch.tensor([num_seen for num_seen, _ in _BRANCHES], device=device))
     fed = [
-        (token % num_ids, owner, depth) for owner, (_, own) in enumerate(_BRANCHES) for depth, token in enumerate(own)
+        (token % num_ids, owner, depth)
+        for owner, (_, tokens) in enumerate(_BRANCHES)
+        for depth, token in enumerate(tokens)
     ]
     tokens, owners, depths = torch.tensor(fed, device=device).T
-    ours = tree.feed(tokens, owners, depths).split([len(own) for _, own in _BRANCHES])
-    error = 0.0
-    for hidden, (num_seen, own) in zip(ours, _BRANCHES, strict=True):
-        alone = _states(model, [*prefix[:num_seen], *(token % num_ids for token in own)])[num_seen:]
-        error = max(error, float((hidden - alone).abs().max() / alone.float().std()))
-    return error
+    ours = tree.feed(tokens, owners, depths).split([len(tokens) for _, tokens in _BRANCHES])
+    for hidden, (num_seen, tokens) in zip(ours, _BRANCHES, strict=True):
+        alone = _states(model, [*prefix[:num_seen], *(token % num_ids for token in tokens)])[num_seen:]
+        yield hidden.flatten()[None], alone.flatten()[None]
 
 
 def _states(model: PreTrainedModel, ids: list[int]) -> Tensor:

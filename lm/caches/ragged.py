@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 
-class Feed(NamedTuple):
+class RaggedFeed(NamedTuple):
     """Places that the tokens of one forward go to, the same in every layer."""
 
     rows: Int[Tensor, " fed_rows"]
@@ -29,7 +29,7 @@ class Feed(NamedTuple):
 class RaggedLayer(DynamicLayer):
     """One attention layer's keys and values, [row, place, head, dim]."""
 
-    feed: Feed
+    feed: RaggedFeed
     """Set before every forward."""
 
     def __init__(self, num_rows: int) -> None:

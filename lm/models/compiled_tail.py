@@ -5,7 +5,7 @@ serves that a `CachedModel` does, on any cache, and what is compiled is small: s
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lm.models.cached import CachedModel
 from lm.models.captured import Captured, Tail, Tensors, holder
+from lm.models.compiled import CompiledModel
 
 
 class _Kept(NamedTuple):
@@ -70,3 +71,8 @@ class CompiledTailModel(CachedModel):
         for tensor in (part for part in self._kept if part is not None):
             torch._dynamo.mark_static_address(tensor)
         return self._kept
+
+
+Compile = bool | Literal["stop"]
+"""`decode.compile`: how much of a loop is compiled: nothing, the stop alone, or whole steps."""
+KINDS: dict[Compile, type[CachedModel]] = {False: CachedModel, "stop": CompiledTailModel, True: CompiledModel}

@@ -17,7 +17,8 @@ refused by it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lm.frequencies import frequencies_of
+from lm.probe import FULL_PRECISION, refusing, row_errors
 
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionary()
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
@@ -54,7 +56,6 @@ computations.
 """
 _STEPWISE_LENGTH = 64
 """Tokens of the text that are fed again, one at a time, where longer feeds are wrong."""
-_FULL_PRECISION = (torch.float32, torch.float64)
 _MOST_ROUNDING = 2e-4
 _MOST_TF32_ROUNDING = 2e-2
 _MOST_IN_HALF_PRECISION = 0.2
@@ -160,7 +161,7 @@ def _must_be_stepwise(cached: _Cached) -> bool:
 
 def _tried(cached: _Cached, seed: int) -> float:
     """The error of feeds of all lengths."""
-    with _failing_plainly(cached):
+    with _refusing(cached), torch.inference_mode():
         tokens = _text(cached, _LENGTH, seed)
         return _largest(cached, list(_errors(cached, tokens, _without_cache(cached, tokens))))
 
@@ -169,28 +170,18 @@ def _tried_stepwise(cached: _Cached) -> tuple[float, float]:
     """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those
     against none.
     """
-    with _failing_plainly(cached):
+    with _refusing(cached), torch.inference_mode():
         tokens = _text(cached, _STEPWISE_LENGTH, 0)
         expected = _with_own_cache(cached, tokens)
         errors = list(_errors(cached, tokens, expected))
-        return _largest(cached, errors), float(_row_errors(expected, _without_cache(cached, tokens)).max())
-
-
-@contextmanager
-def _failing_plainly(cached: _Cached) -> Iterator[None]:
-    """Refuse a model whose forward fails."""
-    try:
-        with torch.inference_mode():
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(cached, f"its forward fails with this cache ({type(error).__name__}: {error})") from error
+        return _largest(cached, errors), float(
+            row_errors(expected, _without_cache(cached, tokens)).nan_to_num(0.0).max()
+        )
 
 
 def _most(cached: _Cached) -> float:
     """The most error that passes."""
-    if cached.model.dtype not in _FULL_PRECISION:
+    if cached.model.dtype not in FULL_PRECISION:
         return _WRONG if _has_states(cached) else _MOST_IN_HALF_PRECISION
     is_tf32 = (
         cached.model.dtype == torch.float32
@@ -202,7 +193,7 @@ def _most(cached: _Cached) -> float:
 
 def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
     """The error that counts among those of some feeds."""
-    if cached.model.dtype in _FULL_PRECISION or _has_states(cached):
+    if cached.model.dtype in FULL_PRECISION or _has_states(cached):
         return max((float(error.max()) for error in errors), default=0.0)
     short = [error for error in errors if len(error) < _MANY_ROWS]
     groups = [*([torch.cat(short)] if short else []), *(error for error in errors if len(error) >= _MANY_ROWS)]
@@ -223,7 +214,8 @@ def _errors(
         ours = cached.forward([*tokens[: feed.num_right], *wrong], num_rows)
         first = feed.end - num_rows
         if feed.start > 0 and feed.num_right > first:
-            yield _row_errors(ours[: feed.num_right - first], expected[first : feed.num_right])
+            # what is not finite is not compared: it is refused where it is decoded
+            yield row_errors(ours[: feed.num_right - first], expected[first : feed.num_right]).nan_to_num(0.0)
 
 
 def _has_states(cached: _Cached) -> bool:
@@ -278,18 +270,15 @@ def _logits(cached: _Cached, tokens: Sequence[int], start: int, **settings: Any)
     return cached.model(input_ids=ids, **settings, **placed).logits[0, :, : cached.vocab_size]
 
 
-def _row_errors(ours: Float[Tensor, "row vocab"], expected: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
-    expected = expected.to(ours.device)
-    spread = expected.float().std(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    # what is not finite is not compared: it is refused where it is decoded
-    return (((ours - expected).abs().amax(-1)).float() / spread).nan_to_num(0.0)
-
-
 def is_written(layer: Any) -> bool:
     """Has a forward left anything in this layer of a cache?"""
     states = getattr(layer, "has_previous_state", {})
     # by its name: the transformers that vLLM runs with has no such class
     return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
+
+
+def _refusing(cached: _Cached) -> AbstractContextManager[None]:
+    return refusing(partial(_refusal, cached), "its forward fails with this cache")
 
 
 def _refusal(cached: _Cached, why: str) -> ValueError:

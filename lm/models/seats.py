@@ -8,27 +8,28 @@ the mask) are refused, by kind of cache or because their logits in a batch are n
 is tried once per model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lm.caches.ragged import Feed, RaggedLayer
+from lm.caches.ragged import RaggedFeed, RaggedLayer
 from lm.forwards import device_of
 from lm.frequencies import frequencies_of, keys_of
 from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
+from lm.models.masked import additive
+from lm.probe import probe
 
 _CATCH_UP = 4
 """Tokens beyond those whose logits are asked that a forward takes along; sequences that lack more are fed them first,
 by themselves.
 """
-_PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _FEEDS = (
     ((0, (1, 2, 3)), (0, (2, 1))),
     ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))),
@@ -92,9 +93,14 @@ class Seats:
             )
         self._cache.layers = [RaggedLayer(max(num, 2)) for _ in self._cache.layers]
         self.seats = [Seat(self, row, cached) for row in range(num)]
-        if self.model not in _PASSED:
-            _check(self, cached)
-            _PASSED.add(self.model)
+        difference = "its logits in a batch differ from those alone"
+        probe(
+            self.model,
+            _fed_pairs(self, cached),
+            partial(_refusal, self.model),
+            how="ragged rows",
+            difference=difference,
+        )
 
     @torch.inference_mode()
     def forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
@@ -171,7 +177,7 @@ class Seats:
         places = starts + torch.arange(width, device=self.device)
         end = max(len(ask.token_ids) for ask in asks)
         rows = [ask.seat.row for ask in asks]  # type: ignore[attr-defined]
-        feed = Feed(torch.tensor(rows, device=self.device), rows == list(range(len(rows))), places, end)
+        feed = RaggedFeed(torch.tensor(rows, device=self.device), rows == list(range(len(rows))), places, end)
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]
         known = {
@@ -187,10 +193,8 @@ class Seats:
         return output.hidden_states[-1], output.logits
 
     def _mask(self, places: Int[Tensor, "asks width"], end: int) -> Float[Tensor, "asks 1 width end"]:
-        """0 where a query sees a place, the lowest number where it does not."""
-        is_hidden: Bool[Tensor, "asks width end"] = torch.arange(end, device=self.device) > places[..., None]
-        mask = torch.zeros(is_hidden.shape, dtype=self.model.dtype, device=self.device)
-        return mask.masked_fill_(is_hidden, torch.finfo(self.model.dtype).min)[:, None]
+        """A query sees the places of its row up to its own."""
+        return additive(torch.arange(end, device=self.device) <= places[..., None], self.model.dtype)[:, None]
 
 
 def _wanted(asks: Sequence[Ask], width: int) -> list[int]:
@@ -199,29 +203,20 @@ def _wanted(asks: Sequence[Ask], width: int) -> list[int]:
     return [place for last, ask in zip(lasts, asks, strict=True) for place in range(last - ask.num_rows, last)]
 
 
-def _check(seats: Seats, cached: CachedModel) -> None:
-    """Raise ValueError unless two sequences in one batch get the logits that each of them gets alone."""
+def _fed_pairs(
+    seats: Seats, cached: CachedModel
+) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
+    """The logits that two sequences get in one batch, and alone."""
     pair = [Seat(seats, row, cached) for row in range(2)]
     num_ids = seats.model.config.get_text_config().vocab_size
     for feed in _FEEDS:
         for seat, (num_kept, _) in zip(pair, feed, strict=True):
             seat.roll_back(num_kept)
         texts = [[token % num_ids for token in tokens] for _, tokens in feed]
-        try:
-            ours = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise _refusal(
-                seats.model, f"its forward fails with ragged rows ({type(error).__name__}: {error})"
-            ) from error
+        ours = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
         for tokens, logits in zip(texts, ours, strict=True):
             cached.reset()
-            alone = cached.forward(tokens)
-            spread = max(float(alone.float().std()), torch.finfo(torch.float32).tiny)
-            share = float((logits - alone).abs().max()) / spread
-            if share > (1e-2 if seats.model.dtype in (torch.float32, torch.float64) else 0.5):
-                raise _refusal(
-                    seats.model, f"its logits in a batch differ from those alone by {share:.2g} of their spread"
-                )
+            yield logits, cached.forward(tokens)
     cached.reset()
 
 

@@ -8,9 +8,9 @@ refused, by their kind of cache, or because their logits differ from those of ea
 per model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 from lm.caches.buffers import BufferLayer
 from lm.models.cached import CachedModel
+from lm.models.masked import additive
+from lm.probe import probe
 from lm.trees.tree import Tree
 
 _MOST_PENDING = 32
 """Tokens of the text that are fed together with nodes; of a longer text (the prompt) the rest goes before, by
 itself.
 """
-_PASSED: WeakSet[PreTrainedModel] = WeakSet()
 _TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
 
 
@@ -49,9 +50,15 @@ class TreeModel(CachedModel):
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not BufferLayer}
         if others:
             raise _refusal(model, f"its cache has {', '.join(sorted(others))}")
-        if model not in _PASSED:
-            _check(self)
-            _PASSED.add(model)
+        difference = "its logits in a tree differ from those of a path alone"
+        probe(
+            model,
+            _fed_paths(self),
+            partial(_refusal, model),
+            how="a mask for a tree",
+            difference=difference,
+            unknown=float("nan"),
+        )
 
     def roll_back(self, length: int) -> None:
         super().roll_back(min(length, len(self) - len(self._tree)))
@@ -118,18 +125,12 @@ class TreeModel(CachedModel):
         sees[:num_pending, :length] = np.tri(num_pending, length, length - num_pending, dtype=bool)
         sees[num_pending:, :length] = True
         sees[num_pending:, length:] = tree.sees()[num_known:]
-        lowest = torch.finfo(self.model.dtype).min
-        mask = torch.zeros(sees.shape, dtype=self.model.dtype).masked_fill_(torch.from_numpy(~sees), lowest)
-        return {
-            "position_ids": torch.tensor([positions], device=self._device),
-            "attention_mask": mask[None, None].to(self._device),
-        }
+        mask = additive(torch.from_numpy(sees), self.model.dtype)[None, None]
+        return {"position_ids": torch.tensor([positions], device=self._device), "attention_mask": mask.to(self._device)}
 
 
-def _check(cached: TreeModel) -> None:
-    """Raise ValueError unless a tree's logits are those that each of its paths has by itself, before and after a path
-    is kept.
-    """
+def _fed_paths(cached: TreeModel) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
+    """The logits of each path in a tree and by itself, before and after a path is kept."""
     num_ids = cached.model.config.get_text_config().vocab_size
     text = [token % num_ids for token in _TEXT]
     tree = (
@@ -138,24 +139,12 @@ def _check(cached: TreeModel) -> None:
         else Tree([0, 1, 0], [-1, -1, 1])
     )
     path = tree.path(len(tree) - 1)
-    try:
-        first = cached.forward_tree(text, tree)[1:]
-        cached.keep(path[:1])
-        second = cached.forward([*text, *tree.tokens_of(path)], 1)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(
-            cached.model, f"its forward fails with a mask for a tree ({type(error).__name__}: {error})"
-        ) from error
-    ours = [*zip(map(tree.path, range(len(tree))), first, strict=True), (path, second[0])]
-    for alone, logits in ours:
+    first = cached.forward_tree(text, tree)[1:]
+    cached.keep(path[:1])
+    second = cached.forward([*text, *tree.tokens_of(path)], 1)
+    for alone, logits in [*zip(map(tree.path, range(len(tree))), first.split(1), strict=True), (path, second)]:
         cached.reset()
-        expected = cached.forward([*text, *tree.tokens_of(alone)])[0]
-        spread = max(float(expected.float().std()), torch.finfo(torch.float32).tiny)
-        share = float((logits - expected).abs().max()) / spread
-        if not share <= (1e-2 if cached.model.dtype in (torch.float32, torch.float64) else 0.5):
-            raise _refusal(
-                cached.model, f"its logits in a tree differ from those of a path alone by {share:.2g} of their spread"
-            )
+        yield logits, cached.forward([*text, *tree.tokens_of(alone)])
     cached.reset()
 
 

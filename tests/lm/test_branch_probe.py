@@ -1,8 +1,10 @@
 """A trace is recorded only with models whose branches, fed side by side, are what they are on their own."""
 
 import pytest
+import torch
 
 from lm.branches.probe import check_branches, check_length
+from lm.models.masked import Branching
 from tests.conformance.families import FAMILIES, build
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -31,3 +33,13 @@ def test_a_window_shorter_than_a_response_is_refused(name):
     check_length(model, 8, num_prompt=4)
     with pytest.raises(ValueError, match="sees 8 tokens"):
         check_length(model, 9, num_prompt=4)
+
+
+def test_a_branch_sees_the_text_before_its_root_and_its_own_earlier_tokens():
+    branching = Branching(5, torch.tensor([2, 4]))
+    positions, seen = branching.feed(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    assert positions.tolist() == [2, 4]
+    assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1]]
+    positions, seen = branching.feed(torch.tensor([0]), branching.depths(torch.tensor([0])))
+    assert positions.tolist() == [3]
+    assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0, 1]]

@@ -23,21 +23,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
+from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round
 from decode.policies.length import FixedLength
 from lm import CachedModel, Draws, Sampling, next_law, num_accepted
-
-Law = Float[Tensor, " vocab"]
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,6 @@ class Step(Round):
 
     def as_dict(self) -> dict[str, Any]:
         return super().as_dict() | {"strategy": self.strategy, "num_tested": self.num_tested}
-
-
-class _Drafted(NamedTuple):
-    """Tokens and the law that each was drawn from."""
-
-    tokens: list[int]
-    laws: list[Law]
 
 
 class PearlDecoder(SpeculativeDecoder):
@@ -112,7 +101,7 @@ class PearlDecoder(SpeculativeDecoder):
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
     def _rounds(self, *arguments: Any) -> Iterator[Round]:
-        self._waiting = _Drafted([], [])
+        self._waiting = Proposal()
         yield from super()._rounds(*arguments)
 
     @torch.inference_mode()
@@ -130,7 +119,7 @@ class PearlDecoder(SpeculativeDecoder):
                 wait([verified])
         logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
         p = self.sampling.laws_after(logits, text)
-        tested = _Drafted(waiting.tokens + new.tokens[:1], waiting.laws + new.laws[:1])
+        tested = Proposal(waiting.tokens + new.tokens[:1], waiting.laws + new.laws[:1])
         count = num_accepted(tested.tokens, tested.laws, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
@@ -138,7 +127,7 @@ class PearlDecoder(SpeculativeDecoder):
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.laws, p, draws))]
-        self._waiting = _Drafted(new.tokens[1:], new.laws[1:]) if is_passed else _Drafted([], [])
+        self._waiting = Proposal(new.tokens[1:], new.laws[1:]) if is_passed else Proposal()
         committed += emitted
         self._forget(committed, is_passed)
         counts = Counts(
@@ -152,12 +141,11 @@ class PearlDecoder(SpeculativeDecoder):
         times_s = drafted_s - started_s, perf_counter() - drafted_s
         return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, strategy, len(tested.tokens))
 
-    def _draft(self, text: list[int], num_allowed: int) -> _Drafted:
+    def _draft(self, text: list[int], num_allowed: int) -> Proposal:
         """New tokens after the text, none after an EOS that waits to be tested."""
         if num_allowed < 1 or (self._waiting.tokens and text[-1] in self.eos_ids):
-            return _Drafted([], [])
-        proposal = self.drafter.propose(text, min(self.max_draft_length, num_allowed))
-        return _Drafted(proposal.tokens, proposal.laws)
+            return Proposal()
+        return self.drafter.propose(text, min(self.max_draft_length, num_allowed))
 
     def _forget(self, committed: Sequence[int], is_passed: bool) -> None:
         """Law 4.5: both caches hold a prefix of committed[:-1], the draft's also of what waits."""

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import decode.loop.decoder
+import lm.probe
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.loop.asked import limits_of
 from decode.loop.batch import Batch
@@ -179,10 +180,12 @@ WANTED = seats._wanted
 def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, monkeypatch):
     decoder = whole_pair()
     monkeypatch.setattr(*MUTANTS[mutant])
-    monkeypatch.setattr(seats, "_PASSED", set())
+    monkeypatch.setattr(lm.probe, "_PASSED", {})
     with pytest.raises((ValueError, AssertionError)):
         decoder.generate_batch([[3, 1, 4, 1, 5], [9]], 8, batch_size=2)
-    monkeypatch.setattr(seats, "_PASSED", {decoder.target.model, decoder.drafter.model.model})
+    monkeypatch.setattr(
+        lm.probe, "_PASSED", {model: {"ragged rows"} for model in (decoder.target.model, decoder.drafter.model.model)}
+    )
     with pytest.raises(AssertionError):
         assert_as_alone(decoder, [[3, 1, 4, 1, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9]], [14, 10, 12], 2)
 
