@@ -166,12 +166,12 @@ class Resamples:
         assert dev is not None, "num_home was not given"
         rows = np.arange(len(self._drafting))
         best, reached = np.full(len(rows), -np.inf), np.zeros(len(rows))
-        for one in competitors:
-            on_dev = self._of_all(one.dev, dev)
+        for competitor in competitors:
+            on_dev = self._of_all(competitor.dev, dev)
             chosen = on_dev.argmax(1)
             wins = on_dev[rows, chosen] > best
             best = np.where(wins, on_dev[rows, chosen], best)
-            reached = np.where(wins, self._of_all(one.test, self._weights[1])[rows, chosen], reached)
+            reached = np.where(wins, self._of_all(competitor.test, self._weights[1])[rows, chosen], reached)
         return reached
 
     def _of_all(

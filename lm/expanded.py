@@ -53,7 +53,7 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
     hook.remove()
     if not calls:
         raise _refusal(model, "it does not call them")
-    if not all(torch.equal(*each) for each in zip(expected, outputs, strict=True)):
+    if not all(torch.equal(*both) for both in zip(expected, outputs, strict=True)):
         raise _refusal(model, "its output changes, although their output projections are zero")
 
 
@@ -75,7 +75,9 @@ def _outputs(model: PreTrainedModel) -> tuple[Tensor, ...]:
 def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
     """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
     length = model.config.get_text_config().num_hidden_layers
-    found = (each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == length)
+    found = (
+        module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == length
+    )
     return next(found, None)
 
 

@@ -179,8 +179,8 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     hidden = hidden_states(model, probe, [0])
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor(probe, device=hidden.device)).logits[0, :, :vocab_size]
-    ours = logits_of(model, hidden, vocab_size).to(expected.device)
-    if not torch.allclose(ours.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+    logits = logits_of(model, hidden, vocab_size).to(expected.device)
+    if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and "
             "probabilities "

@@ -14,7 +14,7 @@ def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
     transformers'.
     """
     cache = DynamicCache(config=model.config)
-    cache.layers = [_layer(each, capacity) for each in cache.layers]
+    cache.layers = [_layer(layer, capacity) for layer in cache.layers]
     return cache
 
 

@@ -68,8 +68,8 @@ class Pair:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The target's end-of-sequence ids (a generation config may name several), or the tokenizer's."""
-        own = self.tokenizer.eos_token_id
-        return eos_ids_of(self.target.generation_config) or frozenset([] if own is None else [own])
+        eos_id = self.tokenizer.eos_token_id
+        return eos_ids_of(self.target.generation_config) or frozenset([] if eos_id is None else [eos_id])
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:

@@ -73,9 +73,9 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
     """Print each round as soon as it is decoded; the summary that ends the output."""
     transcript.console.print(legend())
     rounds_so_far: list[Round] = []
-    for one in rounds:
-        rounds_so_far.append(one)
-        transcript.write(one)
+    for round_ in rounds:
+        rounds_so_far.append(round_)
+        transcript.write(round_)
     closing = summary(Generation.of(rounds_so_far), policy)
     transcript.console.print("\n" + closing, soft_wrap=True)
     return closing

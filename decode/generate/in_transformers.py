@@ -162,14 +162,14 @@ def _ends_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> 
     """EOS ids and length as the loop knows them itself: those of the criteria, since a user's own take the place of the
     config's.
     """
-    eos = [one for one in criteria if isinstance(one, EosTokenCriteria)]
-    lengths = [one for one in criteria if isinstance(one, MaxLengthCriteria)]
+    eos = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    lengths = [criterion for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     return _Ends(
-        eos_ids=frozenset(chain.from_iterable(one.eos_token_id.flatten().tolist() for one in eos))
+        eos_ids=frozenset(chain.from_iterable(criterion.eos_token_id.flatten().tolist() for criterion in eos))
         if eos
         else eos_ids_of(config),
         max_length=min(one.max_length for one in lengths) if lengths else config.max_length,  # type: ignore[arg-type]
-        criteria=StoppingCriteriaList([one for one in criteria if one not in (*eos, *lengths)]),
+        criteria=StoppingCriteriaList([criterion for criterion in criteria if criterion not in (*eos, *lengths)]),
     )
 
 
@@ -182,12 +182,12 @@ def _generation(
     # a token is emitted before anybody is asked whether to stop, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, ends.max_length - input_ids.shape[1]), generator=generator)
     rounds_so_far: list[Round] = []
-    for one in rounds:
-        rounds_so_far.append(one)
-        tokens = list(chain.from_iterable(each.emitted for each in rounds_so_far))
-        for length in range(len(tokens) - len(one.emitted) + 1, len(tokens) + 1) if ends.criteria else ():
+    for round_ in rounds:
+        rounds_so_far.append(round_)
+        tokens = list(chain.from_iterable(round_.emitted for round_ in rounds_so_far))
+        for length in range(len(tokens) - len(round_.emitted) + 1, len(tokens) + 1) if ends.criteria else ():
             ids = torch.cat([input_ids, input_ids.new_tensor([tokens[:length]])], dim=-1)
             if bool(ends.criteria(ids, None).all()):
-                rounds_so_far[-1] = one.cut(len(one.emitted) - (len(tokens) - length))
+                rounds_so_far[-1] = round_.cut(len(round_.emitted) - (len(tokens) - length))
                 return Generation.of(rounds_so_far)
     return Generation.of(rounds_so_far)

@@ -68,7 +68,7 @@ def picture(text: Text, closing: str, *, title: str) -> str:
 def summary(generation: Generation, policy: Policy) -> str:
     """One line: what it took."""
     counts = generation.counts
-    draft_s, target_s = (sum(getattr(one, name) for one in generation.rounds) for name in ("draft_s", "target_s"))
+    draft_s, target_s = (sum(getattr(round_, name) for round_ in generation.rounds) for name in ("draft_s", "target_s"))
     seconds = max(draft_s + target_s, 1e-9)
     return (
         f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), "

@@ -141,17 +141,17 @@ class Batch:
         num_tokens = sum(place.num_planned for place in busy)
         verified = [self._settled(place, law) for place, law in zip(busy, p, strict=True)]
         ended_s = perf_counter()
-        one = BatchRound(
+        batch_round = BatchRound(
             steps,
             num_tokens,
-            sum(len(each.emitted) for each in verified),
+            sum(len(round_.emitted) for round_ in verified),
             drafted_s - started_s,
             ended_s - drafted_s,
             num_joined,
         )
         if self._rule is not None:
-            self._rule.end(one.steps, one.num_tokens, one.num_emitted)
-        return one
+            self._rule.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
+        return batch_round
 
     def _drafted(self, busy: list[_Place], max_draft_length: int) -> tuple[int, ...]:
         """All drafts of a round; how many sequences took part in each step."""
@@ -165,8 +165,8 @@ class Batch:
             ids = [place.committed + place.drafter.proposal.tokens for place in going]
             asks = [Ask(place.drafter.model, each, 1) for place, each in zip(going, ids, strict=True)]  # type: ignore[arg-type]  # a `Seat`
             logits = self._draft.forward(asks)
-            told = zip(going, logits, self._laws(asks, logits), strict=True)
-            going = [place for place, row, q in told if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
+            outcomes = zip(going, logits, self._laws(asks, logits), strict=True)
+            going = [place for place, row, q in outcomes if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
         return tuple(steps)
 
     def _chosen(self, going: list[_Place], busy: list[_Place]) -> list[_Place]:
@@ -195,11 +195,11 @@ class Batch:
             place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
         )
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
-        one = Round(
+        round_ = Round(
             tuple(proposal.tokens), verdict.num_accepted, tuple(emitted), proposal.stop_reason, counts, 0.0, 0.0
         )
         assert place.request is not None
-        self._rounds[place.request].append(one)
+        self._rounds[place.request].append(round_)
         if emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
             place.request = None
-        return one
+        return round_

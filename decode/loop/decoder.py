@@ -112,7 +112,7 @@ class SpeculativeDecoder:
             if generator is None or isinstance(generator, torch.Generator)
             else generator
         )
-        requests = [Request(*each) for each in zip(all_ids, limits, draws, strict=True)]
+        requests = [Request(*arguments) for arguments in zip(all_ids, limits, draws, strict=True)]
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             check_free(model, role)  # it may be tried out, which takes its cache
             model.check_mode()
@@ -154,9 +154,9 @@ class SpeculativeDecoder:
         committed = list(prompt_ids)
         end = len(committed) + max_new_tokens
         while len(committed) < end:
-            one = self._round(committed, end - len(committed), session.draws)
-            yield one
-            if one.emitted[-1] in self.eos_ids:
+            round_ = self._round(committed, end - len(committed), session.draws)
+            yield round_
+            if round_.emitted[-1] in self.eos_ids:
                 return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:

@@ -66,16 +66,16 @@ class Generation:
     def of(cls, rounds: Iterable[Round]) -> "Generation":
         """The generation that these rounds make up."""
         rounds = tuple(rounds)
-        token_ids = tuple(token for one in rounds for token in one.emitted)
+        token_ids = tuple(token for round_ in rounds for token in round_.emitted)
         # summed field by field: a `Counts` for every partial sum would cost a twentieth of a small model's round
-        totals = {f.name: sum(getattr(one.counts, f.name) for one in rounds) for f in fields(Counts)}
+        totals = {f.name: sum(getattr(round_.counts, f.name) for round_ in rounds) for f in fields(Counts)}
         return cls(token_ids, rounds, Counts(**totals))
 
     def as_dict(self) -> dict[str, Any]:
         """Tokens, one record per round, and totals, as JSON has them."""
         return {
             "token_ids": list(self.token_ids),
-            "rounds": [one.as_dict() for one in self.rounds],
+            "rounds": [round_.as_dict() for round_ in self.rounds],
             "counts": asdict(self.counts),
         }
 

@@ -67,7 +67,7 @@ class Curve:
 
     def plus(self, seconds: float) -> Curve:
         """So much more everywhere."""
-        return Curve(self.numbers, tuple(each + seconds for each in self.seconds))
+        return Curve(self.numbers, tuple(seconds_ + seconds for seconds_ in self.seconds))
 
 
 class BatchCosts(NamedTuple):

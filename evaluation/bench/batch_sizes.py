@@ -57,9 +57,9 @@ def measure_sizes(
         speeds = {name: [speed for speed, _ in turns[1:]] for name, turns in runs.items()}
         best = max(fixed, key=lambda name: median(speeds[name]))
         for name, values in speeds.items():
-            against = median(own / other for own, other in zip(values, speeds[best], strict=True))
+            against = median(speed / other for speed, other in zip(values, speeds[best], strict=True))
             rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
-        seen += [one for name in fixed for _, rounds in runs[name][1:] for one in rounds]
+        seen += [round_ for name in fixed for _, rounds in runs[name][1:] for round_ in rounds]
     return rows, curves_of(seen)
 
 
@@ -71,7 +71,7 @@ def _run(
     started_s = perf_counter()
     batch, played = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
     rounds = list(played)
-    return sum(each.counts.num_emitted for each in batch.generations) / (perf_counter() - started_s), rounds
+    return sum(generation.counts.num_emitted for generation in batch.generations) / (perf_counter() - started_s), rounds
 
 
 def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
@@ -81,12 +81,12 @@ def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
         ValueError: no round that drafted.
     """
     draft, target = defaultdict(list), defaultdict(list)
-    for one in rounds:
-        if one.num_joined:
+    for round_ in rounds:
+        if round_.num_joined:
             continue
-        target[one.num_tokens].append(one.target_s)
-        if one.steps and len(set(one.steps)) == 1:
-            draft[one.steps[0]].append(one.draft_s / len(one.steps))
+        target[round_.num_tokens].append(round_.target_s)
+        if round_.steps and len(set(round_.steps)) == 1:
+            draft[round_.steps[0]].append(round_.draft_s / len(round_.steps))
     if not draft:
         raise ValueError("no round of these batches drafted with all of its sequences; measure a fixed length too")
     return BatchCosts(_rising(draft), _rising(target))

@@ -73,7 +73,7 @@ def length_rows(
 
 def num_differing(loop: Loop, other: Loop, k: int) -> int:
     """Greedy generations that two loops end with other tokens: near ties that rounding decides."""
-    decoders = [each.decoder(FixedLength(k)) for each in (loop, other)]
+    decoders = [loop_.decoder(FixedLength(k)) for loop_ in (loop, other)]
     texts = (
         [decoder.generate(prompt, loop.max_new_tokens).token_ids for decoder in decoders] for prompt in loop.prompts
     )
@@ -144,8 +144,8 @@ def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
 def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
     three = {
-        f"{one.name} {one.settings[0].label}": one.settings[0].build()
-        for one in competitors_of(trio)
-        if one.num_levels == 3
+        f"{competitor.name} {competitor.settings[0].label}": competitor.settings[0].build()
+        for competitor in competitors_of(trio)
+        if competitor.num_levels == 3
     }
     return {NO_DRAFT: ModelDrafter(trio.draft, FixedLength(0)), **two, **three}

@@ -89,7 +89,7 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         TalliedModel("target", pair, log), drafter, sampling=sampling, max_draft_length=k, eos_ids=frozenset()
     )
     bare: dict[Call, list[float]] = defaultdict(list)
-    own: dict[Call, list[float]] = defaultdict(list)
+    own_s: dict[Call, list[float]] = defaultdict(list)
     runs = []
     for seed, prompt in enumerate([prompts[0], *prompts]):
         log.clear()
@@ -98,10 +98,10 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         decoder.generate(prompt, num_tokens, generator=generator)
         runs.append((perf_counter() - started_s, [call.shape for call in log]))
         _repeat_bare(pair, log, bare)
-        _repeat_own(pair, log, own)
+        _repeat_own(pair, log, own_s)
     share, own_share = (
         median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:])
-        for seconds in (bare, own)
+        for seconds in (bare, own_s)
     )
     return Outside(share, own_share, median(wall_s for wall_s, _ in runs[1:]))
 

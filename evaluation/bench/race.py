@@ -202,8 +202,8 @@ class Choices:
         sampling: of the cells.
         cost: of the pair as it is; decides which head of each timing `auto` reads.
         """
-        own = Sampling(**vars(config.pair.sampling))
-        self.experiment = Experiment(config if sampling == own else _under(config, name, sampling))
+        of_pair = Sampling(**vars(config.pair.sampling))
+        self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
         self._name, self._cost = name, cost
 
     @cached_property

@@ -40,8 +40,8 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
     rivals = {}
     for rival, families in groups.items():
         members = [
-            (arm.get("on_dev") or own.tokens_per_s, own)
-            for arm, own in zip(cell["arms"], spent, strict=True)
+            (arm.get("on_dev") or spent_by_arm.tokens_per_s, spent_by_arm)
+            for arm, spent_by_arm in zip(cell["arms"], spent, strict=True)
             if arm["family"] in families
         ]
         if members:
@@ -81,13 +81,13 @@ def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sh
     rivals = [name for name in (BASELINE, *SCHEDULES) if name in standings[0].over]
     rows = [
         {
-            "policy": _name(one.family) + " (foreign head)" * arm["is_foreign"],
-            "setting": one.setting,
-            "tokens/s": f"{one.spent.tokens_per_s:.1f}",
-            "alone": f"x{1 + one.over[ALONE].value:.2f}",
-            **{f"over {_name(rival)}": _gain(one, rival) for rival in rivals},
+            "policy": _name(standing.family) + " (foreign head)" * arm["is_foreign"],
+            "setting": standing.setting,
+            "tokens/s": f"{standing.spent.tokens_per_s:.1f}",
+            "alone": f"x{1 + standing.over[ALONE].value:.2f}",
+            **{f"over {_name(rival)}": _gain(standing, rival) for rival in rivals},
         }
-        for arm, one in zip(cell["arms"], standings, strict=True)
+        for arm, standing in zip(cell["arms"], standings, strict=True)
     ]
     return Sheet(
         title_of(cell),
@@ -104,13 +104,13 @@ def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]])
         {
             "ratio": f"{ratio_of(cell):.2f}",
             "sampling": _LABELS[cell["sampling"]],
-            "policy": _name(one.family),
-            "setting": one.setting,
-            **{heading: _short(one.over[rival]) for rival, heading in rivals.items() if rival in one.over},
+            "policy": _name(standing.family),
+            "setting": standing.setting,
+            **{heading: _short(standing.over[rival]) for rival, heading in rivals.items() if rival in standing.over},
         }
         for cell, standings in cells
-        for one in standings
-        if one.family.startswith(("head_", "auto_"))
+        for standing in standings
+        if standing.family.startswith(("head_", "auto_"))
     ]
     headings = ("ratio", "sampling", "policy", "setting", *rivals.values())
     note = "gain in per cent over each rival, and its 95 % interval over prompts"
@@ -133,14 +133,14 @@ def ratio_of(cell: Mapping[str, Any]) -> float:
 
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     """Lead of our fastest arm over each schedule, and the arms of ours that are behind one."""
-    ours = [one for one in standings if one.family not in (*SCHEDULES, ALONE)]
+    ours = [standing for standing in standings if standing.family not in (*SCHEDULES, ALONE)]
     best = max(ours, key=lambda one: one.spent.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {_name(name)}" for name in SCHEDULES if name in best.over)
     behind = [
-        f"{_name(one.family)} behind {_name(name)}"
-        for one in ours
+        f"{_name(standing.family)} behind {_name(name)}"
+        for standing in ours
         for name in SCHEDULES
-        if name in one.over and one.over[name].value < 0
+        if name in standing.over and standing.over[name].value < 0
     ]
     where = f"{_LABELS[cell['sampling']]} at ratio {ratio_of(cell):.2f}"
     if not against:
@@ -160,7 +160,9 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
             (each for each in cells if each[0]["sampling"] == sampling), key=lambda each: ratio_of(each[0])
         )
         ratios = [ratio_of(cell) for cell, _ in of_sampling]
-        for place, family in enumerate(dict.fromkeys(one.family for _, standings in of_sampling for one in standings)):
+        for place, family in enumerate(
+            dict.fromkeys(standing.family for _, standings in of_sampling for standing in standings)
+        ):
             if family in (BASELINE, ALONE):
                 continue
             gains = [_best(standings, family) for _, standings in of_sampling]
@@ -181,7 +183,7 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
 
 
 def _best(standings: Sequence[Standing], family: str) -> Gain | None:
-    of_family = [one for one in standings if one.family == family]
+    of_family = [standing for standing in standings if standing.family == family]
     return max(of_family, key=lambda one: one.spent.tokens_per_s).over[BASELINE] if of_family else None
 
 

@@ -161,8 +161,11 @@ def report_of(
         )
     replays = [runner.replayed(len(kept)) for runner in runners]
     tokens = [replayed.counts.num_emitted[0, kept] for replayed in replays]
-    predicted = [Spent(each, cost.time_s(replayed)[0, kept]) for each, replayed in zip(tokens, replays, strict=True)]
-    measured = [Spent(each, clocked.wall_s(number)) for number, each in enumerate(tokens)]
+    predicted = [
+        Spent(tokens_of_family, cost.time_s(replayed)[0, kept])
+        for tokens_of_family, replayed in zip(tokens, replays, strict=True)
+    ]
+    measured = [Spent(tokens_of_family, clocked.wall_s(number)) for number, tokens_of_family in enumerate(tokens)]
     base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
     rows = []
     for number, runner in enumerate(runners):

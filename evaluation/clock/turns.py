@@ -84,13 +84,13 @@ def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generat
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s
     rounds = generation.rounds
-    return generation, (wall_s, sum(one.draft_s for one in rounds), sum(one.target_s for one in rounds))
+    return generation, (wall_s, sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
 
 
 def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """
-    lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=replayed.lengths.shape[-1])
+    lengths = np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=replayed.lengths.shape[-1])
     counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])

@@ -121,9 +121,9 @@ class Replays:
         stop_s = {arm.grid.name: cost.stop_s(arm.grid.policy.stop_kind) for arm in self.arms}
         found: dict[Timing, str] = {}
         for families in _HEADS.values():
-            own = [arm for arm in self.arms if arm.grid.family in families]
-            least = min((stop_s[arm.grid.name] for arm in own), default=0.0)
-            found |= fastest_heads([arm for arm in own if stop_s[arm.grid.name] <= least], cost)
+            arms = [arm for arm in self.arms if arm.grid.family in families]
+            least = min((stop_s[arm.grid.name] for arm in arms), default=0.0)
+            found |= fastest_heads([arm for arm in arms if stop_s[arm.grid.name] <= least], cost)
         return {timing: self.heads[name] for timing, name in found.items()}
 
     def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:

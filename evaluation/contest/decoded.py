@@ -134,7 +134,7 @@ def decode_hierarchies(
         costs: of this machine first.
         t_micro_s: seconds of a micro forward; None: fitted over the generations on dev, in proportion to t_draft.
     """
-    competitors = [one for one in competitors_of(loop.trio) if one.name in FAMILIES]
+    competitors = [competitor for competitor in competitors_of(loop.trio) if competitor.name in FAMILIES]
     on_dev, on_test = ([list(trace.rows[row].prompt_ids) for row in trace.first_draws] for trace in traces)
     dev = loop.play(competitors, on_dev)
     times = trio_times(dev) if t_micro_s is None else None
@@ -143,5 +143,10 @@ def decode_hierarchies(
     for cost in costs:
         done = {(run.competitor.name, run.setting.key) for run in decoded.test}
         best = at_settings(competitors, decoded.best(cost))
-        decoded.test.extend(loop.play([one for one in best if (one.name, one.settings[0].key) not in done], on_test))
+        decoded.test.extend(
+            loop.play(
+                [competitor for competitor in best if (competitor.name, competitor.settings[0].key) not in done],
+                on_test,
+            )
+        )
     return decoded

@@ -253,7 +253,7 @@ def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -
         "costs": setup.cost.origin,
         "verify_share": setup.verify_share,
     }
-    settings = (", ".join(f"{key}={value}" for key, value in each.setting.items()) for each in results)
+    settings = (", ".join(f"{key}={value}" for key, value in result.setting.items()) for result in results)
     return pd.DataFrame(
         [{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)]
     )

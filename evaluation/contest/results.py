@@ -82,7 +82,9 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> 
         members = [family for family in families if belongs(family)]
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))
-            reached[group] = resamples.throughput([each for family in members for each in competitors[family]])
+            reached[group] = resamples.throughput(
+                [competitor for family in members for competitor in competitors[family]]
+            )
     return Yardstick(
         {family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], reached, resamples, champions
     )

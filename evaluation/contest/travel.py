@@ -87,7 +87,10 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
                 reached,
             )
         travelled.append(Travelled(result, kept))
-    places = {result.family: place for place, result in enumerate(ordered([each.result for each in travelled]))}
+    places = {
+        result.family: place
+        for place, result in enumerate(ordered([travelled_family.result for travelled_family in travelled]))
+    }
     return sorted(travelled, key=lambda each: places[each.result.family])
 
 
@@ -163,6 +166,10 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, co
 
 def travel_frame(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> pd.DataFrame:
     """Rows of results.csv: those of the foreign set, chosen at home."""
-    frame = result_frame([each.result for each in travelled], cost, dataset=there.dataset, chosen_on=home.dataset)
+    frame = result_frame(
+        [travelled_family.result for travelled_family in travelled], cost, dataset=there.dataset, chosen_on=home.dataset
+    )
     nothing = Gain(*[float("nan")] * 4)
-    return frame.join(pd.DataFrame([spread("kept", each.kept or nothing) for each in travelled]))
+    return frame.join(
+        pd.DataFrame([spread("kept", travelled_family.kept or nothing) for travelled_family in travelled])
+    )

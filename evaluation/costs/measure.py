@@ -138,18 +138,18 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     Raises:
         ValueError: generations of one round only.
     """
-    rounds = [one for generation in generations for one in generation.rounds[1:]]
-    drafting = [one for one in rounds if one.counts.num_draft_forwards]
+    rounds = [round_ for generation in generations for round_ in generation.rounds[1:]]
+    drafting = [round_ for round_ in rounds if round_.counts.num_draft_forwards]
     drafts: dict[int, list[float]] = {}
     by_length: dict[int, list[float]] = {}
-    for one in rounds:
-        drafts.setdefault(one.counts.num_draft_forwards, []).append(one.draft_s)
-        by_length.setdefault(len(one.drafted), []).append(one.target_s)
+    for round_ in rounds:
+        drafts.setdefault(round_.counts.num_draft_forwards, []).append(round_.draft_s)
+        by_length.setdefault(len(round_.drafted), []).append(round_.target_s)
     if not drafting or 0 not in by_length:
         raise ValueError(
             "costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s"
         )
-    t_draft_s = typical([one.draft_s / one.counts.num_draft_forwards for one in drafting])
+    t_draft_s = typical([round_.draft_s / round_.counts.num_draft_forwards for round_ in drafting])
     begin_s, step_s = _line(drafts)
     if begin_s > 0 and step_s > 0:
         t_draft_s = step_s
@@ -207,7 +207,7 @@ def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
 
 def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:
     """Relative standard errors of t_draft, and of t_target over the lengths seen."""
-    steps_s = [one.draft_s / one.counts.num_draft_forwards for one in drafting]
+    steps_s = [round_.draft_s / round_.counts.num_draft_forwards for round_ in drafting]
     relative = [value / typical(values) for values in by_length.values() for value in values]
     return TimeErrors(error_of(steps_s) / typical(steps_s), error_of(relative))
 
@@ -246,9 +246,9 @@ def fit_costs(generations: Sequence[Generation]) -> Fit:
 
 def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
     return (
-        float(sum(one.counts.num_draft_forwards for one in rounds)),
+        float(sum(round_.counts.num_draft_forwards for round_ in rounds)),
         float(len(rounds)),
-        sum(one.draft_s + one.target_s for one in rounds),
+        sum(round_.draft_s + round_.target_s for round_ in rounds),
     )
 
 

@@ -131,11 +131,14 @@ def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[i
     num_tokens, drafting = min(_TOKENS, loop.max_new_tokens), {}
     for kind, decoder in decoders.items():
         played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
-        drafting[kind] = [one for one in played if one.drafted]
-        assert [one.drafted for one in drafting[kind]] == [one.drafted for one in drafting[""]], (
+        drafting[kind] = [round_ for round_ in played if round_.drafted]
+        assert [round_.drafted for round_ in drafting[kind]] == [one.drafted for one in drafting[""]], (
             "equal draws write equal texts"
         )
-    return {kind: [one.draft_s / one.counts.num_draft_forwards for one in played] for kind, played in drafting.items()}
+    return {
+        kind: [round_.draft_s / round_.counts.num_draft_forwards for round_ in played]
+        for kind, played in drafting.items()
+    }
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

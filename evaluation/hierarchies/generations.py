@@ -55,11 +55,13 @@ class Decoded:
         rounds = repeated[0].rounds
         return cls(
             counts=repeated[0].counts,
-            lengths=tuple(len(one.drafted) for one in rounds),
-            seconds=median(sum(one.draft_s + one.target_s for one in each.rounds) for each in repeated),
-            later=reduce(add, (one.counts for one in rounds[1:]), Counts()),
-            later_draft_s=median(sum(one.draft_s for one in each.rounds[1:]) for each in repeated),
-            later_target_s=median(sum(one.target_s for one in each.rounds[1:]) for each in repeated),
+            lengths=tuple(len(round_.drafted) for round_ in rounds),
+            seconds=median(
+                sum(round_.draft_s + round_.target_s for round_ in repetition.rounds) for repetition in repeated
+            ),
+            later=reduce(add, (round_.counts for round_ in rounds[1:]), Counts()),
+            later_draft_s=median(sum(round_.draft_s for round_ in repetition.rounds[1:]) for repetition in repeated),
+            later_target_s=median(sum(round_.target_s for round_ in repetition.rounds[1:]) for repetition in repeated),
             repeats=len(repeated),
         )
 

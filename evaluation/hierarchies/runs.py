@@ -57,7 +57,7 @@ class Candidate:
     @cached_property
     def each(self) -> list[Counts]:
         """Counts of each generation, every forward attributed to the model that ran it."""
-        return [swapped(one.counts) if self.is_micro else one.counts for one in self.decoded]
+        return [swapped(generation.counts) if self.is_micro else generation.counts for generation in self.decoded]
 
     @cached_property
     def counts(self) -> Counts:
@@ -67,7 +67,7 @@ class Candidate:
     @property
     def measured(self) -> Spent:
         """Throughput by wall clock."""
-        return self.spent([one.seconds for one in self.decoded])
+        return self.spent([generation.seconds for generation in self.decoded])
 
     def modelled(self, times: Times) -> Spent:
         """Throughput by the cost model with three times."""
@@ -114,7 +114,7 @@ class ResumableLoop:
             [Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts
         ]
         stored = read_decoded(self.directory)
-        is_there = {key for key, one in stored.items() if one.repeats >= repeats}
+        is_there = {key for key, generation in stored.items() if generation.repeats >= repeats}
         missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not is_there.issuperset(row)]
         if missing:
             decoders = {(competitor.name, setting.key): self._decoder(setting) for competitor, setting in pairs}
@@ -183,7 +183,8 @@ def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: 
 def trio_times(runs: Sequence[Candidate]) -> Times:
     """t_micro, t_draft and t_target, fitted over all generations."""
     return fit_times(
-        [one for run in runs for one in run.decoded], is_micro=[run.is_micro for run in runs for _ in run.decoded]
+        [generation for run in runs for generation in run.decoded],
+        is_micro=[run.is_micro for run in runs for _ in run.decoded],
     )
 
 
@@ -197,4 +198,6 @@ def best_on_dev(dev: Sequence[Candidate], speed: Callable[[Candidate], float]) -
 
 def at_settings(competitors: Sequence[Competitor], best: Mapping[str, Setting]) -> list[Competitor]:
     """Each competitor with its one setting; where there is none, because there was no dev, with its first."""
-    return [replace(one, settings=(best.get(one.name, one.settings[0]),)) for one in competitors]
+    return [
+        replace(competitor, settings=(best.get(competitor.name, competitor.settings[0]),)) for competitor in competitors
+    ]

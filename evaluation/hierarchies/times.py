@@ -111,14 +111,16 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     Raises:
         ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    pairs = [(one, micro) for one, micro in zip(decoded, is_micro, strict=True) if one.later.num_target]
+    pairs = [
+        (generation, micro) for generation, micro in zip(decoded, is_micro, strict=True) if generation.later.num_target
+    ]
     if len(pairs) < 4:
         raise ValueError(
             f"fitting three times needs at least 4 generations of several rounds, there are {len(pairs)}; raise "
             "decode.num_test"
         )
-    forwards = np.array([_forwards(one.later, micro) for one, micro in pairs], dtype=np.float64)
-    seconds = np.array([(one.later_draft_s, one.later_target_s) for one, _ in pairs])
+    forwards = np.array([_forwards(generation.later, micro) for generation, micro in pairs], dtype=np.float64)
+    seconds = np.array([(generation.later_draft_s, generation.later_target_s) for generation, _ in pairs])
     t_micro_s, t_draft_s = least_absolute(forwards[:, :2], seconds[:, 0])
     (t_target_s,) = least_absolute(forwards[:, 2:], seconds[:, 1])
     if not t_draft_s or not t_target_s:

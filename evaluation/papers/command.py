@@ -58,6 +58,6 @@ def paper_tables(
     clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
     clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
     made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
-    for each in made:
-        each.print()
-    print(json.dumps({"paper": paper, "tables": [each.as_dict() for each in made]}))
+    for sheet in made:
+        sheet.print()
+    print(json.dumps({"paper": paper, "tables": [sheet.as_dict() for sheet in made]}))

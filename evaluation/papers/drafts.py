@@ -167,8 +167,8 @@ def lengths_of(experiment: Experiment, kinds: Sequence[Kind]) -> list[int]:
             f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; "
             "raise it"
         )
-    own = experiment.decode.grid.get("fixed_length", {}).get("k", FIXED_LENGTHS)
-    return [length for length in own if 0 < length <= longest]
+    lengths = experiment.decode.grid.get("fixed_length", {}).get("k", FIXED_LENGTHS)
+    return [length for length in lengths if 0 < length <= longest]
 
 
 def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[StopChoices]:

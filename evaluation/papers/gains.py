@@ -145,9 +145,9 @@ def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
     Raises:
         ValueError: something is to be chosen, and there is no dev prompt.
     """
-    names = {one.name for one in contest.competitors}
+    names = {competitor.name for competitor in contest.competitors}
     runs = [run for run in dev if run.competitor.name in names]
-    if not (runs and runs[0].decoded) and any(len(one.settings) > 1 for one in contest.competitors):
+    if not (runs and runs[0].decoded) and any(len(competitor.settings) > 1 for competitor in contest.competitors):
         raise ValueError(
             "fixed lengths and thresholds are chosen on dev prompts, and there are none; raise decode.num_dev"
         )
@@ -168,17 +168,19 @@ def fitted(runs: Sequence[Candidate]) -> ModelledTimes:
     Raises:
         ValueError: no generation has a second round.
     """
-    decoded = [one for run in runs for one in run.decoded if one.later.num_target]
+    decoded = [generation for run in runs for generation in run.decoded if generation.later.num_target]
     if not decoded:
         raise ValueError(
             "no dev generation has a second round, so that nothing is timed; raise decode.max_new_tokens or "
             "decode.num_dev"
         )
     drafting = least_absolute(
-        np.array([_drafting(one.later) for one in decoded]), np.array([one.later_draft_s for one in decoded])
+        np.array([_drafting(generation.later) for generation in decoded]),
+        np.array([generation.later_draft_s for generation in decoded]),
     )
     verifying = least_absolute(
-        np.array([_verifying(one.later) for one in decoded]), np.array([one.later_target_s for one in decoded])
+        np.array([_verifying(generation.later) for generation in decoded]),
+        np.array([generation.later_target_s for generation in decoded]),
     )
     return ModelledTimes(*drafting.tolist(), *verifying.tolist())
 
@@ -186,7 +188,8 @@ def fitted(runs: Sequence[Candidate]) -> ModelledTimes:
 def joined(parts: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """The same competitors over several datasets, as one run each."""
     return [
-        replace(same[0], decoded=tuple(one for run in same for one in run.decoded)) for same in zip(*parts, strict=True)
+        replace(same[0], decoded=tuple(generation for run in same for generation in run.decoded))
+        for same in zip(*parts, strict=True)
     ]
 
 

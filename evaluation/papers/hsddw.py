@@ -65,13 +65,13 @@ def hsddw_tables(
     """
     trio = Trio(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
-    competitors = [at_window(each) for each in competitors_of(trio) if each.name in names]
+    competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
     finalists = (
         eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain")))
         if eagle
         else []
     )
-    arms = [*competitors, *(one for each in finalists for one in each.competitors)]
+    arms = [*competitors, *(competitor for each in finalists for competitor in each.competitors)]
     runs: dict[str, RunsByName] = {}
     played: list[list[Candidate]] = []
     pearl: dict[str, str] = {}
@@ -84,9 +84,9 @@ def hsddw_tables(
         played.append(
             resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats)
         )
-        own = played[-1][: len(competitors)]
-        runs[dataset] = {run.competitor.name: run for run in own}
-        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(own)):.2f}x"
+        trio_runs = played[-1][: len(competitors)]
+        runs[dataset] = {run.competitor.name: run for run in trio_runs}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(trio_runs)):.2f}x"
     rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
     return [
         Sheet(
@@ -99,7 +99,10 @@ def hsddw_tables(
             Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows)
             for name, rows in mathematics(runs, categories).items()
         ),
-        *(Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(each)) for name, each in runs.items()),
+        *(
+            Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(of_dataset))
+            for name, of_dataset in runs.items()
+        ),
     ]
 
 
@@ -121,8 +124,12 @@ def eagle_finalists(
         (resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev"))
         for dataset in experiment.datasets
     ]
-    every = [one for contest in contests for one in contest.competitors]
-    dev = [run for one in every for run in joined([loop.play([one], prompts) for loop, prompts in loops if prompts])]
+    every = [competitor for contest in contests for competitor in contest.competitors]
+    dev = [
+        run
+        for competitor in every
+        for run in joined([loop.play([competitor], prompts) for loop, prompts in loops if prompts])
+    ]
     return [finalists_of(contest, dev) for contest in contests]
 
 
@@ -140,7 +147,7 @@ def first_table(
     shown = [
         {
             "": method,
-            **{dataset: shown_speed_up(each["AT"], each[method]) for dataset, each in spent.items()},
+            **{dataset: shown_speed_up(of_dataset["AT"], of_dataset[method]) for dataset, of_dataset in spent.items()},
             **rows.get(method, {"setting": ""}),
         }
         for method in ("AT", *rows, "HSDDW")
@@ -179,7 +186,10 @@ def ablation_rows(runs: Mapping[str, RunsByName]) -> list[dict[str, str]]:
     """Table 2."""
     columns = ("Pre-verify", "Self-verify", "HSDDW")
     return [
-        {**dict(zip(columns, marks, strict=True)), **{dataset: speed_up(each, name) for dataset, each in runs.items()}}
+        {
+            **dict(zip(columns, marks, strict=True)),
+            **{dataset: speed_up(of_dataset, name) for dataset, of_dataset in runs.items()},
+        }
         for name, marks in _ABLATION.items()
     ]
 
@@ -189,12 +199,17 @@ def mathematics(
 ) -> dict[str, list[dict[str, str]]]:
     """Table 3 of each dataset in which some categories, and not all, are mathematics."""
     tables = {}
-    for dataset, each in runs.items():
+    for dataset, of_dataset in runs.items():
         is_math = ["math" in category.lower() for category in categories[dataset]]
         if 0 < sum(is_math) < len(is_math):
-            columns = {"All": [True] * len(is_math), "only Math": is_math, "rm Math": [not one for one in is_math]}
+            columns = {
+                "All": [True] * len(is_math),
+                "only Math": is_math,
+                "rm Math": [not is_one_of_math for is_one_of_math in is_math],
+            }
             parts = {
-                column: {name: _part(run, chosen) for name, run in each.items()} for column, chosen in columns.items()
+                column: {name: _part(run, chosen) for name, run in of_dataset.items()}
+                for column, chosen in columns.items()
             }
             arms = {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}
             tables[dataset] = [
@@ -220,5 +235,7 @@ def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
 def _part(run: Candidate, chosen: Sequence[bool]) -> Candidate:
     """The run over some of its prompts."""
     return Candidate(
-        run.competitor, run.setting, tuple(one for one, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen)
+        run.competitor,
+        run.setting,
+        tuple(generation for generation, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen),
     )

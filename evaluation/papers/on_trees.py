@@ -55,7 +55,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
     if not any(prompts["test"].values()):
         raise ValueError("there are no test prompts to decode; raise decode.num_test")
     table = TreeTable(experiment, prompts, stops, lengths, repeats)
-    return [table.sheet(number, each) for number, each in kinds.items()]
+    return [table.sheet(number, kinds_of_table) for number, kinds_of_table in kinds.items()]
 
 
 def prompts_by_column(experiment: Experiment, split: Split) -> Prompts:
@@ -88,9 +88,14 @@ class TreeTable:
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
         # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the
         # others as they are
-        dev = [run for contest in contests for one in contest.competitors for run in self._play(number, [one], "dev")]
+        dev = [
+            run
+            for contest in contests
+            for competitor in contest.competitors
+            for run in self._play(number, [competitor], "dev")
+        ]
         finalists = [finalists_of(contest, dev) for contest in contests]
-        arms = [self._models.alone, *(one for each in finalists for one in each.competitors)]
+        arms = [self._models.alone, *(competitor for each in finalists for competitor in each.competitors)]
         runs = by_key(self._play(number, arms, "test", repeats=self._repeats))
         lines = [line for each in finalists for line in lines_of(each, runs)]
         columns = [column for members in self._prompts["test"].values() for column, _ in members]

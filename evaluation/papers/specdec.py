@@ -208,7 +208,7 @@ def generations(
     for turn, prompt in enumerate([prompts[0], *prompts]):
         length = max(2, round(decode.max_new_tokens * _SHARES[turn % len(_SHARES)]))
         for name, members in decoders.items():
-            played = [each.generate(prompt, length, generator=generator) for each in members]
+            played = [member.generate(prompt, length, generator=generator) for member in members]
             generated[name] += played if turn else []
     return generated
 
@@ -219,7 +219,7 @@ def alone(generated: Sequence[Generation]) -> tuple[float, float]:
     """
     later = [generation.rounds[1:] for generation in generated]
     forwards = np.array([float(len(rounds)) for rounds in later])
-    seconds = np.array([sum(one.draft_s + one.target_s for one in rounds) for rounds in later])
+    seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in rounds) for rounds in later])
     time_s = float(forwards @ seconds / (forwards @ forwards))
     residual, spread = seconds - forwards * time_s, seconds - seconds.mean()
     return time_s, 1 - float(residual @ residual) / float(spread @ spread)

@@ -38,7 +38,7 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
     traces, cost = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
     threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, cost)
     methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
-    tests = {dataset: each.test for dataset, each in traces.items()}
+    tests = {dataset: trace.test for dataset, trace in traces.items()}
     figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
     is_greedy = experiment.sampling.is_greedy
     lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [

@@ -130,7 +130,8 @@ def _hierarchies(decoded: DecodedHierarchies) -> list[dict[str, Any]]:
         shown = {"label": run.label, "dev": _totals(dev), "test": _totals(run)}
         settings.setdefault(FAMILIES[run.competitor.name], []).append(shown)
     return [
-        {"family": family, "micro_ratio": decoded.micro_ratio, "settings": each} for family, each in settings.items()
+        {"family": family, "micro_ratio": decoded.micro_ratio, "settings": settings_of_family}
+        for family, settings_of_family in settings.items()
     ]
 
 

@@ -104,7 +104,9 @@ def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, 
     emitted: list[float] = []
     while len(emitted) < num_rounds:
         rounds = decoder.stream([0], 10**9, generator=generator)
-        emitted += [len(one.emitted) for one in islice(rounds, min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted)))]
+        emitted += [
+            len(round_.emitted) for round_ in islice(rounds, min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted)))
+        ]
     values = torch.tensor(emitted, dtype=torch.float64)
     return Simulated(float(values.mean()), float(values.std()) / sqrt(num_rounds), num_rounds)
 
@@ -150,11 +152,11 @@ def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> S
     runs: list[list[float]] = []
     num_steps = 0
     while num_steps < num_rounds:
-        for one in islice(decoder.stream([0], 10**9, generator=generator), _ROUNDS_PER_GENERATION):
-            is_first = isinstance(one, Step) and one.strategy == "pre-verify"
+        for round_ in islice(decoder.stream([0], 10**9, generator=generator), _ROUNDS_PER_GENERATION):
+            is_first = isinstance(round_, Step) and round_.strategy == "pre-verify"
             if is_first:
                 runs.append([0.0, 0.0])
-            runs[-1][0] += len(one.emitted)
+            runs[-1][0] += len(round_.emitted)
             runs[-1][1] += 1
             num_steps += 1
         runs.pop()  # cut off

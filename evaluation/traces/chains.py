@@ -56,11 +56,11 @@ class ChainRecorder(Recorder):
         ids = (prompt_ids + response_ids)[: max(len(prompt_ids) + len(response_ids) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
         check_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt_ids))
-        told = told_of(self.target, self.draft, ids)
-        chains = Chains(self.draft, told, ids)
+        along = told_of(self.target, self.draft, ids)
+        chains = Chains(self.draft, along, ids)
         starts = torch.arange(len(response_ids), device=self.draft.device)
         first = chains.begin((starts + len(prompt_ids)).clamp(min=1 + self.draft.lag))
-        target_hidden = told.hidden[len(prompt_ids) - 1 :][: len(response_ids)].to(first.device)
+        target_hidden = along.hidden[len(prompt_ids) - 1 :][: len(response_ids)].to(first.device)
         path = self.path(first, target_hidden, response_ids, chance[:, :2])
         limits = (limit - 1 - starts).clamp(0, self.max_draft_length)
         limits[0] = 0
@@ -72,7 +72,7 @@ class ChainRecorder(Recorder):
             self._draft_on(chains, drafts, target_hidden, torch.tensor(response_ids, device=first.device), chance)
             drawn, prob, lengths[group] = self._in_order(drafts)
             parts.append(drawn)
-            probs.append(self._with_target(told, drafts, drawn, prob, lengths[group], len(prompt_ids)))
+            probs.append(self._with_target(along, drafts, drawn, prob, lengths[group], len(prompt_ids)))
             passing[group] = drafts.passing
         of_places = {"is_rejected": torch.ones_like(path.is_rejected), "acceptance_rate": path.acceptance_rate}
         return RowRecording.of(

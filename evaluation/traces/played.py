@@ -25,14 +25,14 @@ class PlayedDraws(Draws):
     """One row of a trace, as the chance of one generation from its prompt under its length limit."""
 
     def __init__(self, trace: Trace, row: int = 0) -> None:
-        one = trace.select([row])
+        row_trace = trace.select([row])
         self._random = RandomDraws(torch.Generator().manual_seed(row))
-        self._path = one.token[: one.num_positions].tolist()
-        self._rejected, self._forks = one.rejected.tolist(), one.fork.tolist()
-        at = one.is_rejected.nonzero()[0]
-        branches = zip(at.tolist(), one.branch[at], one.branch_lengths, strict=True)
+        self._path = row_trace.token[: row_trace.num_positions].tolist()
+        self._rejected, self._forks = row_trace.rejected.tolist(), row_trace.fork.tolist()
+        at = row_trace.is_rejected.nonzero()[0]
+        branches = zip(at.tolist(), row_trace.branch[at], row_trace.branch_lengths, strict=True)
         self._branches: dict[int, list[int]] = {
-            place: one.token[start : start + length].tolist() for place, start, length in branches
+            place: row_trace.token[start : start + length].tolist() for place, start, length in branches
         }
         self._next: int | None = None
         """The place of the token after the accepted ones, once verification has asked how many those are."""

@@ -72,8 +72,8 @@ class TraceFolder:
         Raises:
             ValueError: a trace of other settings lies there.
         """
-        there = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
-        is_broken = any(True for _ in problems_of(there, command="evaluation trace"))
+        present = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
+        is_broken = any(True for _ in problems_of(present, command="evaluation trace"))
         if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(
                 self.directory,
@@ -82,7 +82,7 @@ class TraceFolder:
             )
             return
         with only_writer(self.directory, setting="decode.dir"):
-            forget_broken(there)
+            forget_broken(present)
             self._record_missing()
             self._write_errors()
 

@@ -72,7 +72,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
     """
     shape = (_num_settings(policy), len(trace.rows))
     totals = _totals(trace, policy, keeps_rounds=False)
-    counts = Counts(**{name: each.reshape(shape) for name, each in totals.counts.items()})
+    counts = Counts(**{name: count.reshape(shape) for name, count in totals.counts.items()})
     return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
 
 
@@ -229,7 +229,9 @@ class Lockstep:
         alive = self.lanes.start < self.lanes.end
         if alive.mean() <= _LEAST_ALIVE:
             self.lanes = self.lanes.at(alive)
-            self.state, self.lesson = (mapped(lambda value: value[alive], each) for each in (self.state, self.lesson))
+            self.state, self.lesson = (
+                mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.lesson)
+            )
             self.policy = _expanded(self.policy, alive)
 
 

@@ -76,14 +76,14 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
     tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
     threshold_sheet(tuned, cost).print()
-    for each in tuned if write else []:
-        path = experiment.head_paths[each.head]
+    for result in tuned if write else []:
+        path = experiment.head_paths[result.head]
         if not Path(path).is_dir():
-            print(f"{path} is on the hub, and nothing is written there: {json.dumps(each.recommended)}")
+            print(f"{path} is on the hub, and nothing is written there: {json.dumps(result.recommended)}")
             continue
-        update_config(path, recommended=each.recommended)
+        update_config(path, recommended=result.recommended)
         print(f"wrote recommended into {Path(path) / 'config.json'}")
-    print(json.dumps({"costs": asdict(cost), "tuned": [asdict(each) for each in tuned]}))
+    print(json.dumps({"costs": asdict(cost), "tuned": [asdict(result) for result in tuned]}))
 
 
 def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
@@ -93,7 +93,7 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostMode
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)
     rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
-    auto_s, online_s = (float(cost.speeds(traces.test, each)[0]) for each in (rule, online))
+    auto_s, online_s = (float(cost.speeds(traces.test, policy)[0]) for policy in (rule, online))
     return Tuned(
         head=name,
         timing=head.timing,

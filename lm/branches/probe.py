@@ -79,8 +79,8 @@ def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], F
         for depth, token in enumerate(tokens)
     ]
     tokens, owners, depths = torch.tensor(fed, device=device).T
-    ours = tree.feed(tokens, owners, depths).split([len(tokens) for _, tokens in _BRANCHES])
-    for hidden, (num_seen, tokens) in zip(ours, _BRANCHES, strict=True):
+    in_one_forward = tree.feed(tokens, owners, depths).split([len(tokens) for _, tokens in _BRANCHES])
+    for hidden, (num_seen, tokens) in zip(in_one_forward, _BRANCHES, strict=True):
         alone = _states(model, [*prefix[:num_seen], *(token % num_ids for token in tokens)])[num_seen:]
         yield hidden.flatten()[None], alone.flatten()[None]
 

@@ -63,7 +63,7 @@ class RaggedLayer(DynamicLayer):
         survive.
         """
         self._capacity = 2 * needed
-        larger = [each.new_zeros(self._num_rows, self._capacity, each.shape[1], each.shape[3]) for each in states]
+        larger = [state.new_zeros(self._num_rows, self._capacity, state.shape[1], state.shape[3]) for state in states]
         if self.is_initialized:
             for new, old in zip(larger, (self._keys, self._values), strict=True):
                 new[:, : old.shape[1]] = old

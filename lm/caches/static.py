@@ -26,7 +26,7 @@ class StaticBufferCache(StaticCache):
         except KeyError as error:
             raise _refusal(model, f"transformers has no static cache for {error} layers") from error
         self.layers = [
-            StaticLayer(capacity) if type(each) is StaticSlidingWindowLayer else each for each in self.layers
+            StaticLayer(capacity) if type(layer) is StaticSlidingWindowLayer else layer for layer in self.layers
         ]
         self.capacity = capacity
         # lengths begin on the CPU, and there numpy's calls cost a tenth of torch's; a layer elsewhere has moved its own

@@ -54,9 +54,9 @@ class GlideLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, place: int) -> None:
         super().__init__()
-        own = LlamaDecoderLayer(config, place)
-        self.self_attn, self.mlp = own.self_attn, own.mlp
-        self.input_layernorm, self.post_attention_layernorm = own.input_layernorm, own.post_attention_layernorm
+        layer = LlamaDecoderLayer(config, place)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         num_heads = config.large_num_attention_heads
         self.cross_attn = CrossAttention(
             config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads

@@ -114,7 +114,7 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
     ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))
-    if not all(1 <= each <= num_layers for each in ids):
+    if not all(1 <= layer_id <= num_layers for layer_id in ids):
         remedy = (
             f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or "
             f"{_ELSEWHERE}"

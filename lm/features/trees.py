@@ -59,7 +59,7 @@ class EagleTreeModel(EagleModel):
             self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
         if new.stop > new.start:
             parents, depths, tokens = (
-                torch.tensor(each[new], device=self.device) for each in (tree.parents, tree.depths, tree.tokens)
+                torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.depths, tree.tokens)
             )
             mask = torch.from_numpy(tree.sees()[new]).to(self.device)
             outputs, rows = self.grow(tokens, self._states[parents + 1], depths=depths, mask=mask)

@@ -53,10 +53,10 @@ class Captured:
         """
         assert isinstance(function, FunctionType)
         # with a code object of its own: torch.compile keeps what it compiled, and counts how often, by these
-        own = FunctionType(
+        copy = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )
-        self._first = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
+        self._first = torch.compile(copy, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self) -> Tensors:
         """Call the function, or replay its graph."""

@@ -211,11 +211,11 @@ def _errors(
         cached.roll_back(feed.start)
         wrong = [(token + 1) % num_ids for token in tokens[feed.num_right : feed.end]]
         num_rows = 1 if feed.start == 0 else feed.end - feed.start
-        ours = cached.forward([*tokens[: feed.num_right], *wrong], num_rows)
+        cached_logits = cached.forward([*tokens[: feed.num_right], *wrong], num_rows)
         first = feed.end - num_rows
         if feed.start > 0 and feed.num_right > first:
             # what is not finite is not compared: it is refused where it is decoded
-            yield row_errors(ours[: feed.num_right - first], expected[first : feed.num_right]).nan_to_num(0.0)
+            yield row_errors(cached_logits[: feed.num_right - first], expected[first : feed.num_right]).nan_to_num(0.0)
 
 
 def _has_states(cached: _Cached) -> bool:

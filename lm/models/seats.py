@@ -213,8 +213,8 @@ def _fed_pairs(
         for seat, (num_kept, _) in zip(pair, feed, strict=True):
             seat.roll_back(num_kept)
         texts = [[token % num_ids for token in tokens] for _, tokens in feed]
-        ours = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
-        for tokens, logits in zip(texts, ours, strict=True):
+        rows = seats.forward([Ask(seat, tokens, 1) for seat, tokens in zip(pair, texts, strict=True)])
+        for tokens, logits in zip(texts, rows, strict=True):
             cached.reset()
             yield logits, cached.forward(tokens)
     cached.reset()

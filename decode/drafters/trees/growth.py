@@ -43,7 +43,10 @@ class Growth:
             ValueError: they are not finite.
         """
         places = [() if node == ROOT else self.places[node] for node in self.expanded]
-        nums = [self._shape.num_children(*each) for each in zip(places, log_q.amax(-1).exp().tolist(), strict=True)]
+        nums = [
+            self._shape.num_children(*place_and_prob)
+            for place_and_prob in zip(places, log_q.amax(-1).exp().tolist(), strict=True)
+        ]
         values, ids = (each.tolist() for each in log_q.topk(min(max(nums), log_q.shape[-1])))
         start = len(self.tokens)
         for row, node in enumerate(self.expanded):
