@@ -66,11 +66,8 @@ def hsddw_tables(
     trio = Trio(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
-    finalists = (
-        eagle_finalists(experiment, trio, eagle, specs, (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain")))
-        if eagle
-        else []
-    )
+    kinds = (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))
+    finalists = eagle_finalists(experiment, trio, eagle, specs, kinds) if eagle else []
     arms = [*competitors, *(competitor for each in finalists for competitor in each.competitors)]
     runs: dict[str, RunsByName] = {}
     played: list[list[Candidate]] = []
