@@ -61,7 +61,7 @@ def policies_of(config: Config) -> dict[str, Policy]:
 
 
 def decoder_of(pair: Pair, policy: Policy, sampling: Sampling, config: Config) -> SpeculativeDecoder:
-    """The real loop."""
+    """The real loop of a pair under one policy and one sampling."""
     return pair_decoder(pair, policy, sampling=sampling, max_draft_length=config.decode.max_draft_length)
 
 

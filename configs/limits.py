@@ -18,7 +18,7 @@ from configs.schema import Config
 
 
 class Limit(NamedTuple):
-    """Numbers from `low` to `high`."""
+    """The range from `low` to `high` that a number of the config may have."""
 
     low: float
     high: float = math.inf

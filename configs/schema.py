@@ -13,7 +13,7 @@ from configs.paths import check_local
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where one model comes from."""
+    """A model: where it comes from and how it is loaded."""
 
     path: str
     """A local directory or a hub id."""

@@ -35,7 +35,7 @@ BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "targe
 
 
 class Experiment:
-    """One config, settled."""
+    """A config whose models, prompts, heads and sampling are settled."""
 
     def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
         """Args:
@@ -56,7 +56,7 @@ class Experiment:
 
     @cached_property
     def pair(self) -> Pair:
-        """The models, loaded."""
+        """The loaded models."""
         return load_pair(self.models)
 
     @cached_property

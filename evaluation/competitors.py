@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Competitor:
-    """One row of the tables."""
+    """One row of the tables: a name and the settings to choose from."""
 
     name: str
     num_levels: int
@@ -78,7 +78,7 @@ class Standing:
 
     @cached_property
     def over(self) -> dict[str, Gain]:
-        """Rival -> the gain over it."""
+        """Gain over each rival, by name."""
         return {name: gain_over(rival, self.spent) for name, rival in self.rivals.items()}
 
     @property

@@ -14,7 +14,7 @@ PALE = "#b9c2d0"
 
 
 class Plot(NamedTuple):
-    """One figure, drawn."""
+    """A drawn figure, with its name and caption."""
 
     name: str
     caption: str

@@ -18,7 +18,7 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 class Sheet(NamedTuple):
-    """One table."""
+    """A table: its title, its rows and its note."""
 
     title: str
     """Title: the things that are compared, where and at which costs; and whether figures are replayed, decoded or
@@ -89,7 +89,7 @@ def flat(record: Any) -> dict[str, Any]:
 
 
 def spread(name: str, gain: Gain) -> dict[str, float]:
-    """A gain as three columns."""
+    """A gain as three columns: its value and the ends of its interval."""
     return {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
 
 

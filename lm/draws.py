@@ -147,7 +147,7 @@ class GreedyDraws:
         return greedy_token(law)
 
     def chance(self) -> tuple[float, int]:
-        """Nothing that is used."""
+        """Numbers that a greedy law does not read."""
         return 0.0, -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:

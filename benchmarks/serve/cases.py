@@ -44,7 +44,7 @@ Results = list[dict[str, Any]]
 
 
 class Case(NamedTuple):
-    """One of them."""
+    """One case: what the engines are asked, and how their answers are judged."""
 
     jobs: list[dict[str, Any]]
     """The engines' jobs."""

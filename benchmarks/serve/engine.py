@@ -85,7 +85,7 @@ class Written:
 
 
 class Engine:
-    """One `LLM`."""
+    """One `LLM` of vLLM, with the plugin's records."""
 
     def __init__(self, job: dict[str, Any], written: Written) -> None:
         from vllm import LLM

@@ -31,7 +31,7 @@ _BROKEN = "yields NaN or infinite logits"
 
 
 class Labelled(NamedTuple):
-    """A shard's labels."""
+    """The labels of a shard, and the rows that have none."""
 
     columns: dict[str, Tensor]
     """[token] of all rows; what those of broken rows hold means nothing."""
@@ -108,7 +108,6 @@ class Labeller:
         return columns
 
     def _no_hidden(self) -> Tensor:
-        """The hidden states of no token."""
         assert self.draft is not None
         return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype)
 

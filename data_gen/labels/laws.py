@@ -99,5 +99,5 @@ def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:
-    """values[i, ids[i]]"""
+    """The value of each row at its id: values[i, ids[i]]."""
     return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of all rows."""
+        """Number of positions in all rows."""
         return self.offsets[-1]
 
     def positions(self, rows: Sequence[int]) -> Int[Tensor, " token"]:
@@ -57,5 +57,5 @@ class Layout:
 
 
 def layout_of(exchanges: Sequence[Exchange]) -> Layout:
-    """One position per response token."""
+    """The layout of some exchanges, with one position per response token."""
     return Layout(tuple(len(exchange.response_ids) for exchange in exchanges))

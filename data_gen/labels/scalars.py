@@ -14,7 +14,7 @@ from lm import entropy
 
 
 class Scalars(NamedTuple):
-    """Every scalar there is, [position] each."""
+    """All scalars that a head can ask for, [position] each."""
 
     log_token_prob: Float[Tensor, " position"]
     """log q(y)."""

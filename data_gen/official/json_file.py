@@ -22,7 +22,7 @@ _ROUNDING = 1e-3
 
 
 class OfficialRow(NamedTuple):
-    """One object of the file."""
+    """One object of the official JSON file."""
 
     exchange: Exchange
     columns: dict[str, Tensor]

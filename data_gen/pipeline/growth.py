@@ -73,7 +73,7 @@ def cut(split: str, prompts: Sequence[Prompt], size: int, *, first: int = 0) -> 
 
 
 def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], size: int) -> list[ShardSpec]:
-    """The shards of every part."""
+    """Shards of every part, numbered through."""
     specs: list[ShardSpec] = []
     for start, end in pairwise([0, *ends]):
         specs += cut(split, prompts[start:end], size, first=len(specs))

@@ -39,7 +39,7 @@ _FLOATS_PER_BLOCK = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One model, in bytes."""
+    """Bytes of one model: its weights, and per position its cache and its activations."""
 
     weights: float
     kv_per_position: float
@@ -64,11 +64,11 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """Bytes with a full batch."""
         return sum(self.fixed.values()) + self.batch_size * sum(self.per_sequence.values())
 
     def memory(self, gpus: "Gpus") -> float:
-        """Bytes that the stage has."""
+        """Bytes that the stage may use."""
         return gpus.usable_bytes if self.is_per_gpu else gpus.in_all
 
     def largest_batch(self, memory: float) -> int:
@@ -98,7 +98,7 @@ class Gpus(NamedTuple):
 
     @property
     def in_all(self) -> float:
-        """Bytes of all."""
+        """Bytes of all GPUs together."""
         return self.number * self.usable_bytes
 
 
@@ -180,7 +180,7 @@ def _weights(sizes: dict[str, Size]) -> dict[str, float]:
 
 
 def _responses(target: Size, data: DataConfig) -> dict[str, float]:
-    """Per sequence, while the target answers."""
+    """Bytes per sequence while the target answers."""
     return {
         "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS),
         "activations": target.activations_per_position * data.max_prompt_tokens,

@@ -210,7 +210,6 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
     return (
         f"{seconds / 3600:,.1f} h"
         if seconds >= 5400

@@ -33,7 +33,7 @@ class Response(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a request has no row."""
+    """A request that has no row, and the reason."""
 
     id: str
     outcome: Literal["error", "skipped"]

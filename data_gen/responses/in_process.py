@@ -205,7 +205,7 @@ class _Batch:
                 self._owners[row] = None
 
     def _answer(self, index: int) -> None:
-        """The request's response is whole."""
+        """Keep the whole response of a request."""
         ids, states = self._tokens[index], self._states[index]
         self.answers[index] = Response(
             ids, "stop" if ids[-1] in self._source.eos_ids else "length", torch.stack(states).cpu() if states else None
@@ -213,7 +213,7 @@ class _Batch:
         self._states[index] = []
 
     def _fail(self, index: int) -> None:
-        """The request has no response."""
+        """Note that a request has no response."""
         reason = (
             f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; "
             f"{REMEDY}"

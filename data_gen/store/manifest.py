@@ -179,7 +179,7 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def digest(text: str) -> str:
-    """sha256 of some text."""
+    """sha256 of a text, as hexadecimal digits."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

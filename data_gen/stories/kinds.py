@@ -33,7 +33,7 @@ def story(rng: Random) -> Task:
 
 
 class _Change(NamedTuple):
-    """A gain or a loss."""
+    """A gain or a loss of one story."""
 
     event: str
     """The change in words, for the prompt."""

@@ -20,7 +20,7 @@ _SPLIT_SHARES = {"train": 80, "dev": 10, "test": 10}
 
 @dataclass(frozen=True)
 class Story:
-    """One task."""
+    """A task: its prompt and its worked answer."""
 
     id: str
     """Kind and hash of the prompt: the same prompt has the same id in every run."""

@@ -47,7 +47,7 @@ class Transcript:
         self.console.print(text, end="", soft_wrap=True)
 
     def text_of(self, one: Round) -> Text:
-        """The round's tokens, styled."""
+        """The round's tokens with their styles."""
         text = Text()
         for token in one.emitted[: one.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
@@ -66,7 +66,7 @@ def picture(text: Text, closing: str, *, title: str) -> str:
 
 
 def summary(generation: Generation, policy: Policy) -> str:
-    """One line: what it took."""
+    """One line on the counts and seconds of a generation."""
     counts = generation.counts
     draft_s, target_s = (sum(getattr(round_, name) for round_ in generation.rounds) for name in ("draft_s", "target_s"))
     seconds = max(draft_s + target_s, 1e-9)

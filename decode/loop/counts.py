@@ -41,12 +41,12 @@ class Counts:
 
     @property
     def discard_rate(self) -> Number:
-        """N_discarded / N."""
+        """Discarded draft tokens per emitted token, N_discarded / N."""
         return self.num_discarded / self.num_emitted
 
     @property
     def verification_rate(self) -> Number:
-        """N_target / N."""
+        """Target forwards per emitted token, N_target / N."""
         return self.num_target / self.num_emitted
 
     @property

@@ -24,7 +24,7 @@ from lm.models.seats import Seats
 
 
 class SpeculativeDecoder:
-    """A target and a drafter."""
+    """The lossless loop of a target and a drafter."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         return batch, batch.rounds(requests, max_draft_length=self.max_draft_length)
 
     def _seats(self, model: CachedModel, num: int) -> Together:
-        """A model for so many sequences."""
+        """One model that holds `num` sequences."""
         return Seats(model, num)
 
     def stream(

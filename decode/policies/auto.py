@@ -185,7 +185,7 @@ class Auto(ScoringPolicy):
         )
 
     def _rate(self, state: AutoState) -> Number:
-        """lambda."""
+        """lambda, the throughput that a second is priced at."""
         rate = state.tokens / state.seconds if self.is_online else self._prior()[0]
         return np.maximum(rate, 1.0 / self.t_target_s)
 

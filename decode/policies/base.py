@@ -84,7 +84,7 @@ class AfterDraw(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a round ended."""
+    """Result of a round, as verification told it."""
 
     num_drafted: Number
     num_accepted: Number
@@ -144,7 +144,7 @@ class Policy:
         return float("inf")
 
     def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        """True: draw nothing more."""
+        """Is nothing more to be drawn in this round?"""
         return False
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
@@ -170,7 +170,7 @@ class Policy:
         return ()
 
     def end(self, state: State, outcome: Outcome) -> State:
-        """State after verification."""
+        """The state after the round's verification."""
         return state
 
 

@@ -66,7 +66,7 @@ class Curve:
         return within + np.maximum(number - b, 0.0) * (last_s - first_s) / (b - a)
 
     def plus(self, seconds: float) -> Curve:
-        """So much more everywhere."""
+        """The curve, `seconds` higher everywhere."""
         return Curve(self.numbers, tuple(seconds_ + seconds for seconds_ in self.seconds))
 
 
@@ -98,7 +98,7 @@ class BatchRule:
         raise NotImplementedError
 
     def pace(self) -> Pace:
-        """For one run of a batch."""
+        """The rule's state for one run of a batch."""
         raise NotImplementedError
 
 
@@ -187,7 +187,7 @@ class Pace:
         return gaining(worth, self.tokens / self.seconds * price_s)
 
     def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
-        """A round is over."""
+        """Learn from a round that is over."""
         if self.rule.throughput is None:
             self.tokens += num_emitted
             self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))

@@ -35,7 +35,7 @@ _LOWEST = -700.0
 
 
 class Inputs(NamedTuple):
-    """x but for the 1."""
+    """Inputs x of the regression, without the constant 1."""
 
     logit: Number
     """f, the head's logit."""
@@ -86,7 +86,7 @@ NOTHING = Lesson(Weights(0.0, 0.0, 0.0), Precision(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Learner(NamedTuple):
-    """How fast, and from where."""
+    """Memory and prior of what is learned on the job."""
 
     sd: float = 0.35
     """Standard deviation of each weight under the prior."""
@@ -94,7 +94,7 @@ class Learner(NamedTuple):
     """Weight of a round after the next one, per round."""
 
     def start(self) -> Learned:
-        """The prior."""
+        """The state before the first round: the prior."""
         return Learned(_FIRST, self._prior)
 
     def learn(self, before: Any, lesson: Any) -> Any:
@@ -121,7 +121,7 @@ LEARNER = Learner()
 
 
 def score_of(weights: Weights, inputs: Inputs) -> Number:
-    """a."""
+    """a, the acceptance probability that the regression gives."""
     return sigmoid(weights.shift + weights.slope * inputs.logit + weights.token * inputs.token)
 
 

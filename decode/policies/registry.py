@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Registered(NamedTuple):
-    """A policy that has a name."""
+    """An entry of the registry: a policy, its name in tables and its settings."""
 
     kind: type[Policy]
     label: str

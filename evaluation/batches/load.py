@@ -19,7 +19,7 @@ _TURNOVER = 4
 
 
 class LoadSpent(NamedTuple):
-    """A load at some costs."""
+    """Tokens and seconds of a load at some costs."""
 
     tokens: int
     seconds: float
@@ -33,7 +33,7 @@ class LoadSpent(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Rounds of a batch."""
+    """All rounds that a batch went through."""
 
     steps: Int[Array, "round step"]
     """Sequences in each draft step."""
@@ -46,7 +46,7 @@ class Load(NamedTuple):
     """The round after its last."""
 
     def spent(self, costs: BatchCosts) -> LoadSpent:
-        """Tokens and seconds."""
+        """Tokens and seconds at these costs."""
         step_s = costs.draft(np.arange(int(self.steps.max(initial=0)) + 1))
         step_s[0] = 0.0
         seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)

@@ -20,7 +20,7 @@ Timed = Callable[[list[int], int], float]
 
 
 class Racer(NamedTuple):
-    """One family at one setting."""
+    """A family at one setting, which takes part in the race."""
 
     family: str
     setting: str
@@ -59,6 +59,6 @@ def turns(
 
 
 def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, list[float]]:
-    """All turns."""
+    """Seconds of every arm on every prompt, the arms in turns."""
     rows = list(turns(arms, prompts))
     return {name: [row[name] for row in rows] for name in arms}

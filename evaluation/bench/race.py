@@ -55,7 +55,7 @@ class RaceTerms:
 
 
 class Race:
-    """The cells of one config."""
+    """The race's cells of one config, kept between runs."""
 
     def __init__(self, config: Config, terms: RaceTerms) -> None:
         """Raises:

@@ -25,7 +25,7 @@ _LENGTHS = (0, 1, 4, 10, 20)
 
 
 class Speed(NamedTuple):
-    """A pair made slow."""
+    """Times of a pair that was made slow by layers that change nothing."""
 
     draft_layers: int
     """Layers that were added to the draft."""

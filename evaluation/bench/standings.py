@@ -77,7 +77,7 @@ def _spent(arm: Mapping[str, Any], num_tokens: int) -> Spent:
 
 
 def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sheet:
-    """One cell."""
+    """The table of one cell."""
     rivals = [name for name in (BASELINE, *SCHEDULES) if name in standings[0].over]
     rows = [
         {
@@ -127,7 +127,7 @@ def title_of(cell: Mapping[str, Any]) -> str:
 
 
 def ratio_of(cell: Mapping[str, Any]) -> float:
-    """t_target(0) / t_draft."""
+    """The cell's t_target(0) / t_draft."""
     return float(cell["speed"]["t_target_s"][0] / cell["speed"]["t_draft_s"])
 
 

@@ -28,7 +28,7 @@ class PrimedModel(CachedModel):
         self._num_primed = len(prompt_ids) - 1
 
     def reset(self) -> None:
-        """Back to the prompt."""
+        """Go back to the end of the prompt."""
         if self._num_primed:
             self.roll_back(self._num_primed)
         else:
@@ -36,7 +36,7 @@ class PrimedModel(CachedModel):
 
 
 class PrimedCompiledModel(PrimedModel, CompiledModel):
-    """The same of a `CompiledModel`."""
+    """A `CompiledModel` that starts every sequence from one prompt."""
 
     def _grow(self, length: int) -> None:
         self._num_primed = 0  # a larger cache is a new one: what it held is fed again
@@ -44,7 +44,7 @@ class PrimedCompiledModel(PrimedModel, CompiledModel):
 
 
 class PrimedCompiledTailModel(PrimedModel, CompiledTailModel):
-    """The same of a `CompiledTailModel`."""
+    """A `CompiledTailModel` that starts every sequence from one prompt."""
 
 
 _KINDS: dict[Compile, type[PrimedModel]] = {

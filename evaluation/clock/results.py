@@ -36,7 +36,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class ClockRow:
-    """One family on the clock."""
+    """The clocked and predicted gain of one family, and their difference by parts."""
 
     family: str
     setting: str
@@ -71,7 +71,7 @@ class ClockRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockReport:
-    """One dataset on the clock."""
+    """The clock's rows of one dataset."""
 
     dataset: str
     about: str
@@ -80,7 +80,7 @@ class ClockReport:
 
     @property
     def common(self) -> float:
-        """Median difference."""
+        """Median difference of all families, the machine's pace."""
         return float(np.median([row.difference for row in self.rows]))
 
     @property
@@ -112,12 +112,12 @@ class ClockReport:
         }
 
     def sheet(self, names: Mapping[str, str]) -> Sheet:
-        """Every family."""
+        """The table of every family."""
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
         return Sheet(f"{self.dataset} on a clock: {self.about}", [row.cells(names) for row in self.rows], note, names=2)
 
     def plot(self, names: Mapping[str, str]) -> Plot:
-        """Clocked over predicted tokens/s."""
+        """Plot of clocked over predicted tokens per second."""
         figure, axes = figure_of(3.6)
         predicted, clocked = (
             np.array([getattr(row, f"{kind}_tokens_per_s") for row in self.rows]) for kind in ("predicted", "clocked")

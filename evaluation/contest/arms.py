@@ -45,7 +45,7 @@ class Arm:
     """t_target / t_draft that its rule was solved for; None: it depends on no times, or on those of the evaluation."""
 
     def work(self, cost: CostModel) -> SplitWork:
-        """All its settings at this cost."""
+        """Tokens and seconds of all its settings at this cost."""
         return SplitWork(cost.work(self.dev), cost.work(self.test))
 
 
@@ -93,7 +93,7 @@ class Pick(NamedTuple):
         return Spent(work.tokens[self.setting], work.seconds[self.setting])
 
     def finalist(self, cost: CostModel) -> Finalist:
-        """The pick on test."""
+        """The pick with its results on test."""
         counts = total(self.arm.test.counts, self.setting)
         return Finalist(self.family, self.arm.grid.name, self.values, self.spent(cost), counts)
 

@@ -68,7 +68,7 @@ class DecodedHierarchies:
         return best_on_dev(self.dev, lambda run: self.spent(run, cost).tokens_per_s)
 
     def spent(self, run: Candidate, cost: CostModel) -> Spent:
-        """Tokens and T of every generation."""
+        """Tokens and seconds of every generation."""
         return run.spent(
             [
                 cost.t_draft_s * (self.micro_ratio * counts.num_micro_forwards + counts.num_draft_forwards)

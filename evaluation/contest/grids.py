@@ -23,7 +23,7 @@ BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
 
 @dataclass(frozen=True)
 class Grid:
-    """One policy, many settings."""
+    """One policy whose parameters are arrays, an entry per setting."""
 
     family: str
     name: str

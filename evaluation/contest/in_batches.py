@@ -101,7 +101,7 @@ class Entry:
 
 
 class BatchContest:
-    """One dataset in batches."""
+    """The comparison of all families on one dataset in batches."""
 
     def __init__(self, replays: Replays, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
         """Args:

@@ -36,7 +36,7 @@ class Steps:
 
     @property
     def counts(self) -> Counts:
-        """Their sum, as the loop counts."""
+        """The sum of all steps, as the loop counts."""
         drafted = int(self.drafted.sum())
         return Counts(
             num_emitted=int(self.emitted.sum()),
@@ -47,7 +47,7 @@ class Steps:
         )
 
     def seconds(self, cost: CostModel, *, exchange_s: float = 0.0) -> float:
-        """T."""
+        """Seconds of all steps at these costs."""
         return float(
             np.maximum(cost.t_draft_s * self.drafted, cost.target_s(self.waiting)).sum()
             + exchange_s * len(self.drafted)

@@ -34,7 +34,7 @@ from lm import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One dataset at one cost."""
+    """Replays and yardstick of one dataset at one cost."""
 
     dataset: str
     arms: Sequence[Arm]
@@ -45,7 +45,7 @@ class Judged:
 
     @property
     def num_dev(self) -> int:
-        """Prompts that choose."""
+        """Number of prompts that choose."""
         return self.arms[0].dev.per_prompt(self.arms[0].dev.counts.num_target).shape[1]
 
     def gain(self, family: str) -> str:
@@ -54,7 +54,7 @@ class Judged:
 
 
 class Travelled(NamedTuple):
-    """One family, chosen at home."""
+    """A family whose setting was chosen at home, and its result elsewhere."""
 
     result: Result
     """Result on the foreign set's test; gains and leads as this module's first lines say."""

@@ -67,7 +67,7 @@ class CostModel:
 
     @property
     def ratio(self) -> float:
-        """t_target(0) / t_draft."""
+        """t_target(0) / t_draft, the seconds of the two models' steps."""
         return self.t_target_s[0] / self.t_draft_s
 
     @property
@@ -92,7 +92,7 @@ class CostModel:
         return self.t_stop_s.get(kind, sum(self.t_stop_s.get(part, 0.0) for part in kind.split(JOINT)))
 
     def target_s(self, length: Int[Array, "..."]) -> Float[Array, "..."]:
-        """t_target(k)."""
+        """Seconds t_target(k) of a verification of k drafted tokens."""
         return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
 
     def work(self, replayed: Replayed) -> Work:

@@ -34,7 +34,7 @@ _ENOUGH = 0.005
 
 
 class Stop(NamedTuple):
-    """Seconds per draft step."""
+    """Seconds that a stop adds to a draft step, with their error."""
 
     seconds: float
     error_s: float

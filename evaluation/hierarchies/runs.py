@@ -61,7 +61,7 @@ class Candidate:
 
     @cached_property
     def counts(self) -> Counts:
-        """Their sum."""
+        """The sum of all generations' counts."""
         return reduce(add, self.each)
 
     @property

@@ -106,7 +106,7 @@ def gain_sheet(gain: pd.DataFrame) -> Sheet:
 
 
 def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
-    """Over the target alone."""
+    """The row's speed-ups over the target alone."""
     names = {"speed-up": "speedup", "s.e.": "speedup_se", "modelled": "speedup_modelled", "given": "speedup_at_ratios"}
     return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
 

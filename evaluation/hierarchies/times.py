@@ -51,7 +51,7 @@ class Times:
     """R² of the fit; None where the times were given."""
 
     def seconds(self, counts: Counts) -> float:
-        """T of these counts."""
+        """Seconds that the model predicts for these counts."""
         return (
             self.t_micro_s * counts.num_micro_forwards
             + self.t_draft_s * counts.num_draft_forwards
@@ -64,12 +64,12 @@ class Times:
 
 
 def redundancy(counts: Counts) -> float:
-    """sigma; 0 where nothing was drafted."""
+    """sigma, the share of drafted tokens that are discarded; 0 where nothing was drafted."""
     return 1 - counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0
 
 
 def target_utilisation(counts: Counts) -> float:
-    """eta."""
+    """eta, the target's forwards per emitted token: N_target / N."""
     return counts.verification_rate
 
 
@@ -147,6 +147,6 @@ def least_absolute(
 
 
 def _forwards(counts: Counts, is_micro: bool) -> tuple[int, int, int]:
-    """(F_micro, F_draft, N_target)."""
+    """Forwards of the three models: (F_micro, F_draft, N_target)."""
     counts = swapped(counts) if is_micro else counts
     return int(counts.num_micro_forwards), int(counts.num_draft_forwards), int(counts.num_target)

@@ -32,7 +32,7 @@ NUM_CHOICES = 7
 
 
 class Kind(NamedTuple):
-    """One kind of draft."""
+    """A kind of draft that a table has a row for: chains or trees of one draft."""
 
     name: str
     shape: Shape | None = None
@@ -67,12 +67,12 @@ class Contest(NamedTuple):
 
     @property
     def competitors(self) -> list[Competitor]:
-        """All."""
+        """All competitors of the contest."""
         return [self.fixed, *self.stops]
 
 
 class StopChoices(NamedTuple):
-    """One stop that was asked for."""
+    """A stop that was asked for, and its settings to choose from."""
 
     name: str
     settings: Mapping[str, Policy]

@@ -70,7 +70,7 @@ def prompts_by_column(experiment: Experiment, split: Split) -> Prompts:
 
 
 class TreeTable:
-    """Tables of one experiment."""
+    """The tables of one experiment on trees."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TreeTable:
         return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""].measured, columns), stop_verdict(lines, finalists))
 
     def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Candidate]:
-        """All prompts of a split."""
+        """Decode all prompts of a split."""
         experiment = self._experiment
         folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
         return joined(

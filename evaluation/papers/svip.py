@@ -56,7 +56,7 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
 
 
 def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]:
-    """(max_sqrt_entropy, where it is from)."""
+    """The threshold max_sqrt_entropy, and its origin."""
     for name, threshold in PUBLISHED.items():
         if name in target.lower():
             return threshold, "the paper's"

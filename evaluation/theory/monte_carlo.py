@@ -63,7 +63,7 @@ class ConstantModel(CachedModel):
     num_embeddings = num_logits
 
     def check_mode(self) -> None:
-        """It has no modes."""
+        """Do nothing: a law has no modes."""
 
     def reset(self) -> None:
         self._length = 0

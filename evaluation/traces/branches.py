@@ -31,12 +31,12 @@ class DrawnTokens(NamedTuple):
     """The state that produced the distribution."""
 
     def at(self, rows: Tensor) -> "DrawnTokens":
-        """Some of them."""
+        """The draws of some rows."""
         return DrawnTokens(*(values[rows] for values in self))
 
     @staticmethod
     def joined(parts: "Sequence[DrawnTokens]") -> "DrawnTokens":
-        """One after the other."""
+        """Draws of several parts, one after the other."""
         return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -112,7 +112,6 @@ def grow(
 
 
 def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
-    """No draws."""
     empty = torch.zeros(0, device=first.device)
     hidden = torch.zeros(
         0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype

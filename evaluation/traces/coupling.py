@@ -187,7 +187,7 @@ class Recorder:
         return logits
 
     def target_probs(self, hidden: Tensor) -> Tensor:
-        """p, on the target's device."""
+        """p of each position, on the target's device."""
         logits = logits_of(self.target, hidden.to(device_of(self.target)), self.vocab_size)
         refuse_non_finite(logits, "the target", "along a response of a trace")
         return self.sampling.probs(logits)

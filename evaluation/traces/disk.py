@@ -52,13 +52,13 @@ class Place(NamedTuple):
     """Number of the coins, each independent of the others."""
 
     def paths(self, directory: Path) -> tuple[Path, Path]:
-        """Rows and signals."""
+        """Paths of the shard's rows and signals."""
         name = f"{self.split}-{self.shard:05d}" + (f"-draw{self.draw}" if self.draw else "")
         folder = directory / self.dataset
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
 
     def is_done(self, directory: Path) -> bool:
-        """Whether it is there and whole."""
+        """Is the shard there and whole?"""
         return all(map(is_whole, self.paths(directory)))
 
 

@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 65536
 
 
 class InputTensors(NamedTuple):
-    """The tensors themselves."""
+    """The tensors that heads read of a trace."""
 
     hidden: Float[Tensor, "drafts hidden"]
     """The state that produced each token's distribution."""
@@ -43,7 +43,7 @@ class TokenInputs:
 
     @cached_property
     def tensors(self) -> InputTensors:
-        """All of them."""
+        """All inputs as tensors."""
         return self.make()
 
     def at(self, drafts: Int[Tensor, " drafts"]) -> "TokenInputs":

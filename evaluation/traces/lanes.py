@@ -96,5 +96,5 @@ class TraceLanes:
         )
 
     def at(self, chosen: Bool[Array, " lane"]) -> "TraceLanes":
-        """Some of them."""
+        """The chosen lanes."""
         return TraceLanes(*(values[chosen] for values in vars(self).values()))

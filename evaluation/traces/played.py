@@ -58,7 +58,7 @@ class PlayedDraws(Draws):
         return count
 
     def _begin(self, start: int) -> None:
-        """A round that starts there."""
+        """Begin a round at `start`."""
         stop, fork = (places[start] if start < len(self._path) else start for places in (self._rejected, self._forks))
         self._start, self._num_passing = start, stop - start
         self._drafted = iter([*self._path[start:fork], *self._branches.get(fork, ())])

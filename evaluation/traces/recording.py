@@ -43,7 +43,7 @@ _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", 
 
 
 class Traces(NamedTuple):
-    """One dataset, recorded."""
+    """The recorded dev and test prompts of one dataset."""
 
     dev: Trace
     test: Trace

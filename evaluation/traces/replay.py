@@ -121,13 +121,13 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
-        """Nothing done yet."""
+        """Totals before the first round."""
         counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
         return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
 
 
 class Lockstep:
-    """TraceLanes that take their steps together."""
+    """Lanes that take their steps together."""
 
     def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
@@ -138,7 +138,7 @@ class Lockstep:
         self._begin(np.ones(size, dtype=bool), self.state)
 
     def run(self, totals: Totals) -> None:
-        """All rounds of all lanes."""
+        """Play all rounds of all lanes."""
         for step in count(1):
             if step % _COMPACT_EVERY == 0:
                 self._compact()
@@ -147,7 +147,7 @@ class Lockstep:
             self._step(totals)
 
     def _begin(self, begins: Array, state: State) -> None:
-        """A new round where `begins`."""
+        """Begin a new round in the lanes where `begins`."""
         lanes, tokens = self.lanes, self.tokens
         self.state = merged(begins, self.policy.begin(state), self.state)
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
@@ -200,7 +200,7 @@ class Lockstep:
         return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
 
     def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
-        """Verification where the draft ended."""
+        """Verify the lanes whose draft ended."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
         index, start, drafted = lanes.index[over], lanes.start[over], lanes.position[over]

@@ -40,7 +40,7 @@ _RULE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """One head for one cost."""
+    """The best threshold of one head at one cost, and what it reaches."""
 
     head: str
     timing: str

@@ -42,7 +42,7 @@ class Index(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Neighbours in drafts."""
+    """Neighbouring tokens of drafts, by their scores."""
 
     score: Float[Array, " pair"]
     """Calibrated score of an accepted token."""

@@ -56,7 +56,7 @@ class Features(NamedTuple):
     row_lengths: Int[Tensor, " rows"]
 
     def columns(self, names: Sequence[str]) -> Float[Tensor, "tokens scalar"]:
-        """Some scalars side by side."""
+        """The named scalars side by side."""
         return torch.stack([self.scalars[name] for name in names], -1)
 
 
@@ -98,7 +98,7 @@ class FeatureShard:
             return int(file.get_slice("hidden").get_shape()[-1])
 
     def row_lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """Number of tokens in each row."""
         with self._open("row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 

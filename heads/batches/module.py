@@ -270,5 +270,5 @@ def _described(source: ModelSource, *, trust_remote_code: bool) -> dict[str, Any
 
 @rank_zero_only
 def _say(text: str) -> None:
-    """Once, where several processes train."""
+    """Print once, where several processes train."""
     print(text, file=sys.stderr)

@@ -126,7 +126,6 @@ class DraftFeatures:
         return batch
 
     def _none(self, device: torch.device) -> Features:
-        """No row."""
         empty = torch.empty(0, device=device)
         hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
         return Features(

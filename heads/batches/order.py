@@ -75,7 +75,7 @@ def blocks(shard_sizes: Sequence[int]) -> list[Block]:
 
 
 def in_order(shard_sizes: Sequence[int]) -> Iterator[Turn]:
-    """Every response once, as stored."""
+    """Items that hold every response once, in the order in which it is stored."""
     return (
         Turn(turn, Item(block, p))
         for turn, block in enumerate(blocks(shard_sizes))

@@ -156,6 +156,5 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
 
 
 def _unstack(of_rows: Measures) -> list[dict[str, float]]:
-    """One dict per leading index."""
     columns = {name: value.tolist() for name, value in of_rows._asdict().items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -34,7 +34,7 @@ class Histogram(NamedTuple):
 
     @property
     def total(self) -> Float[Tensor, "*lead"]:
-        """sum of w."""
+        """Sum of the weights w."""
         return self.weight.sum(-1)
 
     @property
@@ -44,7 +44,7 @@ class Histogram(NamedTuple):
 
 
 def empty(*lead: int) -> Histogram:
-    """No observation yet."""
+    """A histogram without observations."""
     bins, sums = torch.zeros(*lead, NUM_BINS, dtype=torch.float64), torch.zeros(*lead, dtype=torch.float64)
     return Histogram(*(bins.clone() for _ in range(3)), *(sums.clone() for _ in range(3)))
 

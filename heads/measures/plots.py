@@ -20,7 +20,7 @@ from heads.measures.tables import best_heads
 def save_plots(
     directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]
 ) -> list[Path]:
-    """Draw everything; returns the files."""
+    """Draw every plot into a directory; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = {
         "heat_map": heat_map(result, specs),

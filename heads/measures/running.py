@@ -34,7 +34,7 @@ class LogitHistogram(Metric):
             getattr(self, name).add_(value)
 
     def compute(self) -> Histogram:
-        """All observations so far."""
+        """Histograms of all observations so far."""
         return Histogram(**{name: getattr(self, name) for name in Histogram._fields})
 
 
@@ -65,7 +65,7 @@ class DraftMetric(Metric):
             )
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
-        """[heads, tokens] logits of whole responses."""
+        """Add [heads, tokens] logits of whole responses."""
         histogram = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
         self.token.update(histogram.token)
         self.survival.update(histogram.survival)

@@ -64,5 +64,5 @@ def stack_forward(
 
 
 def depth_of(weights: Mapping[str, Tensor]) -> int:
-    """D."""
+    """D, the number of residual blocks of these weights."""
     return sum(name.startswith("blocks.") and name.endswith(".weight") for name in weights)

@@ -119,7 +119,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
     @property
     def calibration_shift(self) -> float:
-        """ln(w_rej / w_acc)."""
+        """ln(w_rej / w_acc), which undoes the weights of the loss."""
         return math.log(self.provenance.reject_weight / self.provenance.accept_weight)
 
     @property
@@ -146,7 +146,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Everything in config.json."""
+        """Entries of config.json."""
         return {
             "architectures": [type(self).__name__],
             "hidden_size": self.hidden_size,

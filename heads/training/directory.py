@@ -50,7 +50,7 @@ their number.
 
 
 class Start(NamedTuple):
-    """How a run begins."""
+    """Name and checkpoint that a run begins with."""
 
     run: str
     """Its name."""
@@ -60,7 +60,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """heads.dir."""
+    """The folder heads.dir of one run."""
 
     path: Path
 

@@ -127,7 +127,7 @@ class _ChunkPass:
         return loss
 
     def _entry(self, hidden: Tensor, x: Tensor | None) -> Tensor:
-        """h_0."""
+        """h_0, the stream before the first block."""
         if x is None or not self.has_mix:
             return hidden.expand(self.count, *hidden.shape)
         weight, bias = self.weights["mix.weight"], self.weights["mix.bias"]
@@ -142,7 +142,7 @@ class _ChunkPass:
 
 
 def _chunk_size(count: int, hidden: Tensor) -> int:
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
     num_bytes = CHUNK_BYTES if hidden.device.type == "cpu" else _GPU_CHUNK_BYTES
     return max(LEAST_CHUNK, num_bytes // (4 * count * hidden.shape[1]))
 

@@ -59,7 +59,7 @@ class Branched:
         return output.last_hidden_state[0]
 
     def cut(self) -> None:
-        """Forget all branches."""
+        """Forget all branches; the text stays."""
         self.cache.crop(self._trunk - self.cache.get_seq_length())  # a negative number: so many tokens less
         self._branching = Branching(self._trunk, self.roots)
 

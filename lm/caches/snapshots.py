@@ -63,7 +63,6 @@ class Snapshots:
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
-    """Everything that the layer holds."""
     is_growing = isinstance(layer, DynamicLayer) and not layer.is_sliding
     return {
         name: _Prefix(value.shape[-2]) if is_growing and _grows(name, value) else _copied(value)

@@ -45,7 +45,7 @@ class Released:
                 raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
     def has(self, name: str) -> bool:
-        """Whether it has this tensor."""
+        """Does the file have this tensor?"""
         return name in self.tensors
 
     def rename(self, old: str, new: str) -> None:
@@ -66,7 +66,7 @@ class Released:
             ) from error
 
     def refusal(self, what: str, remedy: str) -> ValueError:
-        """One line about it."""
+        """One line that refuses the directory."""
         return ValueError(f"the feature draft {self.path} cannot be used: {what}; {remedy}")
 
 

@@ -62,7 +62,7 @@ class _Path(NamedTuple):
 
     @classmethod
     def of(cls, state: State) -> "_Path":
-        """No candidate yet."""
+        """The path with no candidate on it yet."""
         return cls([], [], state, state)
 
 

@@ -16,7 +16,7 @@ from lm.trees.tree import ROOT, Tree
 
 
 class Growth:
-    """Candidates so far."""
+    """The candidates of a tree that grows."""
 
     def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
         """Args:

@@ -27,7 +27,7 @@ _EAGLE_1 = tuple(tuple(map(int, place)) for level in _LEVELS for place in level.
 
 @runtime_checkable
 class Shape(Protocol):
-    """How a tree branches."""
+    """A rule that says how a tree branches."""
 
     @property
     def num_expanded(self) -> int:
@@ -51,7 +51,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Static:
-    """EAGLE-1's tree."""
+    """EAGLE-1's tree, the same in every round."""
 
     places: tuple[Place, ...] = _EAGLE_1
     num_nodes: int | None = None
@@ -80,7 +80,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree."""
+    """EAGLE-2's tree, which grows where the draft is confident."""
 
     width: int = 10
     num_nodes: int | None = 59
@@ -104,7 +104,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Cape:
-    """CaPE's tree."""
+    """CaPE's tree, whose width follows the draft's confidence."""
 
     bands: tuple[tuple[float, int], ...] = _BANDS
     """(largest probability up to which, candidates), in rising order; the last is for every larger one."""
