@@ -60,7 +60,7 @@ class ToyDecoder(SpeculativeDecoder):
 
 
 @dataclass(frozen=True)
-class Case:
+class LawCase:
     """A decoder, and what its answers have to be distributed as."""
 
     name: str
@@ -164,7 +164,7 @@ def _choices(law: Law, num: int, generator: np.random.Generator) -> list[Outcome
     return [outcomes[place] for place in places]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[LawCase]:
     """Every policy under every sampling that leaves something to chance, and a few on real models in one padded
     batch.
     """
@@ -173,7 +173,7 @@ def cases() -> Iterator[Case]:
     ):
         toy = decoder_of(kind, sampling=SAMPLINGS[sampling])
         how = {"sampling": toy.sampling, "eos_ids": toy.eos_ids, "max_draft_length": toy.max_draft_length}
-        yield Case(f"toys {policy} {sampling}", ToyDecoder(toy.target, toy.drafter, **how))
+        yield LawCase(f"toys {policy} {sampling}", ToyDecoder(toy.target, toy.drafter, **how))
     with torch.random.fork_rng():
         torch.manual_seed(2)
         head = AcceptanceHead(16, 1, "drawn", True)
@@ -183,7 +183,7 @@ def cases() -> Iterator[Case]:
     for name, policy in rules.items():
         target, drafter = CachedModel(small_pair.model(1, 2)), ModelDrafter(small_pair.model(2), policy)
         sampling = Sampling(temperature=0.6, top_k=3)
-        yield Case(
+        yield LawCase(
             f"llamas {name}",
             SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({small_pair.EOS})),
         )

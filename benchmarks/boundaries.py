@@ -34,7 +34,7 @@ from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
 from lm import load_pair, load_pair_tokenizer
-from store.shards import list_shards, rows_path, verify
+from store.shards import list_shards, rows_path, verify_shard
 from train import train
 
 
@@ -136,7 +136,7 @@ def texts(folder: Path, config: Config) -> list[Boundary]:
         source.respond([Request(name, "<u>q", [2, 84]) for name in ("1", "2", "3#2", "4")], 0, lambda count: None)
 
     def read_official() -> None:
-        keys = json_file.Keys("log_p_7b", "log_p_70b")
+        keys = json_file.OfficialKeys("log_p_7b", "log_p_70b")
         for number, item in enumerate(json_file.read(official)):
             json_file.parse(item, str(number), keys=keys, where=f"{official} item {number}")
 
@@ -174,7 +174,7 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
 
     def read_shard() -> None:
         list_shards(config.data.dir, "train")
-        verify(shard)
+        verify_shard(shard)
         read_rows(shard)
         account([shard])
 

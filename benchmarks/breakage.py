@@ -106,7 +106,7 @@ def fuzz_boundary(boundary: Breakable, cases: int, seed: int) -> dict[str, Any]:
     )
     @given(st.data())
     def case(data: st.DataObject) -> None:
-        outcome, failure = tried(boundary, data.draw)
+        outcome, failure = tried_break(boundary, data.draw)
         outcomes[outcome] += 1
         if failure:
             failures[failure] += 1
@@ -116,7 +116,7 @@ def fuzz_boundary(boundary: Breakable, cases: int, seed: int) -> dict[str, Any]:
     return {"cases": sum(outcomes.values()), **found, "failures": dict(failures.most_common(12))}
 
 
-def tried(boundary: Breakable, draw: Draw) -> tuple[str, str | None]:
+def tried_break(boundary: Breakable, draw: Draw) -> tuple[str, str | None]:
     """Try one case; returns (read, refused or failed; what failed)."""
     path, intact = boundary.broken(draw)
     try:

@@ -67,7 +67,7 @@ class Run(NamedTuple):
         }
 
 
-def timed(command: Sequence[str]) -> tuple[float, float]:
+def timed_run(command: Sequence[str]) -> tuple[float, float]:
     """(wall, CPU) seconds of a process and its children, on one thread."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
@@ -83,7 +83,7 @@ def official(script: str, num_rows: int, folder: Path) -> Run:
     """Time the official program's five commands."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    seconds = timed([script, str(num_rows), str(folder)])
+    seconds = timed_run([script, str(num_rows), str(folder)])
     content = (folder / "all.json").read_bytes()
     items = json.loads(content)
     tokens = sum(len(json.loads(item["tokens"])) for item in items)
@@ -108,14 +108,16 @@ def ours(config: Config, num_rows: int, folder: Path) -> Run:
     }
     data = replace(config.data, **places, **sizes)
     (folder / "config.yaml").write_text(json.dumps(asdict(replace(config, data=data))))  # JSON is YAML
-    seconds = timed([sys.executable, "-m", "data_gen", "--config", str(folder / "config.yaml")])
+    seconds = timed_run([sys.executable, "-m", "data_gen", "--config", str(folder / "config.yaml")])
     paths = list_shards(data.dir, "train")
     rows = [row for path in paths for row in read_rows(path, ["prompt", "prompt_ids", "response_ids"]).to_pylist()]
     tokens, num_bytes = sum(len(row["response_ids"]) for row in rows), sum(path.stat().st_size for path in paths)
     return Run(*seconds, len(rows), tokens, num_bytes, {row["prompt"]: row["prompt_ids"] for row in rows})
 
 
-def compare(config: Config, script: str | None, sizes: Sequence[int], *, repeats: int, folder: Path) -> dict[str, Any]:
+def compare_programs(
+    config: Config, script: str | None, sizes: Sequence[int], *, repeats: int, folder: Path
+) -> dict[str, Any]:
     """The figures of both programs at every number of rows, and their ratios."""
     arms: dict[str, Callable[[int], Run]] = {"ours": lambda size: ours(config, size, folder / "ours")}
     if script is not None:
@@ -201,7 +203,7 @@ def data_gen(
     _refuse_other_sampling(config)
     config = replace(config, pair=replace(config.pair, num_threads=1, micro=None))
     with tempfile.TemporaryDirectory() as name:
-        result = compare(config, official, rows, repeats=repeats, folder=Path(name))
+        result = compare_programs(config, official, rows, repeats=repeats, folder=Path(name))
         if more_rows is not None:
             larger = ours(config, more_rows, Path(name) / "ours")
             result["ours"] |= {more_rows: larger.figures()}

@@ -65,7 +65,7 @@ def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kil
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     known = {(trial["fault"], trial["number"]) for trial in done}
     once = ("memory", "lost")
-    todo = [(number, name, fault) for number in range(trials) for name, fault in chosen(only, ray_kills).items()]
+    todo = [(number, name, fault) for number in range(trials) for name, fault in faults_of(only, ray_kills).items()]
     for number, name, fault in todo:
         if (name, number) in known or (number and name.startswith(once)):
             continue
@@ -74,12 +74,12 @@ def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kil
         with log.open("a") as file:
             file.write(json.dumps(trial) + "\n")
         print(f"{name} {number}: {trial['outcome']}", flush=True)
-    result = summary([trial for trial in done if _is_among(trial["fault"], only)])
+    result = fault_summary([trial for trial in done if _is_among(trial["fault"], only)])
     print(json.dumps(result))
     return result
 
 
-def chosen(only: str, ray_kills: int) -> dict[str, Fault]:
+def faults_of(only: str, ray_kills: int) -> dict[str, Fault]:
     """Every fault by name."""
     every: dict[str, Fault] = {}
     for stage in STAGES.values():
@@ -207,7 +207,7 @@ def resident_kb() -> int:
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
 
-def summary(done: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def fault_summary(done: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Print the table and return it as JSON values."""
     table = Table("fault", "times tried", "struck", "outcome")
     rows: dict[str, dict[str, Any]] = {}

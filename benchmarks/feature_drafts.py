@@ -24,7 +24,7 @@ from checkpoints.recipes.feature_drafts import (
     save_feature_draft,
     teach,
 )
-from checkpoints.recipes.training import Encoded, batches, encode_story
+from checkpoints.recipes.training import Encoded, encode_story, story_batches
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import Story
 from decode.drafters.factory import loop_models_of
@@ -52,7 +52,11 @@ def feature_drafts(
     drafts = {kind: new_feature_draft(kind, model) for kind in FEATURE_DRAFTS}
     how = {"batch_size": batch_size, "seed": 0, "pad_id": tokenizer.pad_token_id}
     taught = teach(
-        list(drafts.values()), model, batches(fitting[:-_HELD_OUT], **how), num_steps=steps, learning_rate=learning_rate
+        list(drafts.values()),
+        model,
+        story_batches(fitting[:-_HELD_OUT], **how),
+        num_steps=steps,
+        learning_rate=learning_rate,
     )
     started_s = perf_counter()
     with tqdm(taught, total=steps) as bar:
@@ -61,7 +65,7 @@ def feature_drafts(
     figures: dict[str, object] = {"seconds": round(perf_counter() - started_s), "steps": steps}
     for kind, draft in drafts.items():
         save_feature_draft(draft, Path(out) / kind)
-        held_out = list(islice(batches(fitting[-_HELD_OUT:], **how), _HELD_OUT // batch_size))
+        held_out = list(islice(story_batches(fitting[-_HELD_OUT:], **how), _HELD_OUT // batch_size))
         figures[kind] = {"acceptance_rates": acceptance_rates(draft, model, held_out)} | _rounds(
             target, Path(out) / kind, fitting[-8:]
         )

@@ -41,7 +41,7 @@ from lm.forwards import hidden_states
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
 
 
-def bench(
+def heads_sweep(
     config: Config, *, num_train: int = 512, epochs: int = 3, repeats: int = 3, memory: bool = True
 ) -> dict[str, object]:
     """Print the table and return what the last line holds.
@@ -192,4 +192,4 @@ def memory_of_one_epoch(
 if __name__ == "__main__":
     quiet()
     warnings.filterwarnings("ignore")
-    run({"bench": memory_of_one_epoch if "--only_memory" in sys.argv else bench}, default="bench")
+    run({"bench": memory_of_one_epoch if "--only_memory" in sys.argv else heads_sweep}, default="bench")

@@ -64,11 +64,11 @@ def real_vllm(
         pair = load_pair(replace(config.pair, micro=None))
         add_bos(pair.tokenizer, first_id(config, pair.tokenizer))
         pair.tokenizer.save_pretrained(folder)
-        requests = requests_of(config, pair.tokenizer, prompts)
+        requests = first_turns(config, pair.tokenizer, prompts)
         process = serve(vllm_python, folder, port, Path(name) / "log")
         try:
             wait_for(process, port, Path(name) / "log")
-            result = compare(
+            result = compare_sources(
                 config,
                 pair,
                 requests,
@@ -96,7 +96,7 @@ def add_bos(tokenizer: PreTrainedTokenizerBase, token_id: int) -> None:
     )
 
 
-def requests_of(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Request]:
+def first_turns(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Request]:
     """The first turns of test prompts."""
     found = load_prompts(replace(config.data, num_test=count), "test")
     texts = [render(prompt, tokenizer, config.data.template) for prompt in found]
@@ -146,7 +146,7 @@ def wait_for(process: subprocess.Popen, port: int, log: Path) -> None:
     )
 
 
-def compare(
+def compare_sources(
     config: Config, pair: Pair, requests: list[Request], *, server: ServerConfig, rounds: int
 ) -> dict[str, Any]:
     """Compare ids, law and rows per second of both sources."""
@@ -169,16 +169,16 @@ def compare(
         )
 
     greedy, plain = Sampling(temperature=0.0), Sampling()
-    expected = ask(here(greedy), requests)
+    expected = answers_of(here(greedy), requests)
     seconds: dict[str, list[float]] = {"in_process": [], "vllm": []}
     for _ in range(rounds):
         for name, source in (("in_process", here(plain)), ("vllm", there(plain, "token_ids"))):
             began = time.perf_counter()
-            answers = ask(source, requests)
+            answers = answers_of(source, requests)
             seconds[name].append(time.perf_counter() - began)
-    ways = {way: {"greedy": equality(expected, ask(there(greedy, way), requests))} for way in _WAYS}
+    ways = {way: {"greedy": equality(expected, answers_of(there(greedy, way), requests))} for way in _WAYS}
     for way in ("token_ids", "text"):
-        ways[way]["temperature_1"] = law(pair, requests, ask(there(plain, way), requests))
+        ways[way]["temperature_1"] = law(pair, requests, answers_of(there(plain, way), requests))
     rows_per_s = {name: len(requests) / min(times) for name, times in seconds.items()}
     return {
         "rows": len(requests),
@@ -186,11 +186,11 @@ def compare(
         "rows_per_s": rows_per_s,
         "vllm_over_in_process": rows_per_s["vllm"] / rows_per_s["in_process"],
         "ways": ways,
-        "in_process_law": law(pair, requests, ask(here(plain), requests)),
+        "in_process_law": law(pair, requests, answers_of(here(plain), requests)),
     }
 
 
-def ask(source: ResponseSource, requests: list[Request]) -> list[Response | Problem]:
+def answers_of(source: ResponseSource, requests: list[Request]) -> list[Response | Problem]:
     """The source's answers."""
     return source.respond(requests, 0, lambda count: None)
 

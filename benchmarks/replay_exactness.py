@@ -41,7 +41,7 @@ from lm import Pair, Sampling, load_pair
 LIMIT = 4.0
 
 
-def policies_of(config: Config) -> dict[str, Policy]:
+def compared_policies(config: Config) -> dict[str, Policy]:
     """Bounded, stateful and head policies."""
     heads = {head.timing: head for head in Experiment(config).heads.values()}
     named: dict[str, Policy] = {
@@ -107,7 +107,7 @@ def replay_exactness(config: Config, *, prompts: int = 20, copies: int = 8, seed
     pair, sampling = load_pair(config.pair), Sampling(**vars(config.pair.sampling))
     found = load_prompts(replace(config.data, num_test=prompts), "test")
     ids = [encode(prompt, pair.tokenizer, config.data.template) for prompt in found]
-    policies = policies_of(config)
+    policies = compared_policies(config)
     warm = traced(pair, sampling, ids * copies, config, seed=seed)
     cold = traced(pair, Sampling(temperature=0), ids, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from data_gen.pipeline.command import make
 from evaluation.traces.command import trace
 from heads.command import export
 from heads.model.head import AcceptanceHead
-from store.shards import verify
+from store.shards import verify_shard
 from tests.toys.saved_pair import save_toy
 from train import train
 
@@ -198,7 +198,7 @@ def lost(place: Path, stage: Stage, reference: Digests) -> str | None:
         name = str(path.relative_to(folder))
         if name.startswith("stages") and not path.exists():
             continue  # an earlier stage's result that was being cleared away, its shard being whole
-        verify(path)
+        verify_shard(path)
         if not name.startswith("stages") and reference[name] != hashlib.sha256(path.read_bytes()).hexdigest():
             return f"{name} is whole and not what the undisturbed run wrote"
     return None

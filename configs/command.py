@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from configs.limits import check
+from configs.limits import check_limits
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
@@ -71,7 +71,7 @@ def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
     sections = {name: built[name] for name in _SECTIONS}
     config = Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
-    check(config)
+    check_limits(config)
     return config
 
 

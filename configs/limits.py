@@ -96,7 +96,7 @@ _FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
 
-def check(config: Config) -> None:
+def check_limits(config: Config) -> None:
     """Raise ValueError for the first setting that no command can honour: what, its value, the limit."""
     values = asdict(config)
     for name, limit in LIMITS.items():

@@ -26,7 +26,7 @@ from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair, num_weights, refuse_feature_draft
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -62,7 +62,7 @@ class Experiment:
     @cached_property
     def has_feature_draft(self) -> bool:
         """Whether the draft reads the target's states."""
-        return layout_of(self.models.draft) is not None
+        return released_layout_of(self.models.draft) is not None
 
     def with_feature_draft(self, path: str) -> "Experiment":
         """The same with another draft, one that reads the target, which is not loaded a second time.
@@ -72,7 +72,7 @@ class Experiment:
         """
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
-        if layout_of(source) is None:
+        if released_layout_of(source) is None:
             raise ValueError(
                 f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their "
                 "own"

@@ -118,7 +118,7 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
             f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep"
         )
     AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
-    address = hub.push(directory, repo, private=private)
+    address = hub.push_files(directory, repo, private=private)
     print(address)
     return address
 

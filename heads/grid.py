@@ -11,7 +11,7 @@ from heads.model.inputs import STANDARD, Inputs
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
+class HeadShape:
     """Inputs and depth, which heads must have in common to be stacked."""
 
     timing: Timing
@@ -31,7 +31,7 @@ class Shape:
 class HeadSpec:
     """One head of the grid."""
 
-    shape: Shape
+    shape: HeadShape
     reject_weight: float
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class HeadSpec:
         return f"{self.shape}-w{self.reject_weight:g}"
 
 
-def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
+def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
     """Every head of the sweep: for each shape the reject weights that are stacked in it, in the order of the config.
 
     Raises:
@@ -68,7 +68,7 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
             f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
         )
     shapes = [
-        Shape(timing, inputs, depth)
+        HeadShape(timing, inputs, depth)
         for timing, inputs in dict.fromkeys([*papers, *of_drawn_tokens])
         for depth in config.depths
     ]
@@ -77,14 +77,14 @@ def grid(config: HeadsConfig) -> dict[Shape, tuple[float, ...]]:
     return {shape: tuple(config.reject_weights) for shape in shapes}
 
 
-def scalar_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
+def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
     """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head
     takes besides.
     """
     return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
-def specs(shapes: dict[Shape, tuple[float, ...]]) -> list[HeadSpec]:
+def specs(shapes: dict[HeadShape, tuple[float, ...]]) -> list[HeadSpec]:
     """All heads, stack after stack: the order of every [heads] axis of the project."""
     return [HeadSpec(shape, weight) for shape, weights in shapes.items() for weight in weights]
 

@@ -28,7 +28,7 @@ from lm.eos import eos_ids_of
 from lm.expanded import expand
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
 
 _DTYPES = {
@@ -118,13 +118,13 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
 
 def _sources(config: PairConfig) -> dict[str, ModelSource]:
     """The models of their own, which have tokenizers."""
-    sources = {"target": config.target} | ({} if layout_of(config.draft) else {"draft": config.draft})
+    sources = {"target": config.target} | ({} if released_layout_of(config.draft) else {"draft": config.draft})
     return sources | ({"micro": config.micro} if config.micro else {})
 
 
 def refuse_feature_draft(config: PairConfig) -> None:
     """Raise ValueError where pair.draft is one."""
-    if layout := layout_of(config.draft):
+    if layout := released_layout_of(config.draft):
         raise ValueError(_reads_the_target(f"{layout} directory ({config.draft.path})"))
 
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
 from decode.policies.batch import BatchRule
-from serve.pace import Ended, Pace
+from serve.pace import Ended, ServedPace
 
 
-class Row(NamedTuple):
+class RequestRow(NamedTuple):
     """One row of the engine's batch at the start of a round."""
 
     request: str
@@ -99,12 +99,12 @@ class Lane:
 class Lanes:
     """All requests that are alive, by id, and the rows of the round that is being drafted."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace()
+    def __init__(self, pace: ServedPace | None = None) -> None:
+        self._pace = pace or ServedPace()
         self._alive: dict[str, Lane] = {}
         self._rows: list[Lane] = []
 
-    def begin(self, rows: Sequence[Row], alive: Container[str]) -> bool:
+    def begin(self, rows: Sequence[RequestRow], alive: Container[str]) -> bool:
         """Begin a round: the rows' last ones are over, and requests that are not alive any more are forgotten.
 
         Args:
@@ -173,7 +173,7 @@ class Lanes:
         """The number of requests that are remembered."""
         return len(self._alive)
 
-    def _lane(self, row: Row) -> Lane:
+    def _lane(self, row: RequestRow) -> Lane:
         lane = self._alive.get(row.request)
         if lane is None or lane.policy != row.policy:  # another request took the id
             lane = self._alive[row.request] = Lane(row.policy)

@@ -82,7 +82,7 @@ class Ended(NamedTuple):
 
 
 @dataclass
-class Pace:
+class ServedPace:
     """Told of every round and every draft step of the engine; says which rows of the batch's rule go on."""
 
     clock: Callable[[], float] = perf_counter

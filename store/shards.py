@@ -118,7 +118,7 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
-def verify(path: Path, *, command: str = "data_gen") -> None:
+def verify_shard(path: Path, *, command: str = "data_gen") -> None:
     """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
 
     Args:

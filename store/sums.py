@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from store.shards import SHARD_FOLDERS, is_whole, sidecar_path, verify
+from store.shards import SHARD_FOLDERS, is_whole, sidecar_path, verify_shard
 
 _NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors|responses)(\.json)?")
 _MOST_THREADS = 8
@@ -90,7 +90,7 @@ def shards_in(directory: str | Path) -> list[Path]:
 
 def _problem(path: Path, *, command: str) -> str | None:
     try:
-        verify(path, command=command)
+        verify_shard(path, command=command)
     except ValueError as error:
         return str(error)
     except OSError as error:

@@ -41,7 +41,7 @@ ARMS = {
 }
 
 
-class Session:
+class EngineProcess:
     """One engine in a process of its own."""
 
     def __init__(self, python: str, job: dict[str, Any], path: Path) -> None:
@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> None:
             "arguments": {"max_num_seqs": max(given.concurrency)},
             "batches": [],
         }
-        stopping = Session(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
-        alone = Session(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
+        stopping = EngineProcess(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
+        alone = EngineProcess(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
             for report in timed(
                 stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature
@@ -116,7 +116,7 @@ def slow(role: str, num_layers: int, folder: Path) -> str:
     return str(folder)
 
 
-class Turn(NamedTuple):
+class ClockTurn(NamedTuple):
     """One turn of one arm."""
 
     tokens: int
@@ -127,17 +127,17 @@ class Turn(NamedTuple):
 
 
 def timed(
-    stopping: Session, alone: Session, *, turns: int, sizes: list[int], temperature: float
+    stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: list[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
     """Time the two engines in turns and yield the summary after each turn; one turn before the first warms both up."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
-    seen = defaultdict[tuple[int, str], list[Turn]](list)
+    seen = defaultdict[tuple[int, str], list[ClockTurn]](list)
     for turn in range(turns + 1):
         for size in sizes if turn else sizes[-1:]:
             for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
                 asked = [
                     prompt | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
-                    for prompt in chosen(prompts, size, turn)
+                    for prompt in prompts_for(prompts, size, turn)
                 ]
                 batch = {
                     "name": f"{turn}/{size}/{arm}",
@@ -147,7 +147,7 @@ def timed(
                 }
                 result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
                 lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
-                taken = Turn(
+                taken = ClockTurn(
                     NUM_TOKENS * len(asked),
                     result["seconds"],
                     result["cpu_seconds"],
@@ -160,13 +160,13 @@ def timed(
             yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
 
 
-def chosen(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dict[str, Any]]:
+def prompts_for(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dict[str, Any]]:
     """The prompts of a turn: other ones in every turn, the same for every arm."""
     count = max(REQUESTS_PER_SEAT * size, _FEWEST)
     return [prompts[(turn * count + place) % len(prompts)] for place in range(count)]
 
 
-def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
+def cell(size: int, seen: dict[tuple[int, str], list[ClockTurn]]) -> dict[str, Any]:
     """One concurrency. Every arm has written as many tokens in a turn, so that seconds alone differ."""
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
     best, rows, random = max(fixed, key=lambda arm: speed(seen[size, arm])), {}, np.random.default_rng(0)
@@ -186,7 +186,7 @@ def cell(size: int, seen: dict[tuple[int, str], list[Turn]]) -> dict[str, Any]:
     return {"concurrency": size, "best_fixed": best, "arms": rows}
 
 
-def speed(turns: list[Turn]) -> float:
+def speed(turns: list[ClockTurn]) -> float:
     """The tokens per second of these turns together, in CPU seconds of the engine's process."""
     return sum(one.tokens for one in turns) / sum(one.cpu_seconds for one in turns)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from checkpoints.recipes.training import Batch, Optimiser
+from checkpoints.recipes.training import Optimiser, StoryBatch
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
@@ -85,7 +85,7 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
 def teach(
     drafts: Sequence[FeatureDraft],
     target: PreTrainedModel,
-    source: Iterator[Batch],
+    source: Iterator[StoryBatch],
     *,
     num_steps: int,
     learning_rate: float,
@@ -94,7 +94,7 @@ def teach(
     target.requires_grad_(False)
     optimisers = [Optimiser(draft, learning_rate, num_steps, has_muon=False) for draft in drafts]
     for batch in islice(source, num_steps):
-        told = Told.of(target, batch)
+        told = TargetReading.of(target, batch)
         losses = []
         for draft, optimiser in zip(drafts, optimisers, strict=True):
             loss, divergence = _loss(draft, told)
@@ -106,20 +106,20 @@ def teach(
 
 
 @torch.no_grad()
-def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequence[Batch]) -> list[float]:
+def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequence[StoryBatch]) -> list[float]:
     """Mean acceptance_rate of the first, second, … token of drafts along the text, over the learned positions of some
     batches.
     """
     rates = []
     for batch in batches:
-        told = Told.of(target, batch)
+        told = TargetReading.of(target, batch)
         at_depths = [torch.minimum(log_q.exp(), told.log_p.exp()).sum(-1) for log_q in said(draft, told)]
         rates.append(torch.stack(at_depths))
     return torch.cat(rates, -1).mean(-1).tolist()
 
 
 @dataclass(frozen=True)
-class Told:
+class TargetReading:
     """Features, keys and likeliest tokens of the target for one batch. Learned positions: their next token is to be
     said, and NUM_DEPTHS or more are before them.
     """
@@ -133,7 +133,7 @@ class Told:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, target: PreTrainedModel, batch: Batch) -> "Told":
+    def of(cls, target: PreTrainedModel, batch: StoryBatch) -> "TargetReading":
         """Run the target's forward over a batch."""
         tokens, is_learned = batch.ids[:, :-1], batch.is_learned.clone()
         is_learned[:, :NUM_DEPTHS] = False  # no draft of so many tokens ends there
@@ -151,7 +151,7 @@ class Told:
         return functional.kl_div(log_q, self.log_p, log_target=True, reduction="batchmean")
 
 
-def said(draft: FeatureDraft, told: Told) -> Iterator[Float[Tensor, "learned vocab"]]:
+def said(draft: FeatureDraft, told: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
     """log q at the learned positions, as the first, second, … token of drafts along the text, each begun so many tokens
     before.
     """
@@ -186,7 +186,7 @@ def unrolled(
         fed = functional.pad(outputs.states[:, :-1], (0, 0, 1, 0))
 
 
-def _loss(draft: FeatureDraft, told: Told) -> tuple[Float[Tensor, ""], float]:
+def _loss(draft: FeatureDraft, told: TargetReading) -> tuple[Float[Tensor, ""], float]:
     """(the loss, the divergence alone for drafts of one token)"""
     if isinstance(draft, Glide):
         divergence = told.divergence(_glide_says(draft, told, delayed(told.tokens.shape[1], draft.config.block_size)))
@@ -201,7 +201,9 @@ def _loss(draft: FeatureDraft, told: Told) -> tuple[Float[Tensor, ""], float]:
     return torch.stack(losses).sum(), divergences[0].item()
 
 
-def _glide_says(draft: Glide, told: Told, cross_mask: Bool[Tensor, "1 1 node seen"]) -> Float[Tensor, "learned vocab"]:
+def _glide_says(
+    draft: Glide, told: TargetReading, cross_mask: Bool[Tensor, "1 1 node seen"]
+) -> Float[Tensor, "learned vocab"]:
     """log q at the learned positions."""
     layers = [told.cache.layers[place] for place in draft.cached_layer_ids]
     seen = [(layer.keys, layer.values) for layer in layers]

@@ -41,7 +41,7 @@ def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_
     times_ms = forward_times_ms(list(models.values()), num_timings)
     figures = {f"{name}_forward_ms": time_ms for name, time_ms in zip(models, times_ms, strict=True)}
     figures["forward_ratio"] = figures["target_forward_ms"] / figures["draft_forward_ms"]
-    rates = acceptance_rates(models, tokenizer, num_prompts=num_prompts, seed=seed)
+    rates = trio_acceptance_rates(models, tokenizer, num_prompts=num_prompts, seed=seed)
     for name, rate in rates.items():
         figures |= {f"{name}_acceptance_mean": rate.mean().item(), f"{name}_acceptance_std": rate.std().item()}
     figures["positions"] = len(rates["draft"])
@@ -49,7 +49,7 @@ def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_
     return figures
 
 
-def acceptance_rates(
+def trio_acceptance_rates(
     models: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, num_prompts: int, seed: int
 ) -> dict[str, Float[Tensor, " position"]]:
     """The acceptance_rate of every model but the target, at every position of the target's responses to `num_prompts`
@@ -103,6 +103,6 @@ def forward_times_ms(models: list[PreTrainedModel], num_timings: int) -> list[fl
     return [1000 * statistics.median(spent_s) for spent_s in times_s]
 
 
-def report(figures: dict[str, float]) -> str:
+def report_figures(figures: dict[str, float]) -> str:
     """One JSON line."""
     return json.dumps({name: round(value, 4) for name, value in figures.items()})

@@ -36,9 +36,9 @@ from checkpoints.recipes.feature_drafts import (
     save_feature_draft,
     teach,
 )
-from checkpoints.recipes.figures import NAMES, measure, report
+from checkpoints.recipes.figures import NAMES, measure, report_figures
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
-from checkpoints.recipes.training import Batch, batches, distil, encode_story, train
+from checkpoints.recipes.training import StoryBatch, distil, encode_story, story_batches, train_model
 from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
@@ -60,7 +60,7 @@ the trio learned.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelShape:
     """Size of one model."""
 
     num_layers: int
@@ -73,9 +73,9 @@ class Shape:
 class Recipe:
     """Everything but seed and machine that decides the trio's bytes."""
 
-    target: Shape = Shape(num_layers=10, hidden_size=128, intermediate_size=352, num_heads=4)
-    draft: Shape = Shape(num_layers=1, hidden_size=96, intermediate_size=256, num_heads=3)
-    micro: Shape = Shape(num_layers=1, hidden_size=24, intermediate_size=64, num_heads=1)
+    target: ModelShape = ModelShape(num_layers=10, hidden_size=128, intermediate_size=352, num_heads=4)
+    draft: ModelShape = ModelShape(num_layers=1, hidden_size=96, intermediate_size=256, num_heads=3)
+    micro: ModelShape = ModelShape(num_layers=1, hidden_size=24, intermediate_size=64, num_heads=1)
     vocab_size: int = 768
     num_tokenizer_stories: int = 4000
     batch_size: int = 16
@@ -110,7 +110,7 @@ def make_trio(
         models, tokenizer = _train_trio(seed, recipe, progress)
     _write(models, tokenizer, out_dir)
     figures = measure(out_dir)
-    print(report(figures))
+    print(report_figures(figures))
     return figures
 
 
@@ -143,7 +143,7 @@ def make_feature_drafts(
         steps = teach(
             list(drafts.values()),
             target,
-            batches(rows, **how),
+            story_batches(rows, **how),
             num_steps=recipe.feature_draft_steps,
             learning_rate=recipe.feature_draft_learning_rate,
         )
@@ -152,13 +152,13 @@ def make_feature_drafts(
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
     held_out = list(
-        islice(batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8)
+        islice(story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8)
     )
     rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
     figures = {
         f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)
     }
-    print(report(figures))
+    print(report_figures(figures))
     return figures
 
 
@@ -188,15 +188,17 @@ def _train_trio(
         name: _new_model(shape, tokenizer)
         for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)
     }
-    source = batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
+    source = story_batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
     _learn(models, source, recipe, progress)
     return models, tokenizer
 
 
-def _learn(models: dict[str, LlamaForCausalLM], source: Iterator[Batch], recipe: Recipe, progress: Progress) -> None:
+def _learn(
+    models: dict[str, LlamaForCausalLM], source: Iterator[StoryBatch], recipe: Recipe, progress: Progress
+) -> None:
     """Train the target, then distil the others from it."""
     target, *others = models.values()
-    steps = train(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
+    steps = train_model(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
     for _ in _track(progress, "train target", steps, total=recipe.target_steps):
         pass
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
@@ -207,7 +209,7 @@ def _learn(models: dict[str, LlamaForCausalLM], source: Iterator[Batch], recipe:
         model.bfloat16()
 
 
-def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -33,7 +33,7 @@ stays random.
 """
 
 
-class Batch(NamedTuple):
+class StoryBatch(NamedTuple):
     """Some stories, padded on the right."""
 
     ids: Int[Tensor, "batch position"]
@@ -48,7 +48,7 @@ def encode_story(story: Story, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     return [*prompt_ids, *tokenizer(story.answer)["input_ids"], tokenizer.eos_token_id], len(prompt_ids)
 
 
-def batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[Batch]:
+def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[StoryBatch]:
     """Endless batches in an order that `seed` decides; an epoch has every row once, but leaves out the rows that fill
     no whole chunk.
     """
@@ -63,7 +63,7 @@ def batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int)
             yield from together
 
 
-def padded(rows: Sequence[Encoded], pad_id: int) -> Batch:
+def padded(rows: Sequence[Encoded], pad_id: int) -> StoryBatch:
     """One batch. Worked example: ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T],
     [T, F]].
     """
@@ -73,17 +73,17 @@ def padded(rows: Sequence[Encoded], pad_id: int) -> Batch:
     starts, ends = (
         torch.tensor(values).unsqueeze(1) for values in ([start for _, start in rows], [len(ids) for ids, _ in rows])
     )
-    return Batch(ids, (following >= starts) & (following < ends))
+    return StoryBatch(ids, (following >= starts) & (following < ends))
 
 
-def log_probs(model: LlamaForCausalLM, batch: Batch) -> Float[Tensor, "learned vocab"]:
+def log_probs(model: LlamaForCausalLM, batch: StoryBatch) -> Float[Tensor, "learned vocab"]:
     """Log-probabilities of the next token at the learned positions."""
     hidden = model.model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
     return model.lm_head(hidden[batch.is_learned]).log_softmax(-1)
 
 
-def train(
-    model: LlamaForCausalLM, source: Iterator[Batch], *, num_steps: int, learning_rate: float
+def train_model(
+    model: LlamaForCausalLM, source: Iterator[StoryBatch], *, num_steps: int, learning_rate: float
 ) -> Iterator[list[float]]:
     """Train on the stories themselves; yields the loss of each step, -log p(X_i), in nats per token."""
     optimiser = Optimiser(model, learning_rate, num_steps)
@@ -97,7 +97,7 @@ def train(
 def distil(
     target: LlamaForCausalLM,
     models: Sequence[LlamaForCausalLM],
-    source: Iterator[Batch],
+    source: Iterator[StoryBatch],
     *,
     num_steps: int,
     learning_rate: float,

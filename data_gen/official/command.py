@@ -23,7 +23,7 @@ from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
-from data_gen.pipeline.command import check
+from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.worker import Job, Worker, max_positions
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
@@ -63,7 +63,7 @@ def import_(
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     _check_asked(pair, data, split, features=features)
-    keys, items, size = json_file.Keys(draft_key, target_key), json_file.read(path), data.rows_per_shard
+    keys, items, size = json_file.OfficialKeys(draft_key, target_key), json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.OfficialRow:
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
@@ -89,7 +89,7 @@ def import_(
 def _check_asked(pair: PairConfig, data: DataConfig, split: str, *, features: bool) -> None:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
-    check(pair, data)
+    check_settings(pair, data)
     if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
             f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without "
@@ -184,7 +184,7 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
     write_atomic(path, json.dumps(source).encode())
 
 
-def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.Keys) -> dict[str, Any]:
+def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.OfficialKeys) -> dict[str, Any]:
     """The manifest of imported data: its file's keys, and how its features were made."""
     settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
     return {

@@ -29,14 +29,14 @@ class OfficialRow(NamedTuple):
     """draft_ids, log_q, log_p, acceptance_prob, each [token]."""
 
 
-class Keys(NamedTuple):
+class OfficialKeys(NamedTuple):
     """The fields with the log probabilities of the draft tokens."""
 
     draft: str
     target: str
 
 
-def parse(item: Any, name: str, *, keys: Keys, where: str) -> OfficialRow:
+def parse(item: Any, name: str, *, keys: OfficialKeys, where: str) -> OfficialRow:
     """One object of the file as the row `name`.
 
     Args:

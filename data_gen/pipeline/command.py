@@ -18,7 +18,7 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, load_pair_tokenizer
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from store.lock import only_writer
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from store.sums import forget_broken, shards_in
@@ -34,7 +34,7 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
         retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
     """
     pair, data = config.pair, config.data
-    check(pair, data)
+    check_settings(pair, data)
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)
@@ -95,10 +95,10 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
         engine(job, specs, bar)
 
 
-def check(pair: PairConfig, data: DataConfig) -> None:
+def check_settings(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
-    if (data.mode, data.mixes) != ("together", 1) and layout_of(pair.draft):
+    if (data.mode, data.mixes) != ("together", 1) and released_layout_of(pair.draft):
         raise ValueError(
             "pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is "
             f"{data.mode}, data.mixes "

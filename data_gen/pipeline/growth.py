@@ -64,7 +64,7 @@ def _part(prompts: Sequence[Prompt]) -> dict[str, Any]:
     return {"prompts": len(prompts), "sha256": digest(repr(prompts)), **({"sets": dict(sets)} if sets else {})}
 
 
-def cut(split: str, prompts: Sequence[Prompt], size: int, *, first: int = 0) -> list[ShardSpec]:
+def cut_shards(split: str, prompts: Sequence[Prompt], size: int, *, first: int = 0) -> list[ShardSpec]:
     """Shards of `size` consecutive prompts; `first`: the index of the first shard."""
     starts = range(0, len(prompts), size)
     return [
@@ -76,7 +76,7 @@ def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], siz
     """Shards of every part, numbered through."""
     specs: list[ShardSpec] = []
     for start, end in pairwise([0, *ends]):
-        specs += cut(split, prompts[start:end], size, first=len(specs))
+        specs += cut_shards(split, prompts[start:end], size, first=len(specs))
     return specs
 
 

@@ -119,7 +119,7 @@ def gpus_of(written: str | None) -> Gpus | None:
     return Gpus(int(parts[1]), float(parts[2]) * GB - _RESERVED_BYTES)
 
 
-def report(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> str:
+def memory_report(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> str:
     """Each stage's sum in GB, beside what there is."""
     lines = []
     for need in needs_of_stages:

@@ -39,7 +39,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
             user's mistake.
         FileNotFoundError: likewise, from a worker.
     """
-    import ray  # an extra: data_gen.pipeline.command.check says so where it is missing
+    import ray  # an extra: data_gen.pipeline.command.check_settings says so where it is missing
 
     is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
     if is_own:

@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
-from data_gen.pipeline.command import check
+from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import order_of
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
@@ -26,7 +26,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from lm import free_memory, load_config
-from lm.features.released import layout_of, width_of
+from lm.features.released import released_layout_of, width_of
 from store.shards import rows_path
 
 _ROW_BYTES_PER_TOKEN = 32
@@ -55,7 +55,7 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
         sample: prompts that are made and timed; 0 loads no model.
     """
     pair, data = config.pair, config.data
-    check(pair, data)
+    check_settings(pair, data)
     _check_memory(config, is_measured=sample > 0)
     missing = _missing(data) if sample else _missing_or_none(data)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
@@ -78,11 +78,11 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
 
 def _check_memory(config: Config, *, is_measured: bool) -> None:
     """Print the arithmetic; what does not fit is refused before models are loaded, and else warned of."""
-    if layout_of(config.pair.draft):
+    if released_layout_of(config.pair.draft):
         print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
         return
     needs, gpus = memory.needs(config), memory.gpus_of(config.pair.gpus)
-    print(f"memory, {config.pair.gpus or 'GPUs of this machine'}:\n{memory.report(needs, gpus)}")
+    print(f"memory, {config.pair.gpus or 'GPUs of this machine'}:\n{memory.memory_report(needs, gpus)}")
     for problem in memory.problems(needs, gpus):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")

@@ -34,7 +34,7 @@ from lm import (
     load_pair_tokenizer,
     vocab_size_of,
 )
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from lm.forwards import check_numbers, check_output_layer
 from lm.frequencies import refuse_crossing
 
@@ -60,7 +60,7 @@ class Job:
 def models_of(job: Job) -> tuple[str, ...]:
     """The models of their own that a worker loads."""
     return {
-        "together": ("draft", "target") if layout_of(job.pair.draft) is None else ("target",),
+        "together": ("draft", "target") if released_layout_of(job.pair.draft) is None else ("target",),
         "respond": ("target",) if job.data.source == "transformers" else (),
         "draft": ("draft",),
         "target": ("target",),
@@ -81,7 +81,7 @@ class Worker:
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
-        is_own = layout_of(pair.draft) is None
+        is_own = released_layout_of(pair.draft) is None
         models = {name: self._load(name) for name in models_of(job)}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():

@@ -20,7 +20,7 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     """
     # pandas and matplotlib take a while to import, and every command of data_gen imports this file
     from data_gen.stats.plots import draw_all
-    from data_gen.stats.positions import by_set, read_positions, summarise
+    from data_gen.stats.positions import positions_by_set, read_positions, summarise
 
     directory = Path(config.data.dir)
     manifest = read_manifest(directory, keys=("sampling",))
@@ -32,7 +32,7 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         "sampling": manifest["sampling"],
     }
     summary |= {f"prompts_{name}": count for name, count in account(paths).items()}
-    summary |= {f"set {name}": facts for name, facts in by_set(paths).items()}
+    summary |= {f"set {name}": facts for name, facts in positions_by_set(paths).items()}
     folder = directory / "stats"
     write_atomic(folder / f"{split}.json", json.dumps(summary, indent=1).encode())
     print(

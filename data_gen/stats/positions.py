@@ -82,7 +82,7 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
     return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
 
 
-def by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
+def positions_by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
     """Rows, tokens and mean acceptance of each set of prompts; nothing where there is only one."""
     names = ["set", "acceptance_prob", "acceptance_rate"]
     if "set" not in read_schema(paths[0]).names:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig, PairConfig
 from data_gen.prompts.splits import Split
 from data_gen.store.identity import describe_model, file_sha256
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from lm.uniforms import GENERATOR
 from store.json_files import read_json
 from store.shards import write_atomic
@@ -62,7 +62,7 @@ def make_manifest(
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
-        "draft_length": data.draft_length if layout_of(pair.draft) else None,
+        "draft_length": data.draft_length if released_layout_of(pair.draft) else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
         "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decode.loop.drafter import ModelDrafter
-from decode.loop.rounds import Generation, Round, settle
+from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.policies.batch import BatchRule
 from lm import CachedModel, Draws, Sampling, verify
@@ -36,7 +36,7 @@ class Together(Protocol):
     def forward(self, asks: Sequence[Ask]) -> list[Tensor]: ...
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One generation that is wanted."""
 
     prompt_ids: Sequence[int]
@@ -106,7 +106,7 @@ class Batch:
         """Generation of every request, in their order."""
         return [Generation.of(rounds) for rounds in self._rounds]
 
-    def rounds(self, requests: Sequence[Request], *, max_draft_length: int) -> Iterator[BatchRound]:
+    def rounds(self, requests: Sequence[BatchRequest], *, max_draft_length: int) -> Iterator[BatchRound]:
         """Play all requests, as many at once as there are seats; the rest waits in its order."""
         self._rounds = [[] for _ in requests]
         waiting = iter(enumerate(requests))
@@ -117,7 +117,7 @@ class Batch:
                 return
             yield self._round(busy, max_draft_length, num_joined)
 
-    def _seated(self, place: _Place, waiting: Iterator[tuple[int, Request]]) -> bool:
+    def _seated(self, place: _Place, waiting: Iterator[tuple[int, BatchRequest]]) -> bool:
         """The next request that wants any token takes this place, if there is one."""
         for number, request in waiting:
             if request.max_new_tokens > 0:
@@ -191,7 +191,7 @@ class Batch:
         proposal = place.drafter.proposal
         verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
         proposal.reveal(verdict.num_accepted, p, place.session.draws)
-        emitted, counts = settle(
+        emitted, counts = settle_round(
             place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
         )
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.asked import Ids, Limits, ids_of, integer_of, limits_of
-from decode.loop.batch import Batch, BatchRound, Request, Together
+from decode.loop.batch import Batch, BatchRequest, BatchRound, Together
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
-from decode.loop.rounds import Generation, Round, settle
+from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, check_free
 from decode.policies.batch import batched
 from lm import CachedModel, Draws, FeatureModel, RandomDraws, Sampling, Verdict, verify
@@ -112,7 +112,7 @@ class SpeculativeDecoder:
             if generator is None or isinstance(generator, torch.Generator)
             else generator
         )
-        requests = [Request(*arguments) for arguments in zip(all_ids, limits, draws, strict=True)]
+        requests = [BatchRequest(*arguments) for arguments in zip(all_ids, limits, draws, strict=True)]
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             check_free(model, role)  # it may be tried out, which takes its cache
             model.check_mode()
@@ -191,7 +191,7 @@ class SpeculativeDecoder:
         p = self.sampling.laws_after(logits, fed)
         verdict = self._verify(proposal, p, draws)
         proposal.reveal(verdict.num_accepted, p, draws)
-        emitted, counts = settle(
+        emitted, counts = settle_round(
             committed, proposal, verdict, target=self.target, drafter=self.drafter, eos_ids=self.eos_ids
         )
         ended_s = perf_counter()

@@ -80,7 +80,7 @@ class Generation:
         }
 
 
-def settle(
+def settle_round(
     committed: list[int],
     proposal: Proposal,
     verdict: Verdict,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
-from decode.policies.learning import LEARNER, NOTHING, Inputs, lesson_of, logit_of, score_of
+from decode.policies.learning import LEARNER, NOTHING, LessonInputs, lesson_of, logit_of, score_of
 
 
 def check_unit(name: str, value: Number) -> None:
@@ -105,8 +105,8 @@ class LearnedProb(Policy):
         """Survival probability of the draft with the newest token in it."""
         return state[0] * score_of(state[1].weights, self._inputs(seen))
 
-    def _inputs(self, seen: Any) -> Inputs:
-        return Inputs(logit_of(seen.token_prob), logit_of(seen.max_prob))
+    def _inputs(self, seen: Any) -> LessonInputs:
+        return LessonInputs(logit_of(seen.token_prob), logit_of(seen.max_prob))
 
 
 @dataclass(frozen=True)
@@ -127,5 +127,5 @@ class LearnedMaxProb(LearnedProb):
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         return (self._survival(state, drawn), state[1]), False
 
-    def _inputs(self, seen: Any) -> Inputs:
-        return Inputs(logit_of(seen.max_prob), 0.0)
+    def _inputs(self, seen: Any) -> LessonInputs:
+        return LessonInputs(logit_of(seen.max_prob), 0.0)

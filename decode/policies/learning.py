@@ -34,7 +34,7 @@ _LOWEST = -700.0
 """exp of its negative is still a float."""
 
 
-class Inputs(NamedTuple):
+class LessonInputs(NamedTuple):
     """Inputs x of the regression, without the constant 1."""
 
     logit: Number
@@ -120,12 +120,12 @@ class Learner(NamedTuple):
 LEARNER = Learner()
 
 
-def score_of(weights: Weights, inputs: Inputs) -> Number:
+def score_of(weights: Weights, inputs: LessonInputs) -> Number:
     """a, the acceptance probability that the regression gives."""
     return sigmoid(weights.shift + weights.slope * inputs.logit + weights.token * inputs.token)
 
 
-def lesson_of(weights: Weights, inputs: Inputs, acceptance_prob: Number) -> Lesson:
+def lesson_of(weights: Weights, inputs: LessonInputs, acceptance_prob: Number) -> Lesson:
     """The lesson of one token."""
     f, token = inputs
     score = score_of(weights, inputs)

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from decode.policies.base import JOINT, AfterDraw, BeforeDraw, Number, Policy, State
-from decode.policies.learning import LEARNER, NOTHING, Inputs, cut, lesson_of, logit_of, score_of, sigmoid
+from decode.policies.learning import LEARNER, NOTHING, LessonInputs, cut, lesson_of, logit_of, score_of, sigmoid
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
@@ -219,8 +219,8 @@ class ScoringPolicy(Policy):
     def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
-    def _inputs(self, seen: Any) -> Inputs:
-        return Inputs(cut(self.scores.logit(seen)), logit_of(getattr(seen, self._own_signal)))
+    def _inputs(self, seen: Any) -> LessonInputs:
+        return LessonInputs(cut(self.scores.logit(seen)), logit_of(getattr(seen, self._own_signal)))
 
     @property
     def _own_signal(self) -> str:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from configs.schema import DataConfig, DecodeConfig
-from data_gen.pipeline.growth import cut
+from data_gen.pipeline.growth import cut_shards
 from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask, row_id
 from data_gen.responses.exchange import Exchange
@@ -220,7 +220,7 @@ def trace_folder(experiment: Experiment) -> TraceFolder:
         return [
             spec
             for split in SPLITS
-            for spec in cut(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
+            for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
         ]
 
     return TraceFolder(

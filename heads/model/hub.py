@@ -41,7 +41,7 @@ def local_directory(source: str | Path, **where: Any) -> Path:
         ) from error
 
 
-def push(path: Path, repo: str, *, private: bool = False) -> str:
+def push_files(path: Path, repo: str, *, private: bool = False) -> str:
     """Upload an exported head; a repository that is there gets a new commit. Returns its address.
 
     Raises:

@@ -17,7 +17,7 @@ from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS
 from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from store.shards import write_atomic
 
 _CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     data: FeatureData
     draft = embedding = None
     if config.heads.features == "online":
-        if layout_of(config.pair.draft):
+        if released_layout_of(config.pair.draft):
             raise ValueError(
                 "heads.features is online, and a feature draft's states need the target: set heads.features: cached"
             )
@@ -61,7 +61,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
 
 def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
     """The draft; one that reads the target's states comes with it."""
-    if layout_of(pair.draft):
+    if released_layout_of(pair.draft):
         return load_pair(pair).drafting
     return load_model(pair.draft, trust_remote_code=pair.trust_remote_code, device=_CPU)
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.grid import HeadSpec, Shape
+from heads.grid import HeadShape, HeadSpec
 from heads.model.formula import Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
@@ -33,7 +33,7 @@ class HeadStack(nn.Module):
     scalar_mean: Tensor
     scalar_scale: Tensor
 
-    def __init__(self, shape: Shape, reject_weights: Sequence[float], *, hidden_size: int, seed: int) -> None:
+    def __init__(self, shape: HeadShape, reject_weights: Sequence[float], *, hidden_size: int, seed: int) -> None:
         super().__init__()
         self.shape, self.hidden_size = shape, hidden_size
         self.specs = [HeadSpec(shape, weight) for weight in reject_weights]

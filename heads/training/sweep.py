@@ -18,7 +18,7 @@ from transformers import get_cosine_schedule_with_warmup
 from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
-from heads.grid import Shape, grid, module_key, scalar_names, specs
+from heads.grid import HeadShape, grid, module_key, scalar_names, specs
 from heads.measures.calibration import fit_temperature
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import observe
@@ -263,7 +263,7 @@ class Sweep(pl.LightningModule):
             for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
                 best.copy_(torch.where(_per_head(better, now), now, best))
 
-    def _stack(self, shape: Shape, weights: tuple[float, ...]) -> HeadStack:
+    def _stack(self, shape: HeadShape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
         if shape.inputs.scalars:
             mean, scale = torch.tensor(self.facts["scalar_stats"][FEATURE_SETS[shape.timing]])

@@ -34,7 +34,7 @@ class Released:
         Raises:
             ValueError: weights that are pickled alone, or that cannot be read.
         """
-        self.path, self.layout, self.config = source.path, layout_of(source), _config_of(source) or {}
+        self.path, self.layout, self.config = source.path, released_layout_of(source), _config_of(source) or {}
         self.tensors: dict[str, Tensor] = {}
         for file in _files(source):
             try:
@@ -70,7 +70,7 @@ class Released:
         return ValueError(f"the feature draft {self.path} cannot be used: {what}; {remedy}")
 
 
-def layout_of(source: ModelSource) -> str | None:
+def released_layout_of(source: ModelSource) -> str | None:
     """Layout of a directory or hub repository, by its config.json; None: a model of its own, or nothing to be had.
 
     Raises:
@@ -102,7 +102,11 @@ def commit_of(source: ModelSource) -> str | None:
 def width_of(source: ModelSource) -> int | None:
     """Width of what a feature draft's head reads, by its config.json; None: a model of its own."""
     config = _config_of(source) or {}
-    return None if layout_of(source) is None else config.get("transformer_layer_config", config).get("hidden_size")
+    return (
+        None
+        if released_layout_of(source) is None
+        else config.get("transformer_layer_config", config).get("hidden_size")
+    )
 
 
 def _config_of(source: ModelSource) -> dict[str, Any] | None:

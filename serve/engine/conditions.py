@@ -17,7 +17,7 @@ _ONE_PROCESS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel
 _MODES = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction", "disable_padded_drafter_batch")
 
 
-def check(config: Any, version: str) -> None:
+def check_conditions(config: Any, version: str) -> None:
     """Pass a server's configuration.
 
     Args:

@@ -34,10 +34,10 @@ def _checked(create: Any, version: str) -> Any:
     def checked(*args: Any, **how: Any) -> Any:
         config = create(*args, **how)
         if KEY in (config.additional_config or {}):
-            from serve.engine.conditions import check
+            from serve.engine.conditions import check_conditions
             from serve.engine.policies import policies_of
 
-            check(config, version)
+            check_conditions(config, version)
             policies_of(config)
         return config
 

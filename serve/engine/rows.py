@@ -9,7 +9,7 @@ from typing import Any
 
 from lm import Sampling
 from serve import KEY
-from serve.lanes import Row
+from serve.lanes import RequestRow
 from serve.settings import Policies
 
 
@@ -19,7 +19,7 @@ def rows_of(
     batch: Any,
     is_discarded: Sequence[bool],
     policies: Policies,
-) -> list[Row]:
+) -> list[RequestRow]:
     """One row for each request of the batch.
 
     Args:
@@ -38,7 +38,7 @@ def rows_of(
         num_left = num_left_of(request, int(batch.num_tokens_no_spec[place]) + len(emitted))
         has_ended = not emitted or not stop_ids.isdisjoint(emitted)
         rows.append(
-            Row(
+            RequestRow(
                 request=batch.req_ids[place],
                 policy=policies.of_request((params.extra_args or {}).get(KEY), sampling_of(params)),
                 verified=tuple(batch.spec_token_ids[place]),

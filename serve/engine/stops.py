@@ -9,7 +9,7 @@ from torch import Tensor
 from serve.engine import cpu
 from serve.engine.policies import policies_of
 from serve.engine.rows import rows_of
-from serve.lanes import Lanes, Row
+from serve.lanes import Lanes, RequestRow
 from serve.signals import BatchSignals, Embedding
 
 
@@ -28,7 +28,7 @@ class Stops:
         if device.type == "cpu":
             cpu.mend()
         self._lanes, self._signals = Lanes(), BatchSignals(embedding)
-        self._rows: list[Row] = []
+        self._rows: list[RequestRow] = []
         self._alive: Container[str] = ()
 
     def verified(self, sampled: Tensor, requests: dict[str, Any], batch: Any, is_discarded: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from configs.command import run
-from configs.limits import LIMITS, check
+from configs.limits import LIMITS, check_limits
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
 
 PAIR = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"), micro=ModelSource(path="tiny"))
@@ -50,7 +50,7 @@ def test_every_limit_refuses_what_no_setting_takes(value: float):
     for name in LIMITS:
         config = changed(Config(pair=PAIR), name, (40, value, 2) if name == "data.split_weights" else value)
         with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number, "):
-            check(config)
+            check_limits(config)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_every_limit_refuses_what_no_setting_takes(value: float):
 )
 def test_a_setting_beyond_its_limit_is_named_with_value_and_limit(name: str, value: object, complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        check(changed(Config(pair=PAIR), name, value))
+        check_limits(changed(Config(pair=PAIR), name, value))
 
 
 @pytest.mark.parametrize("section", ["data", "heads", "decode"])
 def test_a_directory_that_is_a_file_is_refused(section: str, tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=rf"{section}\.dir is .* and .*file is a file"):
-        check(changed(Config(pair=PAIR), f"{section}.dir", str(tmp_path / "file" / "run")))
+        check_limits(changed(Config(pair=PAIR), f"{section}.dir", str(tmp_path / "file" / "run")))
 
 
 def test_the_command_line_checks_limits_before_the_command_begins(capsys: pytest.CaptureFixture):
@@ -94,5 +94,7 @@ def test_the_command_line_checks_limits_before_the_command_begins(capsys: pytest
 
 
 def test_defaults_and_a_run_limited_by_steps_are_within_the_limits():
-    check(Config(pair=replace(PAIR, micro=None)))
-    check(Config(pair=PAIR, trainer={"max_epochs": -1, "max_steps": 10, "devices": "auto", "limit_val_batches": 1.0}))
+    check_limits(Config(pair=replace(PAIR, micro=None)))
+    check_limits(
+        Config(pair=PAIR, trainer={"max_epochs": -1, "max_steps": 10, "devices": "auto", "limit_val_batches": 1.0})
+    )

@@ -11,7 +11,7 @@ from decode.policies import FixedLength
 from lm import Sampling
 from serve import KEY
 from serve.engine import stops
-from serve.engine.conditions import TRIED, check
+from serve.engine.conditions import TRIED, check_conditions
 from serve.engine.cpu import expanded
 from serve.engine.proposer import stopping
 from serve.engine.rows import rows_of, sampling_of
@@ -36,7 +36,7 @@ def config(**changes) -> Some:
 
 
 def test_what_was_tried_is_passed():
-    check(config(), VERSION)
+    check_conditions(config(), VERSION)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_was_tried_is_passed():
 )
 def test_what_is_not_supported_is_one_line_that_says_what_to_set(changes: dict, version: str, remedy: str):
     with pytest.raises(ValueError, match=KEY) as raised:
-        check(config(**changes), version)
+        check_conditions(config(**changes), version)
     assert remedy in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -22,7 +22,7 @@ from decode.policies.confidence import LearnedMaxProb, LearnedProb
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
-from serve.lanes import Lane, Lanes, Row
+from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.fake_engine import Asked, FakeEngine
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
@@ -156,8 +156,8 @@ def test_lanes_remember_the_living_alone():
     assert engine.most_remembered == 3
 
 
-def row(request: str, policy: Policy, *, verified=(), num_accepted=0, room=5) -> Row:
-    return Row(request, policy, verified, num_accepted, room, STOPS)
+def row(request: str, policy: Policy, *, verified=(), num_accepted=0, room=5) -> RequestRow:
+    return RequestRow(request, policy, verified, num_accepted, room, STOPS)
 
 
 def test_another_request_of_the_same_id_starts_anew():

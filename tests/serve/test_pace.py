@@ -10,8 +10,8 @@ import pytest
 
 from decode.policies import AfterDraw, FixedLength, Policy
 from decode.policies.batch import BatchRule
-from serve.lanes import Lanes, Row
-from serve.pace import Measured, Pace
+from serve.lanes import Lanes, RequestRow
+from serve.pace import Measured, ServedPace
 
 EASY, HARD, SHARE = 0.98, 0.3, 0.8
 MEAN = SHARE * EASY + (1 - SHARE) * HARD
@@ -47,7 +47,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(0)
-        self.pace = Pace(lambda: self.now)
+        self.pace = ServedPace(lambda: self.now)
         self.lanes = Lanes(self.pace)
         self.verified: dict[str, tuple[list[int], int]] = {}
 
@@ -57,13 +57,13 @@ class Engine:
         tokens, since = self.tokens, self.now
         for _ in range(num_rounds):
             rows = [
-                Row(name, policy, *self.verified.get(name, ((), 0)), room=LONGEST, stop_ids=frozenset())
+                RequestRow(name, policy, *self.verified.get(name, ((), 0)), room=LONGEST, stop_ids=frozenset())
                 for name, policy in zip(names, policies, strict=True)
             ]
             self.verified = dict(zip(names, self.round(rows), strict=True))
         return (self.tokens - tokens) / (self.now - since)
 
-    def round(self, rows: list[Row]) -> list[tuple[list[int], int]]:
+    def round(self, rows: list[RequestRow]) -> list[tuple[list[int], int]]:
         goes_on, chances = self.lanes.begin(rows, {row.request for row in rows}), []
         self.now += self.draft(len(rows))  # the first step is paid in any case
         while goes_on:
@@ -162,8 +162,8 @@ def test_a_step_that_reads_a_prompt_says_nothing_of_verification():
     engine.run([Known()], 50)
     before = engine.pace._costs.target(8)
     engine.now += 1000.0  # a long prompt
-    engine.round([Row("new", Known(), (), 0, LONGEST, frozenset())])
-    engine.round([Row("newer", Known(), (), 0, LONGEST, frozenset())])
+    engine.round([RequestRow("new", Known(), (), 0, LONGEST, frozenset())])
+    engine.round([RequestRow("newer", Known(), (), 0, LONGEST, frozenset())])
     assert engine.pace._costs.target(8) == pytest.approx(before)
 
 

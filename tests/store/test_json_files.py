@@ -6,7 +6,7 @@ import pytest
 
 from data_gen.store.manifest import read_manifest
 from store.json_files import read_json
-from store.shards import is_whole, sidecar_path, verify, write_shard
+from store.shards import is_whole, sidecar_path, verify_shard, write_shard
 
 WHOLE = json.dumps({"rows": 1, "problems": [1, 2, 3]}, indent=1)
 
@@ -41,7 +41,7 @@ def test_a_broken_sidecar_is_named(tmp_path, content):
     shard = tmp_path / "dev-00000.parquet"
     write_shard(shard, b"rows")
     sidecar_path(shard).write_text(content)
-    for read in (is_whole, verify):
+    for read in (is_whole, verify_shard):
         with pytest.raises(ValueError, match=r"dev-00000\.parquet\.json.*run the same command again"):
             read(shard)
 

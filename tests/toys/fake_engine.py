@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from decode.policies import AfterDraw, Policy
 from lm import Draws, Sampling, verify
-from serve.lanes import Lanes, Row
+from serve.lanes import Lanes, RequestRow
 from serve.signals import BatchSignals
 
 
@@ -79,7 +79,8 @@ class FakeEngine:
         rooms = [min(self.longest, asked.end - len(asked.committed) - 1) for asked in batch]
         stops = frozenset({self.eos})
         rows = [
-            Row(a.id, a.policy, a.verified, a.num_accepted, room, stops) for a, room in zip(batch, rooms, strict=True)
+            RequestRow(a.id, a.policy, a.verified, a.num_accepted, room, stops)
+            for a, room in zip(batch, rooms, strict=True)
         ]
         fed = [list(asked.committed) for asked in batch]
         goes_on, position = self.lanes.begin(rows, alive), 0

@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 from checkpoints.recipes.feature_drafts import (
     FEATURE_DRAFTS,
     NUM_DEPTHS,
-    Told,
+    TargetReading,
     acceptance_rates,
     new_feature_draft,
     said,
 )
 from checkpoints.recipes.recipe import Recipe, make_feature_drafts
-from checkpoints.recipes.training import Batch, encode_story, padded
+from checkpoints.recipes.training import StoryBatch, encode_story, padded
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from lm import load_model, load_pair
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from lm.features.stepwise import feature_model
 from lm.features.taps import TappedModel
 
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_bytes_in_the_released_layouts(tmp_path, mo
     for kind in FEATURE_DRAFTS:
         bytes_of = [(folder / kind / "model.safetensors").read_bytes() for folder in (first, again, other)]
         assert bytes_of[0] == bytes_of[1] != bytes_of[2]
-        assert layout_of(ModelSource(path=str(first / kind))) == kind
+        assert released_layout_of(ModelSource(path=str(first / kind))) == kind
         assert pair_of(kind, first).drafting.config.max_position_embeddings == 1024
     with pytest.raises(ValueError, match=r"eagle exists.*overwrite"):
         make_feature_drafts(first, recipe=replace(TOY_RECIPE, feature_draft_steps=1))
@@ -64,7 +64,7 @@ def test_what_is_said_of_a_text_at_each_depth_is_what_decoding_says(kind):
     for parameter in draft.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)  # cross-attention begins at zero
     ids = torch.randint(3, target.config.vocab_size, (2, 12))
-    told = Told.of(target, Batch(ids, torch.ones(2, 11, dtype=torch.bool)))
+    told = TargetReading.of(target, StoryBatch(ids, torch.ones(2, 11, dtype=torch.bool)))
     places = told.is_learned.nonzero().tolist()
     for depth, log_q in enumerate(said(draft, told), 1):
         for row, (text, place) in zip(log_q, places, strict=True):

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.figures import NAMES, acceptance_rates
-from checkpoints.recipes.recipe import Recipe, Shape, make_trio
+from checkpoints.recipes.figures import NAMES, trio_acceptance_rates
+from checkpoints.recipes.recipe import ModelShape, Recipe, make_trio
 from checkpoints.recipes.tokenizer import ASSISTANT, END, train_tokenizer
-from checkpoints.recipes.training import batches, encode_story, padded
+from checkpoints.recipes.training import encode_story, padded, story_batches
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from lm import Pair, load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
-TOY = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
+TOY = ModelShape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
 TOY_RECIPE = Recipe(
     target=TOY,
     draft=TOY,
@@ -91,7 +91,7 @@ def test_only_answers_are_learned():
 
 def test_every_row_of_whole_chunks_is_seen_once_per_epoch():
     rows = [([index, index], 1) for index in range(64)]
-    source = batches(rows, batch_size=4, seed=0, pad_id=0)
+    source = story_batches(rows, batch_size=4, seed=0, pad_id=0)
     for _ in range(2):
         assert sorted(index for _ in range(16) for index in next(source).ids[:, 0].tolist()) == list(range(64))
 
@@ -128,7 +128,7 @@ def test_the_trio_is_stored_as_finite_bfloat16():
 
 def test_acceptance_is_high_and_uneven_and_the_micro_is_accepted_less(trio):
     models = {"target": trio.target, "draft": trio.draft, "micro": trio.micro}
-    rates = acceptance_rates(models, trio.tokenizer, num_prompts=16, seed=0)
+    rates = trio_acceptance_rates(models, trio.tokenizer, num_prompts=16, seed=0)
     assert 0.65 <= rates["draft"].mean() <= 0.9
     assert rates["draft"].std() >= 0.2
     assert rates["micro"].mean() <= rates["draft"].mean() - 0.03

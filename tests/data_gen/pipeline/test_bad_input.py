@@ -14,7 +14,7 @@ from configs.command import run
 from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
-from store.shards import features_path, list_shards, rows_path, verify
+from store.shards import features_path, list_shards, rows_path, verify_shard
 from tests.data_gen.on_disk import in_a_child
 
 
@@ -104,4 +104,4 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, 
     assert not [path for path in paths if path.suffix == ".partial" or path.suffix == ".parquet"]
     for path in paths:
         if path.suffix == ".safetensors":
-            verify(path)
+            verify_shard(path)

@@ -13,7 +13,7 @@ import pytest
 from configs.schema import Config, SamplingConfig
 from data_gen.pipeline.command import make
 from store import shards
-from store.shards import features_path, rows_path, verify
+from store.shards import features_path, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, in_a_child
 
 
@@ -32,7 +32,7 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
     fed = features_path(toy_config.data.dir, "fed", "train", 2)
     fed.write_bytes(fed.read_bytes()[:-5])
     with pytest.raises(ValueError, match="truncated"):
-        verify(fed)
+        verify_shard(fed)
     make(toy_config)
     assert files_of(toy_config.data.dir) == whole
 

@@ -138,14 +138,14 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     for path in paths:
         write_shard(path, b"x")
     flip(paths[2])
-    verify = sums.verify
+    verify = sums.verify_shard
 
     def failing(path: Path, *, command: str) -> None:
         if path == paths[1]:
             raise OSError(5, "Input/output error", str(path))
         verify(path, command=command)
 
-    monkeypatch.setattr(sums, "verify", failing)
+    monkeypatch.setattr(sums, "verify_shard", failing)
     problems = dict(problems_of(paths))
     assert list(problems) == paths[1:]
     assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); mend the disk")

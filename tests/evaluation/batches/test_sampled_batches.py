@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import benchmarks.batch_law as batch_law
-from benchmarks.batch_law import FALSE_ALARM, Case, cases, p_value
+from benchmarks.batch_law import FALSE_ALARM, LawCase, cases, p_value
 from lm import RandomDraws
 from tests.decode.mutants import MUTANTS
 
@@ -18,7 +18,7 @@ NUM = 420
 CASES = ("toys batch_rule plain", "toys learning_rule cold", "llamas batch_rule")
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str) -> LawCase:
     return next(case for case in cases() if case.name == name)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema import HeadsConfig
-from heads.grid import Shape, grid, specs
+from heads.grid import HeadShape, grid, specs
 from heads.model.inputs import Inputs
 from heads.training import fused_loss
 from heads.training.loss import Targets, weighted_bce
@@ -15,7 +15,7 @@ WEIGHTS = (1.0, 3.0, 6.0)
 
 
 def stack(depth: int, scalars: bool = False, weights: tuple[float, ...] = WEIGHTS) -> HeadStack:
-    made = HeadStack(Shape("fed", Inputs.of(scalars, False), depth), weights, hidden_size=8, seed=0)
+    made = HeadStack(HeadShape("fed", Inputs.of(scalars, False), depth), weights, hidden_size=8, seed=0)
     made.scalar_mean.copy_(torch.tensor([-2.0, 1.5]))
     made.scalar_scale.copy_(torch.tensor([1.3, 0.7]))
     return made
@@ -38,7 +38,7 @@ def test_fused_loss_and_gradients_equal_autograd(
     """Over several chunks, the last one shorter."""
     monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 1)
     monkeypatch.setattr(fused_loss, "LEAST_CHUNK", 32)
-    made = HeadStack(Shape("fed", Inputs.of(scalars, embedding), depth), WEIGHTS, hidden_size=8, seed=0)
+    made = HeadStack(HeadShape("fed", Inputs.of(scalars, embedding), depth), WEIGHTS, hidden_size=8, seed=0)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
@@ -62,7 +62,7 @@ def test_fused_loss_drops_what_autograd_drops(depth: int, has_inputs: bool):
     else.
     """
     made = HeadStack(
-        Shape("drawn", Inputs.of(has_inputs, has_inputs, is_normalised=True), depth), WEIGHTS, hidden_size=8, seed=0
+        HeadShape("drawn", Inputs.of(has_inputs, has_inputs, is_normalised=True), depth), WEIGHTS, hidden_size=8, seed=0
     )
     with torch.no_grad():
         for parameter in made.parameters():

@@ -8,7 +8,7 @@ import torch
 from configs import ModelSource
 from lm import TappedModel, feature_model
 from lm.features.loading import load_feature_draft
-from lm.features.released import layout_of
+from lm.features.released import released_layout_of
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, released, write
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 
@@ -41,10 +41,11 @@ def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounde
 
 def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
     target().save_pretrained(tmp_path)
-    assert layout_of(ModelSource(path=str(tmp_path))) is None
-    assert layout_of(ModelSource(path=str(tmp_path / "nothing"))) is None
+    assert released_layout_of(ModelSource(path=str(tmp_path))) is None
+    assert released_layout_of(ModelSource(path=str(tmp_path / "nothing"))) is None
     names = {
-        layout: layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout))))) for layout in LAYOUTS
+        layout: released_layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout)))))
+        for layout in LAYOUTS
     }
     assert names == {layout: layout.removesuffix("_fc_norm") for layout in LAYOUTS}
 
@@ -105,7 +106,7 @@ def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pickled \(pytorch_model.bin\).*convert"):
-        layout_of(ModelSource(path=str(tmp_path)))
+        released_layout_of(ModelSource(path=str(tmp_path)))
 
 
 def test_a_truncated_file_is_named(tmp_path):
