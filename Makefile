@@ -5,6 +5,7 @@ PIP = $(VENV)/bin/pip --disable-pip-version-check
 RUN = $(VENV)/bin/python
 CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
+BACKEND ?= aot_eager
 INSTALLED = $(VENV)/.installed
 # Types and shapes are checked at every call, which makes a test three times as dear.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
@@ -42,8 +43,8 @@ check: $(INSTALLED) ## ruff, formatting, types, the fast tests
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -n 2
 
-conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (hours)
-	$(RUN) -m tests.conformance
+conformance: $(INSTALLED) ## the table of model families that are exact, eager and compiled (BACKEND=inductor: hours)
+	$(RUN) -m tests.conformance --backend $(BACKEND)
 
 test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
 	$(RUN) -m benchmarks.serve
