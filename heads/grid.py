@@ -35,7 +35,7 @@ class HeadSpec:
     reject_weight: float
 
     def __str__(self) -> str:
-        """Its name, for example fed+s-d3-w6: a fed-time head with scalars, three blocks, reject weight 6."""
+        """Name of the head, for example fed+s-d3-w6: a fed-time head with scalars, three blocks, reject weight 6."""
         return f"{self.shape}-w{self.reject_weight:g}"
 
 

@@ -136,7 +136,9 @@ def result_of(finalist: Finalist, yardstick: Yardstick) -> Result:
 
 
 def _gain(family: str, spent: Spent, rival: str, group: str, yardstick: Yardstick) -> Gain:
-    """Over one rival, which stands for a group of families; what was decoded and not replayed is resampled as it is."""
+    """Gain over one rival, which stands for a group of families; what was decoded and not replayed is resampled as it
+    is.
+    """
     if family not in yardstick.reached:
         return gain_over(yardstick.spent[rival], spent)
     value = spent.tokens_per_s / yardstick.spent[rival].tokens_per_s - 1

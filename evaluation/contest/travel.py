@@ -49,7 +49,7 @@ class Judged:
         return self.arms[0].dev.per_prompt(self.arms[0].dev.counts.num_target).shape[1]
 
     def gain(self, family: str) -> str:
-        """Over the best fixed length; empty where the family did not compete."""
+        """Gain over the best fixed length; empty where the family did not compete."""
         return next((f"{result.gain.value:+.1%}" for result in self.results if result.family == family), "")
 
 

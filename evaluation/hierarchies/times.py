@@ -59,7 +59,7 @@ class Times:
         )
 
     def speedup(self, counts: Counts) -> float:
-        """Over the target alone, which takes t_target per token."""
+        """Speed-up over the target alone, which takes t_target per token."""
         return counts.num_emitted * self.t_target_s / self.seconds(counts)
 
 

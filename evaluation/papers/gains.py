@@ -113,7 +113,7 @@ def _listed(gains: Mapping[str, Gain]) -> str:
 
 
 def shown_speed_up(alone: Spent, own: Spent) -> str:
-    """Over the target alone, with its interval."""
+    """Speed-up over the target alone, with its interval."""
     gain = gain_over(alone, own)
     return f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 

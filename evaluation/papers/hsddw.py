@@ -153,7 +153,7 @@ def first_table(
 
 
 def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
-    """Over the target alone, predicted from the steps that PEARL takes on these prompts."""
+    """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     gamma = max(1, round(times.t_target_s / times.t_draft_s))
     decoder = PearlDecoder(
         trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids
@@ -175,7 +175,7 @@ def at_window(competitor: Competitor) -> Competitor:
 
 
 def speed_up(runs: RunsByName, name: str) -> str:
-    """Over the target alone, by the clock."""
+    """Speed-up over the target alone, by the clock."""
     return f"{runs[name].measured.tokens_per_s / runs[NO_DRAFT].measured.tokens_per_s:.2f}x"
 
 

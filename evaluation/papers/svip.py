@@ -102,7 +102,7 @@ def rows_by_length(
 
 
 def replayed_speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
-    """Over the target alone, all prompts together."""
+    """Predicted speed-up over the target alone, all prompts together."""
     return float(cost.speeds(trace, policy)[0] * cost.t_target_s[0])
 
 

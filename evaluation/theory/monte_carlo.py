@@ -112,7 +112,7 @@ def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, 
 
 
 def two_level_rounds(rate: float, draft_length: int, *, num_rounds: int, seed: int = 0) -> Simulated:
-    """`theory.expected_tokens`, measured."""
+    """Tokens per round of the loop with two models, beside `theory.expected_tokens`."""
     drafter = ModelDrafter(_accepted_at(rate), FixedLength(draft_length))
     return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds, seed=seed)
 

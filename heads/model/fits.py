@@ -90,7 +90,9 @@ def _both_say(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bo
 
 
 def _named_apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
-    """Their paths; where both have one path (a model that was trained on), what identifies the weights as well."""
+    """Paths of the two models; where both have one path (a model that was trained on), what identifies the weights as
+    well.
+    """
     old, new = (
         str(description.get("path") or description.get("name") or "another model") for description in (there, here)
     )

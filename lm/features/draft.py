@@ -83,7 +83,7 @@ class FeatureDraft(nn.Module):
         return None
 
     def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:
-        """Its own head names these of the target's ids, in this order, and no other."""
+        """Set the target's ids that the draft's own head names, in this order."""
         self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
