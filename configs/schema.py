@@ -195,6 +195,8 @@ class HeadsConfig:
     """Where checkpoints, metrics and exported heads go."""
     depths: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Residual blocks; 0 is a linear head."""
+    architectures: tuple[str, ...] = ("resnet",)
+    """What a block computes: resnet, the paper's, or others of `heads.model.architectures`."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     accept_weight: float = 1.0
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("fed",)

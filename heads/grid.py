@@ -6,22 +6,38 @@ from dataclasses import dataclass
 from itertools import product
 
 from configs.schema import HeadsConfig
-from heads.model.head import Timing, check_shape
+from heads.model.architectures import PAPERS
+from heads.model.head import AcceptanceHead, Timing, check_shape, kind_of
 from heads.model.inputs import STANDARD, Inputs
+from heads.model.provenance import Provenance
 
 
 @dataclass(frozen=True, order=True)
 class HeadShape:
-    """Inputs and depth, which heads must have in common to be stacked."""
+    """Inputs, depth and architecture, which heads must have in common to be stacked."""
 
     timing: Timing
     inputs: Inputs
     depth: int
+    architecture: str = PAPERS
+
+    def head(self, hidden_size: int, provenance: Provenance | None = None) -> AcceptanceHead:
+        """A head of this shape with random weights."""
+        return AcceptanceHead(
+            hidden_size,
+            self.depth,
+            self.timing,
+            *self.inputs,
+            architecture=self.architecture,
+            provenance=provenance,
+        )
 
     @property
     def kind(self) -> str:
-        """fed, drawn, prefix or candidate, +s with scalars, +e with the token's embedding."""
-        return self.timing + self.inputs.label
+        """fed, drawn, prefix or candidate, +s with scalars, +e with the token's embedding, + the architecture where it
+        is not the paper's.
+        """
+        return kind_of(self.timing, self.inputs, self.architecture)
 
     def __str__(self) -> str:
         return f"{self.kind}-d{self.depth}"
@@ -46,7 +62,7 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
         ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a
             prefix head may read.
     """
-    for name in ("timings", "scalars", "embeddings", "normalised", "depths", "reject_weights"):
+    for name in ("timings", "scalars", "embeddings", "normalised", "depths", "architectures", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
             raise ValueError(f"heads.{name} is empty, so the sweep has no head; name at least one value")
@@ -55,7 +71,7 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
     for weight in (*config.reject_weights, config.accept_weight):
         if not 0 < weight < float("inf"):
             raise ValueError(f"a loss weight is {weight}; it must be a positive number")
-    papers: list[tuple[Timing, Inputs]] = [("fed", Inputs())] if config.specdec else []
+    papers: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     product_of = product(config.timings, config.scalars, config.embeddings, config.normalised)
     combined = [
         (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of
@@ -67,13 +83,15 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
             "heads.embeddings "
             f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
         )
+    named = [(*inputs, architecture) for inputs, architecture in product(of_drawn_tokens, config.architectures)]
+    # without blocks every architecture is the same linear head
     shapes = [
-        HeadShape(timing, inputs, depth)
-        for timing, inputs in dict.fromkeys([*papers, *of_drawn_tokens])
+        HeadShape(timing, inputs, depth, architecture if depth else PAPERS)
+        for timing, inputs, architecture in dict.fromkeys([*papers, *named])
         for depth in config.depths
     ]
     for shape in shapes:
-        check_shape(1, shape.depth, shape.timing)
+        check_shape(1, shape.depth, shape.timing, shape.architecture)
     return {shape: tuple(config.reject_weights) for shape in shapes}
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from data_gen.labels.scalars import Scalars, scalars_of
+from data_gen.labels.scalars import scalars_of
 from decode.loop.reading import nothing_of
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
@@ -28,7 +28,7 @@ class BatchSignals:
         embedding: rows of the draft's input embeddings.
         """
         self._embedding = embedding
-        self._before: tuple[Scalars, Tensor] | None = None
+        self._before: tuple[dict[str, Tensor], Tensor] | None = None
 
     @torch.inference_mode()
     def read(
@@ -67,8 +67,8 @@ class BatchSignals:
         logits = logits if logits.itemsize >= 4 else logits.float()
         scalars, token = scalars_of(logits, token.long()), token.long()
         columns: dict[str | AcceptanceHead, Tensor] = {
-            "entropy": scalars.entropy,
-            "token_prob": scalars.log_token_prob.exp(),
+            "entropy": scalars["entropy"],
+            "token_prob": scalars["log_token_prob"].exp(),
         }
         if "max_prob" in wanted:
             columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
@@ -80,10 +80,12 @@ class BatchSignals:
         self._before = scalars, token
         return columns
 
-    def _scored(self, head: AcceptanceHead, hidden: Tensor, scalars: Scalars, token: Tensor) -> Float[Tensor, " rows"]:
+    def _scored(
+        self, head: AcceptanceHead, hidden: Tensor, scalars: dict[str, Tensor], token: Tensor
+    ) -> Float[Tensor, " rows"]:
         """The head's logits for tokens of which these scalars are known."""
         inputs = head.inputs
-        numbers = torch.stack([getattr(scalars, name) for name in inputs.scalars], -1) if inputs.scalars else None
+        numbers = torch.stack([scalars[name] for name in inputs.scalars], -1) if inputs.scalars else None
         return head(hidden, numbers, self._embedding(token) if inputs.embedding else None)
 
 

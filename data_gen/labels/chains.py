@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.labels.laws import DraftLabels, acceptance_prob_of, label_draft, label_joint, label_target
-from data_gen.labels.scalars import Scalars
+from data_gen.labels.scalars import SCALARS
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
@@ -206,7 +206,7 @@ class ChainLabeller:
 
     def _nothing(self, timings: Sequence[str]) -> LabelledDrafts:
         """No response, in the types of some."""
-        names = ("log_q", *Scalars._fields, "log_p", "acceptance_prob", "acceptance_rate", "cross_entropy")
+        names = ("log_q", *SCALARS, "log_p", "acceptance_prob", "acceptance_rate", "cross_entropy")
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)
         return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
@@ -214,7 +214,7 @@ class ChainLabeller:
 
 def _joined(parts: Sequence[DraftLabels], order: Tensor) -> DraftLabels:
     """The labels of all steps, in this order."""
-    scalars = Scalars(*(torch.cat(column)[order] for column in zip(*(part.scalars for part in parts), strict=True)))
+    scalars = {name: torch.cat([part.scalars[name] for part in parts])[order] for name in parts[0].scalars}
     draft_ids, log_q = (
         torch.cat(column)[order] for column in ([part.draft_ids for part in parts], [part.log_q for part in parts])
     )

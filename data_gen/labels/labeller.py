@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.laws import JointLabels, acceptance_prob_of, label_draft, label_joint, label_known, label_target
 from data_gen.labels.layout import layout_of
-from data_gen.labels.scalars import Scalars
+from data_gen.labels.scalars import SCALARS
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
 from lm.finite import REMEDY, non_finite
@@ -97,7 +97,7 @@ class Labeller:
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
         """The columns of a shard without rows, because every prompt was skipped."""
         names: list[str] = []
-        names += ("log_q", *Scalars._fields) if self.draft is not None else ()
+        names += ("log_q", *SCALARS) if self.draft is not None else ()
         names += ("log_p", "acceptance_prob") if self.target is not None else ()
         names += JointLabels._fields if self.draft is not None and self.target is not None else ()
         columns = {name: torch.empty(0) for name in names}

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from data_gen.labels.scalars import Scalars, scalars_of
+from data_gen.labels.scalars import scalars_of
 from lm import Sampling, acceptance_rate, cross_entropy
 from lm.uniforms import draw
 
@@ -28,11 +28,12 @@ class DraftLabels(NamedTuple):
 
     draft_ids: Int[Tensor, " position"]
     log_q: Float[Tensor, " position"]
-    scalars: Scalars
+    scalars: dict[str, Float[Tensor, " position"]]
+    """Every scalar by its name."""
 
     def columns(self) -> dict[str, Tensor]:
         """Every number by its name on disk."""
-        return {"draft_ids": self.draft_ids, "log_q": self.log_q, **self.scalars._asdict()}
+        return {"draft_ids": self.draft_ids, "log_q": self.log_q, **self.scalars}
 
 
 class JointLabels(NamedTuple):

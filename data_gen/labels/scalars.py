@@ -1,10 +1,13 @@
 """Scalars: the numbers that a head may read beside the hidden state, one per drawn token y.
 
-They are those of the untruncated temperature-1 distribution q that y was drawn from, in nats (law 4.1). A new one is a
-field and its formula here, and in `decode.loop.signals`, which computes it for one token at a time. Shards, batches,
-heads and replay know scalars by these names alone, and a config asks for them by name.
+They are those of the untruncated temperature-1 distribution q that y was drawn from, in nats (law 4.1). A new one is an
+entry of `SCALARS`, and nothing else: data generation, training, exported heads, the loop on every device, compiled
+steps, batches, traces and replay know scalars by the names in this table, and a config asks for them by name
+(docs/extending.md). `decode.loop` reads the two that are there without these formulas, where that is quicker for one
+token.
 """
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
@@ -13,17 +16,33 @@ from torch import Tensor
 from lm import entropy
 
 
-class Scalars(NamedTuple):
-    """All scalars that a head can ask for, [position] each."""
+class Scalar(NamedTuple):
+    """One number that a head may read."""
 
-    log_token_prob: Float[Tensor, " position"]
-    """log q(y)."""
-    entropy: Float[Tensor, " position"]
-    """H(q)."""
+    symbol: str
+    """Its formula as model cards print it."""
+    reads_token: bool
+    """Whether it depends on y; one that does not is known before y is drawn, so that a prefix head may read it."""
+    formula: Callable[[Float[Tensor, "position vocab"], Int[Tensor, " position"]], Float[Tensor, " position"]]
+    """From logits of q in float32 or wider and y, position by position."""
 
 
-def scalars_of(logits: Float[Tensor, "position vocab"], token: Int[Tensor, " position"]) -> Scalars:
-    """The scalars of tokens, from float32 logits of the distributions that they were drawn from."""
-    # from the logits, not from the q that y was drawn from, which is truncated or at another temperature
-    of_token = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    return Scalars(log_token_prob=of_token - logits.logsumexp(-1), entropy=entropy(logits))
+def _log_token_prob(logits: Tensor, token: Tensor) -> Tensor:
+    return logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+SCALARS = {
+    "log_token_prob": Scalar("log q(y)", True, _log_token_prob),
+    "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
+}
+"""Every scalar that a head can ask for, by name."""
+
+
+def scalars_of(
+    logits: Float[Tensor, "position vocab"], token: Int[Tensor, " position"], names: Iterable[str] = SCALARS
+) -> dict[str, Float[Tensor, " position"]]:
+    """The named scalars of tokens, from float32 logits of the distributions that they were drawn from.
+
+    The logits are the model's own: those of the q that y was drawn from may be truncated or at another temperature.
+    """
+    return {name: SCALARS[name].formula(logits, token) for name in names}

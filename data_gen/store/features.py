@@ -2,7 +2,7 @@
 
     hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which
                                  produced q_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate [token] float32, token
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `SCALARS`, acceptance_rate [token] float32, token
         [token] int32
                                  all of Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
@@ -27,9 +27,7 @@ from torch import Tensor
 
 from data_gen.labels.chains import LabelledDrafts
 from data_gen.labels.layout import Layout
-from data_gen.labels.scalars import Scalars
-
-_FLOATS = ("acceptance_prob", "log_q", *Scalars._fields, "acceptance_rate")
+from data_gen.labels.scalars import SCALARS
 
 
 def to_safetensors(
@@ -71,7 +69,8 @@ def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:
 
 def _floats(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     target_prob = columns["log_p"].float().exp().clamp(max=1)
-    return {name: columns[name].float() for name in _FLOATS if name in columns} | {"target_prob": target_prob}
+    names = ("acceptance_prob", "log_q", *SCALARS, "acceptance_rate")
+    return {name: columns[name].float() for name in names if name in columns} | {"target_prob": target_prob}
 
 
 def read_features(path: str | Path) -> dict[str, Tensor]:

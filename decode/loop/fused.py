@@ -92,7 +92,7 @@ class FusedStep(Reader):
         columns: dict[str, Tensor] = {}
         if self.needs_distribution or self.has_heads:
             known = token.clamp(max=len(law) - 1)
-            columns = numbers_of(logits[0], known, frozenset(_Step._fields))
+            columns = numbers_of(logits[0], known, self._scalars.union(_Step._fields))
             if self.fed is not None and hidden is not None:
                 columns["fed_logit"] = scored(self.fed, hidden[0], self._before, fed)
                 for name, number in self._before.items():

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from data_gen.labels.scalars import SCALARS, scalars_of
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
@@ -16,7 +17,7 @@ from lm import DraftModel, Draws
 
 class OfToken(NamedTuple):
     """Numbers of the untruncated temperature-1 distribution and the token drawn from it: what policies may ask for, and
-    every scalar.
+    the scalars that are read in one go with them.
     """
 
     entropy: float
@@ -97,6 +98,11 @@ def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
     return StepwiseHead(head, Vocabulary(model.num_embeddings, model.embedding) if head.inputs.embedding else None)
 
 
+def others_among(wanted: frozenset[str]) -> list[str]:
+    """Scalars among these names that are not in `OfToken`, so that they are read by their formula."""
+    return sorted((SCALARS.keys() & wanted) - set(OfToken._fields))
+
+
 def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position vocab"]:
     """Probabilities at temperature 1, in float32 or wider."""
     return (logits if logits.itemsize >= 4 else logits.float()).softmax(-1)
@@ -105,9 +111,10 @@ def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*positio
 def numbers_of(
     logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], wanted: frozenset[str]
 ) -> dict[str, Float[Tensor, " 1"]]:
-    """The wanted numbers of `OfToken` and `AfterDraw` for softmax(logits), without a transfer to the host."""
-    log_probs = (logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1)
-    columns = {"log_token_prob": log_probs.gather(0, token)}
+    """The wanted signals and scalars of a token drawn from softmax(logits), without a transfer to the host."""
+    logits = logits if logits.itemsize >= 4 else logits.float()
+    log_probs = logits.log_softmax(-1)
+    columns = {"log_token_prob": log_probs.gather(0, token), **scalars_of(logits[None], token, others_among(wanted))}
     if "token_prob" in wanted:
         columns["token_prob"] = columns["log_token_prob"].exp()
     if "max_prob" in wanted:

@@ -9,8 +9,8 @@ Head scores (law 4.8):
                    be
     drawn_logit    head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
 
-    scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars`), embedding of y_i = its row of the draft's
-    input embeddings; each only if the head takes it
+    scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars.SCALARS`), embedding of y_i = its row of the
+    draft's input embeddings; each only if the head takes it
 
 Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals
 travel together; a policy that stops before the draw is asked about distributions alone and its token is thrown away
@@ -25,7 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.loop.reading import OfToken, Reader, nothing_of, numbers_of, places_of, scored, softmax
+from data_gen.labels.scalars import scalars_of
+from decode.loop.reading import OfToken, Reader, nothing_of, numbers_of, others_among, places_of, scored, softmax
 from decode.policies.base import AfterDraw, Policy
 from heads.model.on_host import HostHead
 from lm import DraftModel, Draws, array_of
@@ -64,13 +65,14 @@ class HostSignals(Reader):
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy = "entropy" in self.wanted
+        self._others = others_among(self.wanted)
         scores = [
-            None if head is None else HostHead(head, names=OfToken._fields).score
+            None if head is None else HostHead(head, names=(*OfToken._fields, *self._others)).score
             for head in (self.fed, self.prefix, self.drawn)
         ]
         self._score_fed, self._score_prefix, self._score_drawn = scores
-        self._newest: tuple[OfToken, int] = _NOTHING, 0
-        """The newest token and its numbers, which a fed-time head scores in the next step."""
+        self._newest: tuple[tuple[float, ...], int] = _NOTHING, 0
+        """The newest token and what heads read of it, which a fed-time head scores in the next step."""
 
     def draw(
         self,
@@ -94,16 +96,22 @@ class HostSignals(Reader):
         if self.has_heads:
             assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
             hidden = array_of(self.model.hidden)[row]
+            read = (*numbers, *self._by_formula(logits, token_id)) if self._others else numbers
             if self._score_fed is not None:
                 if position > 0:
                     fed_logit = self._score_fed(hidden, *self._newest)
-                self._newest = numbers, token_id
+                self._newest = read, token_id
             if self._score_prefix is not None:
-                prefix_logit = self._score_prefix(hidden, numbers)
+                prefix_logit = self._score_prefix(hidden, read)
             if self._score_drawn is not None:
-                drawn_logit = self._score_drawn(hidden, numbers, token_id)
+                drawn_logit = self._score_drawn(hidden, read, token_id)
         token_prob = math.exp(numbers.log_token_prob)
         return AfterDraw(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit)
+
+    def _by_formula(self, logits: Tensor, token_id: int) -> list[float]:
+        logits = logits if logits.itemsize >= 4 else logits.float()
+        columns = scalars_of(logits[None], torch.tensor([token_id]), self._others)
+        return [column.item() for column in columns.values()]
 
     def _of_token(self, logits: Tensor, probs: Tensor | None, token_id: int) -> OfToken:
         """log q(v) = logit(v) - log_total; log_total is had from the most probable token, whose probability is never

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.scalars import Scalars, scalars_of
+from data_gen.labels.scalars import SCALARS, scalars_of
 from data_gen.store.rows import read_rows
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
 from heads.batches.loader import BatchLoader
@@ -128,9 +128,7 @@ class DraftFeatures:
     def _none(self, device: torch.device) -> Features:
         empty = torch.empty(0, device=device)
         hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
-        return Features(
-            hidden, dict.fromkeys((*Scalars._fields, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long()
-        )
+        return Features(hidden, dict.fromkeys((*SCALARS, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
         """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen`
@@ -139,10 +137,10 @@ class DraftFeatures:
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
         tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
-        parts = [
-            torch.stack(scalars_of(logits_of(self.draft, hidden[chunk], self.vocab_size).float(), tokens[chunk]), -1)
-            for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, _CHUNK_MB))
-        ]
+        parts = []
+        for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, _CHUNK_MB)):
+            logits = logits_of(self.draft, hidden[chunk], self.vocab_size).float()
+            parts.append(torch.stack(list(scalars_of(logits, tokens[chunk]).values()), -1))
         return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
@@ -168,7 +166,7 @@ def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], d
     """The drafted positions of one row."""
     drafted = torch.tensor([not coin for coin in coins])
     drafted_there = drafted.to(hidden.device)
-    columns = dict(zip(Scalars._fields, scalars[drafted_there].to(device).unbind(-1), strict=True))
+    columns = dict(zip(SCALARS, scalars[drafted_there].to(device).unbind(-1), strict=True))
     columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
     if row.acceptance_rate is not None:
         columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)

@@ -4,9 +4,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from data_gen.labels.scalars import SCALARS
+from heads.model.architectures import PAPERS
 from heads.model.inputs import Inputs
 
-_SYMBOLS = {"log_token_prob": "log q(y)", "entropy": "H(q)"}
 _WHEN = {
     "fed": "once the token has been fed to the draft",
     "drawn": "once the token is drawn",
@@ -40,16 +41,21 @@ def _front_matter() -> str:
 def _summary(config: dict[str, Any], num_parameters: int) -> str:
     inputs = ["the draft's final hidden state"]
     taken = Inputs.of(config["scalars"], config.get("embedding", False), config["timing"])
-    inputs += [" and ".join(_SYMBOLS.get(name, name) for name in taken.scalars)] if taken.scalars else []
+    inputs += [" and ".join(SCALARS[name].symbol for name in taken.scalars)] if taken.scalars else []
     inputs += ["the token's embedding"] if taken.embedding else []
     return (
         "# Acceptance-prediction head\n\n"
         f"Predicts, {_WHEN[config['timing']]}, the probability that the target will accept a drafted token, from "
         f"{', '.join(inputs)}. "
-        f"{config['num_layers']} residual blocks of width {config['hidden_size']}, {num_parameters:,} parameters, "
+        f"{config['num_layers']} {_blocks(config)} of width {config['hidden_size']}, {num_parameters:,} parameters, "
         f"accept weight {config['accept_weight']:g}, reject weight {config['reject_weight']:g}.\n\n"
         "Method: SpecDec++ (arXiv 2405.19715)."
     )
+
+
+def _blocks(config: dict[str, Any]) -> str:
+    architecture = config.get("architecture", PAPERS)
+    return "residual blocks" if architecture == PAPERS else f"residual blocks ({architecture})"
 
 
 def _usage(config: dict[str, Any]) -> str:

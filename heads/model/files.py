@@ -16,7 +16,7 @@ from store.shards import write_atomic
 WEIGHTS = "model.safetensors"
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("hidden_size", "num_layers"), (int,)),
-    "timing": (str,),
+    **dict.fromkeys(("timing", "architecture"), (str,)),
     "scalars": (bool, list),
     **dict.fromkeys(("embedding", "is_normalised"), (bool,)),
     **dict.fromkeys(("accept_weight", "reject_weight", "calibration_temperature"), (int, float)),

@@ -2,7 +2,8 @@
 one shape at once.
 
     h_0 = hidden [+ U x + c]                     x: the inputs beside the hidden state (`heads.model.inputs`)
-    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own
+    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own; of another
+                                                 architecture, what its block adds (`heads.model.architectures`)
     f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
 
 Hidden state and embedding may come normalised (`Inputs.is_normalised`), and training may drop numbers of the stream
@@ -10,8 +11,8 @@ Hidden state and embedding may come normalised (`Inputs.is_normalised`), and tra
 
 Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis of heads:
 
-    mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b    skip.weight =
-                                 v
+    mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b
+    skip.weight = v
 
 The formula stands here for every batch of tokens. Two places write it out again for speed, and tests hold them to this
 one: `heads.training.fused_loss` (with its gradients, in cache-sized chunks) and `heads.model.stepwise` (one token at a
@@ -24,7 +25,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+
+from heads.model.architectures import ARCHITECTURES, PAPERS, Architecture, blocks_of
 
 
 class Dropout(NamedTuple):
@@ -46,23 +48,20 @@ def stack_forward(
     hidden: Float[Tensor, "heads tokens hidden"],
     inputs: Float[Tensor, "heads tokens input"] | None,
     dropout: Dropout | None = None,
+    *,
+    architecture: Architecture = ARCHITECTURES[PAPERS],
 ) -> Float[Tensor, "heads tokens"]:
     """The logit f of every head for every token; a head without blocks has no dropout."""
+    blocks = blocks_of(weights)
     stream = hidden
     if "mix.weight" in weights:
         stream = torch.baddbmm(stream + weights["mix.bias"][:, None], inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]
-    if dropout and depth_of(weights):
+    if dropout and blocks:
         stream = stream * dropout.mask(stream)
-    for block in range(depth_of(weights)):
-        weight, bias = weights[f"blocks.{block}.weight"], weights[f"blocks.{block}.bias"]
-        added = F.silu(torch.baddbmm(bias[:, None], stream, weight.mT))
+    for block in blocks:
+        added = architecture.added(block, stream)
         stream = stream + (added * dropout.mask(added) if dropout else added)
     logit = torch.baddbmm(weights["out.bias"][:, None], stream, weights["out.weight"].mT)
     if "skip.weight" in weights:
         logit = torch.baddbmm(logit, inputs, weights["skip.weight"].mT)  # type: ignore[arg-type]
     return logit.squeeze(-1)
-
-
-def depth_of(weights: Mapping[str, Tensor]) -> int:
-    """D, the number of residual blocks of these weights."""
-    return sum(name.startswith("blocks.") and name.endswith(".weight") for name in weights)

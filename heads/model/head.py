@@ -27,11 +27,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from configs.paths import local_path
+from data_gen.labels.scalars import SCALARS
+from heads.model.architectures import PAPERS, architecture_of
 from heads.model.card import model_card
 from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
 from heads.model.formula import stack_forward
 from heads.model.hub import local_directory
-from heads.model.inputs import OF_DISTRIBUTION, Inputs
+from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 from store.shards import write_atomic
 
@@ -57,6 +59,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         embedding: bool = False,
         is_normalised: bool = False,
         *,
+        architecture: str = PAPERS,
         provenance: Provenance | None = None,
     ) -> None:
         """Args:
@@ -67,25 +70,27 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
                 in this order.
             embedding: also take the draft's input embedding of the token (of width hidden_size).
             is_normalised: bring hidden state and embedding to mean 0 and variance 1 first (not in the paper).
+            architecture: what its blocks compute (`heads.model.architectures`).
 
         Raises:
-            ValueError: a width below 1, a negative depth, another timing, a scalar that does not exist, a prefix head
-                that reads the token.
+            ValueError: a width below 1, a negative depth, another timing or architecture, a scalar that does not exist,
+                a prefix head that reads the token.
         """
         super().__init__()
-        check_shape(hidden_size, depth, timing)
-        self.hidden_size, self.depth, self.timing = hidden_size, depth, timing
+        check_shape(hidden_size, depth, timing, architecture)
+        self.hidden_size, self.depth, self.timing, self.architecture = hidden_size, depth, timing, architecture
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         if timing == "prefix" and self.inputs.reads_token:
             asked = (
                 f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token "
                 "before it is drawn"
             )
-            raise ValueError(f"{asked}; it reads no embedding, and of the scalars {', '.join(OF_DISTRIBUTION)} alone")
+            readable = ", ".join(name for name, scalar in SCALARS.items() if not scalar.reads_token)
+            raise ValueError(f"{asked}; it reads no embedding, and of the scalars {readable} alone")
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
-        self.blocks = nn.ModuleList([nn.Linear(hidden_size, hidden_size) for _ in range(depth)])
+        self.blocks = nn.ModuleList([architecture_of(architecture).block(hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
         self.out = nn.Linear(hidden_size, 1)
         for linear in self._zero_at_start():
@@ -115,7 +120,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         dtype = self.out.weight.dtype
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
         stream = self.inputs.taken(hidden.to(dtype))
-        return stack_forward(weights, stream.reshape(1, -1, self.hidden_size), x).view(hidden.shape[:-1])
+        stream = stream.reshape(1, -1, self.hidden_size)
+        architecture = architecture_of(self.architecture)
+        return stack_forward(weights, stream, x, architecture=architecture).view(hidden.shape[:-1])
 
     @property
     def calibration_shift(self) -> float:
@@ -142,7 +149,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     @property
     def shape_name(self) -> str:
         """Timing, inputs and depth, such as drawn+s+e-d4: what decides how long a score takes."""
-        return f"{self.timing}{self.inputs.label}-d{self.depth}"
+        return f"{kind_of(self.timing, self.inputs, self.architecture)}-d{self.depth}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -152,6 +159,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             "hidden_size": self.hidden_size,
             "num_layers": self.depth,
             "timing": self.timing,
+            "architecture": self.architecture,
             **self.inputs.config,
             **self.provenance.as_dict(),
         }
@@ -159,10 +167,11 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
         inputs = self.inputs.config
-        normalised = " normalised" * self.inputs.is_normalised
-        digest = hashlib.sha256(
-            f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}{normalised}".encode()
-        )
+        shape = f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}"
+        # what a head of the paper has not is named only where it is, so that scores that were kept are found again
+        shape += " normalised" * self.inputs.is_normalised
+        shape += f" {self.architecture}" * (self.architecture != PAPERS)
+        digest = hashlib.sha256(shape.encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().float().cpu().numpy().tobytes())
@@ -222,13 +231,11 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
         """A head with random weights, as config.json describes it."""
+        optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
         return cls(
             config["hidden_size"],
             config["num_layers"],
-            config.get("timing", "fed"),
-            config.get("scalars", False),
-            config.get("embedding", False),
-            config.get("is_normalised", False),
+            **{key: config[key] for key in optional if key in config},
             provenance=Provenance.from_dict(config),
         )
 
@@ -246,7 +253,12 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         yield from (linear for linear in (self.mix, self.skip) if linear is not None)
 
 
-def check_shape(hidden_size: int, depth: int, timing: str) -> None:
+def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
+    """Timing and inputs, such as drawn+s+e, and + the architecture where it is not the paper's."""
+    return timing + inputs.label + f"+{architecture}" * (architecture != PAPERS)
+
+
+def check_shape(hidden_size: int, depth: int, timing: str, architecture: str = PAPERS) -> None:
     """Raise ValueError for an architecture that cannot be."""
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1, the draft's width")
@@ -254,6 +266,7 @@ def check_shape(hidden_size: int, depth: int, timing: str) -> None:
         raise ValueError(f"depth is {depth}; it must be at least 0 (a linear head) and at most {_MOST_BLOCKS}")
     if timing not in get_args(Timing):
         raise ValueError(f"timing is {timing!r}; one of {', '.join(get_args(Timing))}")
+    architecture_of(architecture)
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:

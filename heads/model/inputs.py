@@ -12,13 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from data_gen.labels.scalars import Scalars
+from data_gen.labels.scalars import SCALARS
 
 STANDARD = ("log_token_prob", "entropy")
-"""Scalars that `true` stands for in a config and in config.json, where the token is known."""
-OF_DISTRIBUTION = ("entropy",)
-"""Scalars that are known before the token is drawn: what `scalars: true` stands for with a prefix head."""
-
+"""Scalars that `true` stands for in a config and in config.json; for a prefix head, those among them that do not read
+the token.
+"""
 
 EPSILON = 1e-5
 """Added to the variance that `normalised` divides by."""
@@ -42,19 +41,19 @@ class Inputs(NamedTuple):
             ValueError: a scalar that does not exist, or one twice.
         """
         if isinstance(scalars, bool):
-            standard = OF_DISTRIBUTION if timing == "prefix" else STANDARD
+            standard = tuple(name for name in STANDARD if timing != "prefix" or not SCALARS[name].reads_token)
             return cls(standard if scalars else (), bool(embedding), bool(is_normalised))
         for name in scalars:
-            if name not in Scalars._fields or list(scalars).count(name) > 1:
+            if name not in SCALARS or list(scalars).count(name) > 1:
                 raise ValueError(
-                    f"scalars are {list(scalars)}; true, false, or some of {', '.join(Scalars._fields)}, each once"
+                    f"scalars are {list(scalars)}; true, false, or some of {', '.join(SCALARS)}, each once"
                 )
         return cls(tuple(scalars), bool(embedding), bool(is_normalised))
 
     @property
     def reads_token(self) -> bool:
         """Whether any of them is of the token that is scored."""
-        return self.embedding or not set(self.scalars) <= set(OF_DISTRIBUTION)
+        return self.embedding or any(SCALARS[name].reads_token for name in self.scalars)
 
     @property
     def label(self) -> str:

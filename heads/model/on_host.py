@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from heads.model.inputs import EPSILON
 from heads.model.stepwise import OfEmbedding, StepwiseHead
@@ -29,7 +28,8 @@ class HostHead:
         scalars = head.inputs.scalars
         self._places = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
         self._dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
-        self._blocks = [(self._of(weight), self._of(bias)) for weight, bias in head.blocks]
+        self._added = head.architecture.added_to_token
+        self._blocks = [{name: self._of(weight) for name, weight in block.items()} for block in head.blocks]
         self._out, self._out_bias = self._of(head.out), self._of(head.out_bias)
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._stream = torch.empty(head.out.shape[1], dtype=self._dtype)
@@ -65,8 +65,8 @@ class HostHead:
             if self._columns is not None:
                 values += self._scalars.dot(self._columns, self._spare)
         stream = self._stream
-        for weight, bias in self._blocks:
-            stream = silu(torch.addmv(bias, weight, stream), True).add_(stream)
+        for block in self._blocks:
+            stream = self._added(block, stream).add_(stream)
         return logit + torch.addmv(self._out_bias, self._out, stream).item()
 
     def _normalised(self, hidden: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
+from heads.model.architectures import architecture_of, blocks_of
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import normalised
 
@@ -51,7 +51,7 @@ class StepwiseHead:
         )
         weights = {name: weight.detach() for name, weight in head.named_parameters()}
         self.inputs, self.dtype = head.inputs, head.out.weight.dtype
-        self.blocks = [(weights[f"blocks.{d}.weight"], weights[f"blocks.{d}.bias"]) for d in range(head.depth)]
+        self.architecture, self.blocks = architecture_of(head.architecture), blocks_of(weights)
         self.out, self.out_bias = weights["out.weight"], weights["out.bias"]
         self.mix_bias = weights.get("mix.bias")
         self.mix_scalars, self._mix_embedding = _apart(weights.get("mix.weight"), len(head.inputs.scalars))
@@ -86,8 +86,8 @@ class StepwiseHead:
             scalars = scalars.to(self.dtype)
             stream = stream if self.mix_scalars is None else torch.addmv(stream, self.mix_scalars, scalars)
             logit = torch.addmv(logit, self.skip_scalars, scalars)  # type: ignore[arg-type]
-        for weight, bias in self.blocks:
-            stream = stream + functional.silu(torch.addmv(bias, weight, stream))
+        for block in self.blocks:
+            stream = stream + self.architecture.added_to_token(block, stream)
         return torch.addmv(logit, self.out, stream)
 
     def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:

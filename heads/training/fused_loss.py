@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-from heads.model.formula import Dropout, depth_of
+from heads.model.architectures import blocks_of
+from heads.model.formula import Dropout
 from heads.training.loss import Targets
 
 CHUNK_BYTES = 512 * 1024
@@ -84,7 +85,8 @@ class _ChunkPass:
 
     def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], dropout: Dropout | None) -> None:
         self.weights, self.grads, self.dropout = weights, grads, dropout
-        self.count, self.depth, self.has_mix = len(weights["out.bias"]), depth_of(weights), "mix.weight" in weights
+        self.count, self.depth = len(weights["out.bias"]), len(blocks_of(weights))
+        self.has_mix = "mix.weight" in weights
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, hidden: Tensor, inputs: Tensor | None, targets: Targets) -> Tensor:

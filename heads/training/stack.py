@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.grid import HeadShape, HeadSpec
+from heads.model.architectures import ARCHITECTURES, PAPERS
 from heads.model.formula import Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
@@ -71,7 +72,8 @@ class HeadStack(nn.Module):
         """
         inputs, count, taken = self._inputs(scalars, embedding), len(self.specs), self.shape.inputs.taken(hidden)
         x = None if inputs is None else inputs.expand(count, *inputs.shape)
-        return stack_forward(self.weights, taken.expand(count, *taken.shape), x, dropout)
+        architecture = ARCHITECTURES[self.shape.architecture]
+        return stack_forward(self.weights, taken.expand(count, *taken.shape), x, dropout, architecture=architecture)
 
     def loss(
         self,
@@ -83,9 +85,9 @@ class HeadStack(nn.Module):
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
         """The loss of every head over a batch: `weighted_bce` of `forward`, faster (`heads.training.fused_loss`) unless
-        under autocast.
+        under autocast or of another architecture than the paper's.
         """
-        if torch.is_autocast_enabled(hidden.device.type):
+        if torch.is_autocast_enabled(hidden.device.type) or self.shape.architecture != PAPERS:
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
         taken = self.shape.inputs.taken(hidden)
         return stack_loss(
@@ -102,9 +104,7 @@ class HeadStack(nn.Module):
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:
         """One head of the stack, on its own, with the standardisation of scalars folded into its weights."""
-        head = AcceptanceHead(
-            self.hidden_size, self.shape.depth, self.shape.timing, *self.shape.inputs, provenance=provenance
-        )
+        head = self.shape.head(self.hidden_size, provenance)
         weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
         if self.shape.inputs.scalars:
             self._fold_standardisation(weights)
@@ -133,4 +133,4 @@ def _seeded_head(spec: HeadSpec, hidden_size: int, seed: int) -> AcceptanceHead:
     shape = spec.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))
-        return AcceptanceHead(hidden_size, shape.depth, shape.timing, *shape.inputs)
+        return shape.head(hidden_size)

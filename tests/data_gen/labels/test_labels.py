@@ -37,7 +37,7 @@ def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
     assert_law(torch.bincount(labels.draft_ids, minlength=5).float(), q[0])
     torch.testing.assert_close(labels.log_q.exp(), q.gather(-1, labels.draft_ids[:, None])[:, 0])
     torch.testing.assert_close(
-        labels.scalars.log_token_prob, logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0]
+        labels.scalars["log_token_prob"], logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0]
     )
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from data_gen.labels.scalars import Scalars
+from data_gen.labels import scalars as registry
+from data_gen.labels.scalars import Scalar
 from decode import ModelDrafter, Session
-from decode.loop.reading import OfToken
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
@@ -130,8 +130,34 @@ def test_a_head_of_another_width_is_refused():
         ModelDrafter(ToyModel(2), HeadPolicy(AcceptanceHead(6, 1)))
 
 
-def test_the_loop_reads_every_scalar_that_heads_may_take():
-    assert set(Scalars._fields) <= set(OfToken._fields)
+@pytest.fixture
+def margin(monkeypatch):
+    """A scalar that is an entry of the table and nothing else: how much likelier the likeliest token is than y."""
+    monkeypatch.setitem(
+        registry.SCALARS,
+        "margin",
+        Scalar("margin", True, lambda logits, token: logits.amax(-1) - logits.gather(-1, token[:, None])[:, 0]),
+    )
+
+
+@pytest.mark.parametrize("timing", ["fed", "drawn"])
+def test_a_new_scalar_is_read_by_every_reader(timing, margin):
+    head = AcceptanceHead(4, 1, timing, ["margin", "entropy"]).double().requires_grad_(False)
+    torch.nn.init.normal_(head.skip.weight)
+    torch.nn.init.normal_(head.mix.weight)
+    policy = Watch(**{f"{timing}_head": head})
+    for reader in (HostSignals, DeviceSignals):
+        model, ids, before = ToyModel(2, 5), list(PROMPT), None
+        signals = reader(policy, model)
+        for position in range(3):
+            logits = model.forward(ids)[-1]
+            draws = RandomDraws(torch.Generator().manual_seed(position))
+            token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
+            now = torch.stack([logits.max() - logits[token], entropy(logits)])
+            scalars = now if timing == "drawn" else before
+            expected = float("inf") if scalars is None else float(head(model.hidden[-1], scalars))
+            assert getattr(drawn, f"{timing}_logit") == pytest.approx(expected, rel=1e-6)
+            before, ids = now, [*ids, token]
 
 
 def test_an_unknown_signal_is_refused():

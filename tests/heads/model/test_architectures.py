@@ -1,0 +1,85 @@
+"""A new architecture is an entry of one table: it trains, is exported, and is scored alike in every form."""
+
+import pytest
+import torch
+from torch import nn
+
+from configs.schema import HeadsConfig
+from heads import AcceptanceHead
+from heads.grid import HeadShape, grid, specs
+from heads.model.architectures import ARCHITECTURES, Architecture
+from heads.model.inputs import Inputs
+from heads.model.on_host import HostHead
+from heads.model.stepwise import StepwiseHead
+from heads.training.loss import Targets, weighted_bce
+from heads.training.stack import HeadStack
+
+
+class GatedBlock(nn.Module):
+    """Parameters of SiLU(V h) * sigmoid(G h + b)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+
+
+def gated(weights, stream):
+    gate = torch.baddbmm(weights["gate.bias"][:, None], stream, weights["gate.weight"].mT).sigmoid()
+    return nn.functional.silu(stream @ weights["value.weight"].mT) * gate
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "gated", Architecture(GatedBlock, gated))
+
+
+def test_every_form_computes_the_same_logit(tmp_path):
+    torch.manual_seed(0)
+    head = AcceptanceHead(8, 2, "drawn", True, architecture="gated").double().requires_grad_(False)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    hidden, scalars = torch.randn(5, 8).double(), torch.randn(5, 2).double()
+    stream = hidden + head.mix(scalars)
+    for block in head.blocks:
+        stream = stream + nn.functional.silu(block.value(stream)) * block.gate(stream).sigmoid()
+    expected = (head.out(stream) + head.skip(scalars)).squeeze(-1)
+    torch.testing.assert_close(head(hidden, scalars), expected)
+    step = StepwiseHead(head)
+    torch.testing.assert_close(torch.cat([step(*row) for row in zip(hidden, scalars, strict=True)]), expected)
+    on_host = HostHead(step)
+    scores = [on_host.score(row.numpy(), pair.tolist()) for row, pair in zip(hidden, scalars, strict=True)]
+    assert scores == pytest.approx(expected.tolist())
+    head.float().save_pretrained(tmp_path)
+    loaded = AcceptanceHead.from_pretrained(tmp_path)
+    assert loaded.fingerprint() == head.fingerprint() != AcceptanceHead(8, 2, "drawn", True).fingerprint()
+    assert "(gated)" in (tmp_path / "README.md").read_text()
+    torch.testing.assert_close(loaded(hidden.float(), scalars.float()), expected.float())
+
+
+def test_a_stack_of_it_learns_by_autograd_and_exports_itself():
+    made = HeadStack(HeadShape("drawn", Inputs.of(True, False), 1, "gated"), (1.0, 6.0), hidden_size=8, seed=0)
+    made.scalar_mean.copy_(torch.tensor([-2.0, 1.5]))
+    hidden, scalars, prob = torch.randn(50, 8), torch.randn(50, 2), torch.rand(50)
+    targets = Targets.of(prob, torch.ones(2), torch.tensor([1.0, 6.0]))
+    optimiser = torch.optim.Adam(made.parameters(), lr=0.05)
+    losses = []
+    for _ in range(20):
+        loss = made.loss(hidden, scalars, targets=targets)
+        torch.testing.assert_close(loss, weighted_bce(made(hidden, scalars), targets))
+        losses.append(loss.detach())
+        optimiser.zero_grad()
+        loss.sum().backward()
+        optimiser.step()
+    assert (losses[-1] < losses[0]).all()
+    for index in range(2):
+        torch.testing.assert_close(made.head(index)(hidden, scalars), made(hidden, scalars)[index])
+
+
+def test_the_grid_names_it_and_refuses_others():
+    config = HeadsConfig(timings=("drawn",), scalars=(True,), depths=(0, 2), reject_weights=(6.0,), specdec=True)
+    with_both = HeadsConfig(**{**vars(config), "architectures": ("resnet", "gated")})
+    names = ["fed-d0-w6", "fed-d2-w6", "drawn+s-d0-w6", "drawn+s-d2-w6"]
+    assert [str(spec) for spec in specs(grid(config))] == names
+    assert [str(spec) for spec in specs(grid(with_both))] == [*names, "drawn+s+gated-d2-w6"]
+    with pytest.raises(ValueError, match="architecture is 'convolution'; one of resnet, gated"):
+        grid(HeadsConfig(architectures=("convolution",)))
