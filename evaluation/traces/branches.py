@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm import Sampling, entropy
+from data_gen.labels.scalars import SCALARS, scalars_of
+from lm import Sampling
 from lm.branches.branched import Branched
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, logits_of
@@ -24,9 +25,8 @@ class DrawnTokens(NamedTuple):
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
     """Under the run's Sampling."""
-    entropy: Float[Tensor, " draw"]
-    max_prob: Float[Tensor, " draw"]
-    log_token_prob: Float[Tensor, " draw"]
+    signals: Float[Tensor, "draw signal"]
+    """max_prob, then every scalar that heads may read: `signal_names`."""
     hidden: Float[Tensor, "draw hidden"]
     """The state that produced the distribution."""
 
@@ -47,16 +47,15 @@ def read_signals(
     hidden: Float[Tensor, "draw hidden"],
 ) -> DrawnTokens:
     """The signals of tokens and of the logits that they were drawn from."""
-    log_probs = logits.float().log_softmax(-1)
-    index = token.unsqueeze(-1)
-    return DrawnTokens(
-        token,
-        q.gather(-1, index).squeeze(-1).log(),
-        entropy(logits),
-        log_probs.amax(-1).exp(),
-        log_probs.gather(-1, index).squeeze(-1),
-        hidden,
-    )
+    logits = logits if logits.itemsize >= 4 else logits.float()
+    columns = {"max_prob": (logits.amax(-1) - logits.logsumexp(-1)).exp(), **scalars_of(logits, token)}
+    signals = torch.stack([columns[name] for name in signal_names()], -1)
+    return DrawnTokens(token, q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log(), signals, hidden)
+
+
+def signal_names() -> tuple[str, ...]:
+    """What a trace keeps of the distribution that a token was drawn from, and of the token in it."""
+    return "max_prob", *SCALARS
 
 
 class Branches(NamedTuple):
@@ -112,11 +111,11 @@ def grow(
 
 
 def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
-    empty = torch.zeros(0, device=first.device)
+    empty = torch.zeros(0, len(signal_names()), device=first.device)
     hidden = torch.zeros(
         0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype
     )
-    return DrawnTokens(first[:0], empty, empty, empty, empty, hidden)
+    return DrawnTokens(first[:0], empty[:, 0], empty, hidden)
 
 
 @torch.inference_mode()

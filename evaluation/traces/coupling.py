@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from evaluation.traces.branches import DrawnTokens, grow, read_signals, target_log_probs
+from evaluation.traces.branches import DrawnTokens, grow, read_signals, signal_names, target_log_probs
 from evaluation.traces.inputs import TokenInputs
 from evaluation.traces.trace import Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
@@ -39,9 +39,8 @@ class RowRecording:
     """One response: its own positions, then every branch, in this order along `draw`."""
 
     token: Int[Tensor, " draw"]
-    entropy: Float[Tensor, " draw"]
-    max_prob: Float[Tensor, " draw"]
-    log_token_prob: Float[Tensor, " draw"]
+    signals: Float[Tensor, "draw signal"]
+    """Those of `signal_names`."""
     acceptance_prob: Float[Tensor, " draw"]
     """min(1, p / q) of the token under the run's Sampling; NaN along branches that the target did not see."""
     hidden: Float[Tensor, "draw hidden"]
@@ -58,9 +57,12 @@ class RowRecording:
     @classmethod
     def of(cls, draws: DrawnTokens, acceptance_prob: Tensor, **of_places: Tensor) -> "RowRecording":
         """Couple all draws with the known outcome of each position."""
-        signals = {"entropy": draws.entropy, "max_prob": draws.max_prob, "log_token_prob": draws.log_token_prob}
         return cls(
-            token=draws.token.int(), acceptance_prob=acceptance_prob, hidden=draws.hidden, **signals, **of_places
+            token=draws.token.int(),
+            acceptance_prob=acceptance_prob,
+            hidden=draws.hidden,
+            signals=draws.signals,
+            **of_places,
         )
 
 
@@ -225,14 +227,15 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
     arrays = {name: value.detach().cpu() for name, value in vars(recorded).items() if value is not None}
     hidden = arrays.pop("hidden")
     token = arrays["token"].numpy()
-    names = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
+    columns = dict(zip(signal_names(), arrays["signals"].unbind(-1), strict=True))
+    columns["acceptance_prob"] = arrays["acceptance_prob"]
     return Trace(
         rows=(row,),
         sampling=recorder.sampling,
         max_draft_length=recorder.max_draft_length,
         token=token,
         is_eos=np.isin(token, sorted(recorder.eos_ids)),
-        signals={name: arrays[name].float().numpy() for name in names},
+        signals={name: column.float().contiguous().numpy() for name, column in columns.items()},
         is_rejected=arrays["is_rejected"].numpy(),
         acceptance_rate=arrays["acceptance_rate"].float().numpy(),
         branch_lengths=arrays["branch_lengths"].numpy(),

@@ -24,13 +24,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from data_gen.store.manifest import read_manifest
+from evaluation.traces.branches import signal_names
 from evaluation.traces.inputs import InputTensors, TokenInputs
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import Sampling
 from store.shards import is_whole, write_shard
 from store.sums import check_sums
 
-_SIGNALS = ("entropy", "max_prob", "log_token_prob", "acceptance_prob")
 _ROWS = pa.schema(
     {
         "id": pa.string(),
@@ -133,7 +133,8 @@ def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) ->
         max_draft_length=manifest["max_draft_length"],
         token=arrays["token"],
         is_eos=np.isin(arrays["token"], manifest["eos_ids"]),
-        signals={name: arrays[name] for name in _SIGNALS},
+        # a scalar that there was not when the trace was recorded is missed by the heads that read it
+        signals={name: arrays[name] for name in (*signal_names(), "acceptance_prob") if name in arrays},
         is_rejected=arrays["is_rejected"],
         acceptance_rate=arrays["acceptance_rate"],
         branch_lengths=arrays["branch_lengths"].astype(np.int64),

@@ -59,7 +59,7 @@ class Trace:
     token: Int[Array, " drafts"]
     is_eos: Bool[Array, " drafts"]
     signals: dict[str, Float[Array, " drafts"]]
-    """entropy, max_prob, log_token_prob (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
+    """max_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
     is_rejected: Bool[Array, " positions"]
     acceptance_rate: Float[Array, " positions"]
     branch_lengths: Int[Array, " rejected"]

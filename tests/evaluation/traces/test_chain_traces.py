@@ -13,6 +13,7 @@ from data_gen.responses.exchange import Exchange
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
+from evaluation.traces.branches import signal_names
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay, replay_settings
@@ -106,8 +107,10 @@ def test_every_draft_of_a_trace_is_that_of_a_round_by_itself(kind):
         tokens, passing, told = expected_draft(kind, response, start, chance)
         assert recorded.token[here].tolist() == tokens
         assert recorded.num_passing[start] == passing
+        signals = dict(zip(signal_names(), recorded.signals.unbind(-1), strict=True))
+        signals["acceptance_prob"] = recorded.acceptance_prob
         for name in ("entropy", "log_token_prob", "acceptance_prob"):
-            assert getattr(recorded, name)[here].tolist() == pytest.approx([step[name] for step in told], abs=1e-6)
+            assert signals[name][here].tolist() == pytest.approx([step[name] for step in told], abs=1e-6)
         for hidden, step in zip(recorded.hidden[here], told, strict=True):
             assert torch.allclose(hidden, step["hidden"], atol=1e-10)
 
