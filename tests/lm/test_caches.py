@@ -12,7 +12,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
 from lm import CachedModel, CompiledModel, Sampling
 from lm.kv_buffer import forget, keep, make_cache, seat
-from tests.toys.llamas import SIZES
+from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES)
 SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4)

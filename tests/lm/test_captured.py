@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lm import CompiledModel, CompiledTailModel
 from lm.models import compiled, compiled_tail
-from tests.toys.llamas import llama
+from tests.toys.small_pair import llama
 
 CONFIG = llama(num_hidden_layers=1)
 TOKENS = [1, 2, 3]

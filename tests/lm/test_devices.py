@@ -20,8 +20,8 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomDraws, Sampling, revealed_probs, verify
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
-from tests.toys.llamas import llama
 from tests.toys.places import Places, place_of, put
+from tests.toys.small_pair import llama
 
 CONFIG = llama()
 FIRST, SECOND = "cuda:0", "cuda:1"

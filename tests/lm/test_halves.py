@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from lm import CachedModel
 from lm.models.halves import halves_of
-from tests.toys.llamas import SIZES
+from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)

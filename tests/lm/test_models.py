@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
-from tests.toys.llamas import llama
+from tests.toys.small_pair import llama
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
 CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)

@@ -9,7 +9,7 @@ from lm import CachedModel, GreedyDraws, RandomDraws
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
 from lm.trees.verification import node_probs, verify_tree
-from tests.toys.llamas import llama
+from tests.toys.small_pair import llama
 
 _VOCAB = 4
 _sees = Tree.sees

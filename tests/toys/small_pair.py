@@ -1,15 +1,23 @@
 """A pair of tiny random Llamas, sharp enough that acceptance varies, and traces of them."""
 
 from functools import cache
+from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from decode import Recorder, Trace, record_trace
 from lm import Sampling
-from tests.toys.llamas import llama
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    """The configuration of a tiny Llama: `SIZES` with `changes`, such as llama(vocab_size=40)."""
+    return LlamaConfig(**(SIZES | changes))
+
 
 VOCAB, EOS, LIMIT, LENGTH = 12, 11, 14, 5
 PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]

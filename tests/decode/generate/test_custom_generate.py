@@ -10,8 +10,8 @@ from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from heads import AcceptanceHead
 from tests.toys.enumeration import assert_same_law, law_of
-from tests.toys.llamas import llama
 from tests.toys.random_pairs import random_pair
+from tests.toys.small_pair import llama
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 

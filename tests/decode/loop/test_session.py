@@ -28,14 +28,14 @@ from decode.policies import FixedLength, Policy
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling
 from lm.trees.cached import TreeModel
-from tests.toys import llamas
+from tests.toys import small_pair
 
 PROMPT, NUM = [3, 1, 4, 1, 5], 12
 WIDTH = 40
 
 
 def llama(seed: int, width: int = WIDTH, dropout: float = 0.0) -> PreTrainedModel:
-    config = llamas.llama(vocab_size=width, num_hidden_layers=1, attention_dropout=dropout, eos_token_id=None)
+    config = small_pair.llama(vocab_size=width, num_hidden_layers=1, attention_dropout=dropout, eos_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).double().eval()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from data_gen.labels import scalars as registry
-from data_gen.labels.scalars import Scalar
+from data_gen.labels.scalars import SCALARS
 from decode import ModelDrafter, Session
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
@@ -18,6 +17,7 @@ from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import RandomDraws, Sampling, entropy
 from tests.toys.enumeration import ToyModel
+from tests.toys.extending import added_to
 from tests.toys.loop import PROMPT, decoder_of, toy_head
 
 
@@ -131,13 +131,10 @@ def test_a_head_of_another_width_is_refused():
 
 
 @pytest.fixture
-def margin(monkeypatch):
-    """A scalar that is an entry of the table and nothing else: how much likelier the likeliest token is than y."""
-    monkeypatch.setitem(
-        registry.SCALARS,
-        "margin",
-        Scalar("margin", True, lambda logits, token: logits.amax(-1) - logits.gather(-1, token[:, None])[:, 0]),
-    )
+def margin():
+    """A scalar that is an entry of the table and nothing else."""
+    with added_to(SCALARS, "SCALARS"):
+        yield
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])

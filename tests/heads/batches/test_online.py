@@ -12,7 +12,7 @@ from heads.batches.features import of_timing
 from heads.batches.online import DraftFeatures, Row
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states, logits_of
-from tests.toys.llamas import llama
+from tests.toys.small_pair import llama
 
 
 @pytest.fixture(scope="module")

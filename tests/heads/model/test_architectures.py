@@ -1,4 +1,6 @@
-"""A new architecture is an entry of one table: it trains, is exported, and is scored alike in every form."""
+"""A new architecture is an entry of one table: that of docs/extending.md trains, is exported, and is scored alike in
+every form.
+"""
 
 import pytest
 import torch
@@ -7,30 +9,19 @@ from torch import nn
 from configs.schema import HeadsConfig
 from heads import AcceptanceHead
 from heads.grid import HeadShape, grid, specs
-from heads.model.architectures import ARCHITECTURES, Architecture
+from heads.model.architectures import ARCHITECTURES
 from heads.model.inputs import Inputs
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
-
-
-class GatedBlock(nn.Module):
-    """Parameters of SiLU(V h) * sigmoid(G h + b)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-
-
-def gated(weights, stream):
-    gate = torch.baddbmm(weights["gate.bias"][:, None], stream, weights["gate.weight"].mT).sigmoid()
-    return nn.functional.silu(stream @ weights["value.weight"].mT) * gate
+from tests.toys.extending import added_to
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "gated", Architecture(GatedBlock, gated))
+def gated():
+    with added_to(ARCHITECTURES, "ARCHITECTURES"):
+        yield
 
 
 def test_every_form_computes_the_same_logit(tmp_path):

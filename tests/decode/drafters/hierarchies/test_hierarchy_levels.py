@@ -14,7 +14,7 @@ from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
-from tests.toys import llamas
+from tests.toys import small_pair
 from tests.toys.enumeration import ToyModel
 
 PROMPT = [0, 1, 2]
@@ -36,7 +36,7 @@ def llama(seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-        config = llamas.llama(**sizes, initializer_range=1.0, max_position_embeddings=64, eos_token_id=5)
+        config = small_pair.llama(**sizes, initializer_range=1.0, max_position_embeddings=64, eos_token_id=5)
         return LlamaForCausalLM(config).double().eval()
 
 
