@@ -84,9 +84,7 @@ class BatchSignals:
         self, head: AcceptanceHead, hidden: Tensor, scalars: dict[str, Tensor], token: Tensor
     ) -> Float[Tensor, " rows"]:
         """The head's logits for tokens of which these scalars are known."""
-        inputs = head.inputs
-        numbers = torch.stack([scalars[name] for name in inputs.scalars], -1) if inputs.scalars else None
-        return head(hidden, numbers, self._embedding(token) if inputs.embedding else None)
+        return head(hidden, *head.inputs.among(scalars, lambda: self._embedding(token)))
 
 
 def _seen(policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]) -> AfterDraw:

@@ -108,15 +108,13 @@ def scores_of(
             f"the head reads {', '.join(head.inputs.scalars)}, and the trace has {', '.join(signals)}; record it again"
         )
     of = torch.from_numpy(before) if head.timing == "fed" else torch.arange(len(token))
-    columns = [signals[name] for name in head.inputs.scalars]
-    scalars = torch.from_numpy(np.stack(columns, -1)) if columns else None
+    columns = {name: torch.from_numpy(signals[name]) for name in head.inputs.scalars}
     tokens = torch.searchsorted(known_ids, torch.from_numpy(token).to(known_ids.dtype))
-    parts = [
-        head(
-            hidden[rows],
-            None if scalars is None else scalars[of[rows]],
-            embedding[tokens[of[rows]]] if head.inputs.embedding else None,
-        )
-        for rows in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(of), _ROWS_AT_ONCE))
-    ]
+
+    def logits(rows: slice) -> Tensor:
+        scored = of[rows]
+        chosen = {name: column[scored] for name, column in columns.items()}
+        return head(hidden[rows], *head.inputs.among(chosen, lambda: embedding[tokens[scored]]))
+
+    parts = [logits(slice(start, start + _ROWS_AT_ONCE)) for start in range(0, len(of), _ROWS_AT_ONCE)]
     return torch.cat(parts).float().numpy()

@@ -4,7 +4,7 @@ token's embedding.
 A prefix head scores a token before it is drawn (law 4.8c), so it reads nothing of the token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,18 @@ class Inputs(NamedTuple):
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
         """Hidden states or embeddings as the head's weights read them."""
         return normalised(states) if self.is_normalised else states
+
+    def among(
+        self, columns: Mapping[str, Float[Tensor, "*tokens"]], embedding: Callable[[], Float[Tensor, "*tokens hidden"]]
+    ) -> tuple[Float[Tensor, "*tokens scalar"] | None, Float[Tensor, "*tokens hidden"] | None]:
+        """What these inputs are among all that is known of some tokens: `scalars` and `embedding` of a head's forward.
+
+        Args:
+            columns: scalars by name, in nats.
+            embedding: makes the tokens' rows of the draft's input embeddings, where they are read.
+        """
+        scalars = torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
+        return scalars, embedding() if self.embedding else None
 
     def width(self, hidden_size: int) -> int:
         """Numbers per token; an embedding is as wide as a hidden state."""

@@ -239,10 +239,13 @@ class Sweep(pl.LightningModule):
 
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden, scalars and embedding of the tokens that a stack is to score: what it takes of them."""
-        features, taken = of_timing(batch, stack.shape.timing), stack.shape.inputs
-        scalars = features.columns(taken.scalars) if taken.scalars else None
-        embedding = self.embedding[features.token] if taken.embedding and self.embedding is not None else None
-        return features.hidden.to(stack.scalar_mean.dtype), scalars, embedding
+        features = of_timing(batch, stack.shape.timing)
+
+        def embedded() -> Tensor:
+            assert self.embedding is not None, "a head that takes the token's embedding needs the draft's"
+            return self.embedding[features.token]
+
+        return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)
 
     def _features(self, batch: Any) -> Batch:
         """Cached features as they are; rows through the frozen draft, once for all heads."""
