@@ -29,6 +29,8 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off:
             start over.
     """
+    quiet()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)
@@ -50,8 +52,6 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
 
 def main() -> None:
     """The command line."""
-    quiet()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     run({"train": train}, default="train", trainer=pl.Trainer)
 
 

@@ -13,7 +13,7 @@ _READ = ("rows", "features/*")
 
 
 def check(config: Config) -> None:
-    """Compare every shard in data.dir with the sum that was written beside it, and name each that is broken; nothing is
+    """Compare every shard in data.dir with its sum, and name each that is broken; nothing is
     changed.
 
     Args:

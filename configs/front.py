@@ -1,0 +1,103 @@
+"""`acceptance-heads COMMAND`: every command of the project by one name, in the order in which one needs them.
+
+Nothing heavy is imported before a command runs, so that help answers at once (`configs.screens`). Installed, it runs
+in any directory, whatever files of the same names lie there: the script's own folder is searched for modules, not the
+current one.
+"""
+
+import os
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from typing import NamedTuple
+
+from configs.screens import screen_of, summary_of
+
+
+class Entry(NamedTuple):
+    """A command."""
+
+    target: str
+    """Where its function is: module:function."""
+    settings: tuple[str, ...] = ()
+    """Dotted names of what its help shows of the experiment."""
+
+
+_DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num_test", "data.max_new_tokens")
+_HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.reject_weights", "heads.learning_rate")
+_DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
+_TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
+COMMANDS: dict[str, Entry] = {
+    "plan": Entry("data_gen.pipeline.plan:plan", ("pair.gpus", *_DATA)),
+    "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
+    "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
+    "train": Entry("train:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
+    "export": Entry("heads.command:export", ("heads.dir", "heads.select")),
+    "import": Entry("heads.command:import_", ("heads.dir",)),
+    "push": Entry("heads.command:push"),
+    "inspect": Entry("heads.command:inspect"),
+    "generate": Entry("decode.generate.command:generate", ("decode.max_new_tokens", "decode.max_draft_length")),
+    "trace": Entry("evaluation.traces.command:trace", _DECODE),
+    "evaluate": Entry("evaluation.report.command:evaluate", (*_DECODE, *_TIMES)),
+    "tune": Entry("evaluation.tuning.command:tune", (*_DECODE, *_TIMES)),
+    "replay": Entry("evaluation.report.one_policy:replay_policy", ("decode.dir", *_TIMES)),
+    "costs": Entry("evaluation.costs.command:costs", ("decode.max_draft_length", "decode.compile")),
+    "bench": Entry("evaluation.bench.command:bench", _DECODE),
+    "hierarchy": Entry("evaluation.hierarchies.command:hierarchy", _DECODE),
+    "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),
+    "theory": Entry("evaluation.theory.command:theory"),
+    "check": Entry("data_gen.pipeline.check:check", ("data.dir",)),
+    "import-data": Entry("data_gen.official.command:import_", ("data.dir",)),
+    "responses": Entry("data_gen.pipeline.reuse:responses", ("data.dir",)),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command that `argv` names; exits with 2 and one line on a user's error."""
+    try:
+        _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+def _main(argv: list[str] | None) -> None:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "--version":
+        print(f"acceptance-heads {version('acceptance-heads')}")
+    elif name in ("-h", "--help"):
+        print(overview())
+    elif name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; one of {', '.join(COMMANDS)}"
+        print(f"error: {name!r} is not a command{hint}", file=sys.stderr)
+        raise SystemExit(2)
+    elif {"-h", "--help"} & set(rest):
+        print(screen_of(name, *COMMANDS[name]))
+    else:
+        _call(name, rest)
+
+
+def overview() -> str:
+    """Every command with what it does, in the order in which one needs them."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{_shortest(summary_of(entry.target))}" for name, entry in COMMANDS.items()]
+    usage = "usage: acceptance-heads COMMAND --config FILE [options]"
+    return "\n".join([usage, "", *lines, "", "  COMMAND --help shows its options, --version the version"])
+
+
+def _shortest(summary: str) -> str:
+    """The part of a summary that says what a command does: up to its first semicolon or full stop."""
+    return summary.partition(";")[0].partition(". ")[0].rstrip(".")
+
+
+def _call(name: str, argv: list[str]) -> None:
+    from configs.command import run
+
+    module, function = COMMANDS[name].target.split(":")
+    command = getattr(import_module(module), function)
+    trainer = import_module("pytorch_lightning").Trainer if name == "train" else None
+    asked = ["--help" if argument == "--help.all" else argument for argument in argv]
+    run({name: command}, default=name, argv=asked, trainer=trainer)

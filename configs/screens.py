@@ -1,0 +1,129 @@
+"""Help of one screen, read from the source files: `--help` answers before anything that a command needs is imported.
+
+What a screen says is what stands in the code: the first line of the command's docstring, its keyword-only parameters
+with their texts under `Args:`, and those settings of `configs.schema` that matter most to it, with the docstrings of
+their fields. `--help.all` prints every option, by jsonargparse.
+"""
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).parents[1]
+_SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
+_WIDTH, _INDENT = 100, 28
+
+
+class Option(NamedTuple):
+    """One line of a screen."""
+
+    flag: str
+    default: str
+    text: str
+
+
+def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
+    """The help of one command.
+
+    Args:
+        name: of the command.
+        target: where its function is, as module:function.
+        settings: dotted names of the settings to show.
+    """
+    function = _function(target)
+    takes_config = any(argument.arg == "config" for argument in function.args.args)
+    flags = _flags(function)
+    lines = [f"usage: acceptance-heads {name} {'--config FILE ' if takes_config else ''}[options]", ""]
+    lines += [textwrap.fill(summary_of(target), _WIDTH), ""]
+    lines += ["options:", *map(_line, flags), ""] if flags else []
+    chosen = [_setting(setting) for setting in settings]
+    lines += (
+        ["settings of the YAML that matter most here, each also a flag:", *map(_line, chosen), ""] if chosen else []
+    )
+    config = [
+        Option("--config FILE", "", "the experiment: a YAML, or the name of a shipped one"),
+        Option("--print_config", "", "print the experiment with every setting, and stop"),
+    ]
+    every = Option("--help.all", "", "every option, with its type and default")
+    return "\n".join([*lines, *map(_line, [*(config if takes_config else []), every])])
+
+
+def summary_of(target: str) -> str:
+    """The first sentence of a command's docstring, which may go over several lines."""
+    text = ast.get_docstring(_function(target)) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _function(target: str) -> ast.FunctionDef:
+    module, name = target.split(":")
+    path = _ROOT.joinpath(*module.split("."))
+    tree = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def _flags(function: ast.FunctionDef) -> list[Option]:
+    texts = _described(ast.get_docstring(function) or "")
+    pairs = list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
+    positional = [argument for argument in function.args.args if argument.arg != "config"]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
+    pairs += list(zip(positional, [*defaults, *function.args.defaults], strict=True))
+    return [Option(f"--{argument.arg}", _shown(default), texts.get(argument.arg, "")) for argument, default in pairs]
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Parameter -> its text under `Args:`."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)*)", docstring, re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section.group(1), re.MULTILINE) if section else []
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _setting(dotted: str) -> Option:
+    """A setting by its dotted name, such as data.num_train or pair.sampling.temperature."""
+    if dotted.startswith("trainer."):
+        return Option(f"--{dotted}", "", "an argument of pytorch_lightning.Trainer")
+    section, *names = dotted.split(".")
+    classes = _schema()
+    owner, node, text = _SECTIONS[section], None, ""
+    for name in names:
+        node, text = classes[owner][name]
+        owner = next((word for word in re.findall(r"\w+", ast.unparse(node.annotation)) if word in classes), "")
+    assert node is not None
+    return Option(f"--{dotted}", _shown(node.value), text)
+
+
+def _schema() -> dict[str, dict[str, tuple[ast.AnnAssign, str]]]:
+    """Class -> field -> its node and docstring."""
+    tree = ast.parse(Path(__file__).with_name("schema.py").read_text(encoding="utf-8"))
+    classes: dict[str, dict[str, tuple[ast.AnnAssign, str]]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            fields = classes.setdefault(node.name, {})
+            for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    fields[item.target.id] = item, _docstring(after)
+    return classes
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return " ".join(node.value.value.split()) if is_text else ""  # type: ignore[union-attr]
+
+
+def _shown(default: ast.expr | None) -> str:
+    """A default as a YAML has it; nothing for null, for an empty list and for a section."""
+    if default is None or isinstance(default, ast.Call):
+        return ""
+    value = ast.literal_eval(default)
+    return "" if value is None or value == () else value if isinstance(value, str) else json.dumps(value)
+
+
+def _line(option: Option) -> str:
+    text = option.text + (f" [{option.default}]" if option.default else "")
+    head = f"  {option.flag}"
+    wrapped = textwrap.wrap(text, _WIDTH - _INDENT) or [""]
+    first = f"{head:<{_INDENT}}{wrapped[0]}" if len(head) < _INDENT else f"{head}\n{'':<{_INDENT}}{wrapped[0]}"
+    return "\n".join([first, *(f"{'':<{_INDENT}}{rest}" for rest in wrapped[1:])])
