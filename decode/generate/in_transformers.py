@@ -47,12 +47,13 @@ from transformers.generation import (
     MaxLengthCriteria,
 )
 
+from decode.drafters.factory import draft_of, target_of
 from decode.generate.refusals import check_heads, check_supported, dropped_by_generate
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.length import Heuristic
-from lm import CachedModel, Draws, FeatureDraft, Sampling, TappedModel, eos_ids_of, feature_model
+from lm import Draws, FeatureDraft, Sampling, eos_ids_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def speculative_generate(
     if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     ends = _ends_of(stopping_criteria or [], generation_config)
-    target, drafter = _drafting(model, draft_model, policy or Heuristic(), vocab_size)
+    policy = policy or Heuristic()
+    target = target_of(model, draft_model, vocab_size=vocab_size)
+    drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
     decoder = SpeculativeDecoder(
         target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids
@@ -131,21 +134,6 @@ def speculative_generate(
 def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:
     sequences = torch.cat([input_ids, input_ids.new_tensor([generation.token_ids]).view(1, -1)], dim=-1)
     return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
-
-
-def _drafting(
-    target: PreTrainedModel, draft: PreTrainedModel | FeatureDraft, policy: Policy, vocab_size: int | None
-) -> tuple[CachedModel, ModelDrafter]:
-    """The target, and the draft under a policy, its logits cut to the target's width."""
-    if not isinstance(draft, FeatureDraft):
-        verifier = CachedModel(target, vocab_size=vocab_size)
-        return verifier, ModelDrafter(draft, policy, vocab_size=verifier.num_logits)
-    if not draft.is_bound_to(target):
-        raise ValueError(
-            "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
-        )
-    tapped = TappedModel(target, draft, vocab_size=vocab_size)
-    return tapped, ModelDrafter(feature_model(draft, tapped, vocab_size=tapped.num_logits), policy)
 
 
 class _Ends(NamedTuple):
