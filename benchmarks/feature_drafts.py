@@ -27,9 +27,7 @@ from checkpoints.recipes.feature_drafts import (
 from checkpoints.recipes.training import Encoded, encode_story, story_batches
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import Story
-from decode.drafters.factory import loop_models_of
-from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
+from decode.drafters.factory import PairModels
 from decode.policies import FixedLength
 from lm import Sampling, load_model, load_pair, load_tokenizer
 
@@ -84,11 +82,9 @@ def _rounds(target: str, draft: Path, rows: list[Encoded]) -> dict[str, float]:
             target=ModelSource(path=target, dtype="float32"), draft=ModelSource(path=str(draft), dtype="float32")
         )
     )
-    models, found = loop_models_of(pair), {}
+    models, found = PairModels(pair), {}
     for length in LENGTHS:
-        decoder = SpeculativeDecoder(
-            models.target, ModelDrafter(models.draft, FixedLength(length)), sampling=Sampling(), eos_ids=frozenset()
-        )
+        decoder = models.decoder(models.drafter(FixedLength(length)), sampling=Sampling(), eos_ids=frozenset())
         generator = torch.Generator().manual_seed(0)
         counts = [decoder.generate(ids[:start], 64, generator=generator).counts for ids, start in rows]
         found[f"tokens_per_round_{length}"] = sum(count.num_emitted for count in counts) / sum(

@@ -15,12 +15,13 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from configs.paths import check_local
-from configs.schema import Config, ModelSource, PairConfig, PromptSource
+from configs.schema import Config, ModelSource, PromptSource
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
+from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits
@@ -215,14 +216,6 @@ class Experiment:
 
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}
-
-
-def check_micro(pair: PairConfig | Pair) -> None:
-    """Raise ValueError where hierarchies are asked for and there is no micro model."""
-    if pair.micro is None:
-        raise ValueError(
-            "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
-        )
 
 
 def names_apart(paths: Sequence[str]) -> list[str]:

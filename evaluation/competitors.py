@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from decode.drafters.factory import PairModels
 from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter
 from evaluation.intervals import Gain, Spent, gain_over, median_ratio
-from lm import CachedModel
 
 AnyCandidate = TypeVar("AnyCandidate")
 
@@ -33,8 +33,8 @@ class Setting:
     build: Callable[[], Drafter]
     version: str = ""
     """Identifies what the label does not say, such as a head's weights."""
-    target: Callable[[], CachedModel] | None = None
-    """Model that verifies; None: the trio's target."""
+    models: PairModels | None = None
+    """Models that the drafter is built on, whose target verifies; None: the trio."""
 
     @property
     def key(self) -> str:

@@ -1,72 +1,207 @@
-"""The loop of a pair: its two models, whichever kind of draft the pair has, and the decoder of chains or of trees that
-they make.
+"""The one factory of decoders: the models of a pair as a loop runs them, and the decoders that share them.
+
+Target and draft are made together, whichever kind of draft the pair has: a feature draft reads the very target that
+verifies what it drafts.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cached_property
 
+from transformers import PreTrainedModel
+
+from configs.schema import PairConfig
+from decode.drafters.parallel.pearl import PearlDecoder
 from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
+from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
 from lm.features.trees import TappedTreeModel, TreeDraft, feature_tree_model
 from lm.trees.cached import TreeModel
 
-
-class LoopModels(NamedTuple):
-    """Target and draft of a loop. They belong together: a feature draft reads this very target."""
-
-    target: CachedModel
-    draft: DraftModel
+Kind = Callable[..., CachedModel]
+"""What makes a model that the loop runs: (loaded model, vocab_size, with_hidden) -> the model with an empty cache."""
 
 
-class TreeModels(NamedTuple):
-    """Target and draft of a loop with trees; chains can be drafted with them too."""
-
-    target: TreeModel
-    draft: TreeDraft
-
-
-def loop_models_of(pair: Pair, compile: Compile = False, *, with_hidden: bool = False) -> LoopModels:
-    """Both, with empty caches.
+def target_of(
+    target: PreTrainedModel,
+    drafting: PreTrainedModel | FeatureDraft,
+    kind: Kind = CachedModel,
+    *,
+    vocab_size: int | None,
+) -> CachedModel:
+    """The model that verifies; beside a feature draft it keeps the states that the draft reads.
 
     Args:
-        pair: loaded.
-        compile: as `decode.compile`.
-        with_hidden: keep the draft's hidden states, for heads.
+        target: loaded.
+        drafting: the pair's draft.
+        kind: class of the model; beside a feature draft it only says whether trees are verified.
+        vocab_size: as for `CachedModel`.
 
     Raises:
-        ValueError: a feature draft is to be compiled, or reads what this target does not keep.
+        ValueError: a model that cannot hold a tree, or does not keep what the feature draft reads; a feature draft of
+            another target.
     """
-    drafting, width = pair.drafting, pair.vocab_size
-    if isinstance(drafting, FeatureDraft):
-        if compile is not False:
+    if not isinstance(drafting, FeatureDraft):
+        return kind(target, vocab_size=vocab_size)
+    if not drafting.is_bound_to(target):
+        raise ValueError(
+            "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
+        )
+    return (TappedTreeModel if kind is TreeModel else TappedModel)(target, drafting, vocab_size=vocab_size)
+
+
+def draft_of(
+    drafting: PreTrainedModel | FeatureDraft,
+    target: CachedModel,
+    kind: Kind = CachedModel,
+    *,
+    with_hidden: bool = False,
+) -> DraftModel | TreeDraft:
+    """The model that drafts for this target of `target_of`, its logits cut to the target's width.
+
+    Args:
+        drafting: a model of its own, or the feature draft that `target` was made for.
+        target: verifies.
+        kind: class of a model of its own.
+        with_hidden: keep hidden states, for heads; a feature draft always does.
+    """
+    if not isinstance(drafting, FeatureDraft):
+        return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
+    if isinstance(target, TappedTreeModel):
+        return feature_tree_model(drafting, target, vocab_size=target.num_logits)
+    assert isinstance(target, TappedModel)
+    return feature_model(drafting, target, vocab_size=target.num_logits)
+
+
+class PairModels:
+    """Target, draft and micro of a pair, each made when it is first asked for: what is already decoded is read without
+    them. All decoders made here share them, and so take turns.
+    """
+
+    def __init__(
+        self,
+        pair: Pair | Callable[[], Pair],
+        compile: Compile = False,
+        *,
+        holds_trees: bool = False,
+        with_hidden: bool = False,
+        kind: Kind | None = None,
+    ) -> None:
+        """Args:
+            pair: loaded, or what loads it when the first model is needed.
+            compile: as `decode.compile`.
+            holds_trees: models that hold trees, with which chains can be drafted too.
+            with_hidden: draft and micro keep hidden states, as heads at any level of a hierarchy need; False: the draft
+                does for policies with heads.
+            kind: class of target and draft, where it is not that of `holds_trees` and `compile`.
+
+        Raises:
+            ValueError: trees are to be compiled.
+        """
+        if holds_trees and compile is not False:
+            raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
+        self._load = (lambda: pair) if isinstance(pair, Pair) else pair
+        self._compile, self._with_hidden = compile, with_hidden
+        self._kind = kind or (TreeModel if holds_trees else KINDS[compile])
+        self.drafts: dict[bool, DraftModel | TreeDraft] = {}
+        """Drafts made so far, by whether they keep hidden states; a feature draft is there once."""
+
+    @cached_property
+    def pair(self) -> Pair:
+        return self._load()
+
+    @cached_property
+    def target(self) -> CachedModel:
+        """The model that verifies.
+
+        Raises:
+            ValueError: a feature draft is to be compiled; see `target_of`.
+        """
+        if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
             raise ValueError(
-                f"decode.compile is {compile}, and a feature draft runs eagerly; set decode.compile: false"
+                f"decode.compile is {self._compile}, and a feature draft runs eagerly; set decode.compile: false"
             )
-        target = TappedModel(pair.target, drafting, vocab_size=width)
-        return LoopModels(target, feature_model(drafting, target, vocab_size=width))
-    kind = KINDS[compile]
-    return LoopModels(kind(pair.target, vocab_size=width), kind(drafting, vocab_size=width, with_hidden=with_hidden))
+        return target_of(self.pair.target, self.pair.drafting, self._kind, vocab_size=self.pair.vocab_size)
+
+    def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:
+        """The draft, with hidden states where the policy's heads read them."""
+        return self._draft(bool(policy.heads) or self._with_hidden)
+
+    @cached_property
+    def draft(self) -> CachedModel:
+        """The draft of a hierarchy, a model of its own.
+
+        Raises:
+            ValueError: it is a feature draft.
+        """
+        assert self.pair.draft
+        made = self._draft(self._with_hidden)
+        assert isinstance(made, CachedModel)
+        return made
+
+    @cached_property
+    def micro(self) -> CachedModel:
+        """The smallest model of a hierarchy.
+
+        Raises:
+            ValueError: the config names none.
+        """
+        check_micro(self.pair)
+        assert self.pair.micro is not None
+        return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size, with_hidden=self._with_hidden)
+
+    def drafter(self, policy: Policy, shape: Shape | None = None, *, read_every: int = 1) -> Drafter:
+        """What drafts under a policy: chains, or trees of this shape (`TreeDrafter` has `read_every`)."""
+        draft = self.draft_for(policy)
+        if shape is None:
+            return ModelDrafter(draft, policy)  # type: ignore[arg-type]  # a model that drafts trees drafts chains
+        return TreeDrafter(draft, policy, shape, read_every=read_every)  # type: ignore[arg-type]
+
+    def decoder(
+        self,
+        drafter: Drafter,
+        *,
+        sampling: Sampling,
+        max_draft_length: int = 20,
+        eos_ids: frozenset[int] | None = None,
+    ) -> SpeculativeDecoder:
+        """The loop of the pair's target with a drafter, of `drafter` or a hierarchy on these models.
+
+        Args:
+            drafter: of chains or of trees.
+            sampling: the one transform of all models.
+            max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
+            eos_ids: tokens that end a generation; None: those of the pair.
+        """
+        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
+        return kind(
+            self.target,  # type: ignore[arg-type]  # of trees, where the drafter is
+            drafter,
+            sampling=sampling,
+            max_draft_length=max_draft_length,
+            eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
+        )
+
+    def pearl(self, gamma: int, *, sampling: Sampling) -> PearlDecoder:
+        """PEARL's loop of target and draft, which drafts `gamma` tokens a step."""
+        return PearlDecoder(self.target, self.draft, gamma=gamma, sampling=sampling, eos_ids=self.pair.eos_ids)
+
+    def _draft(self, with_hidden: bool) -> DraftModel | TreeDraft:
+        key = with_hidden and not isinstance(self.pair.drafting, FeatureDraft)
+        if key not in self.drafts:
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
+        return self.drafts[key]
 
 
-def tree_models_of(pair: Pair, compile: Compile = False, *, with_hidden: bool = False) -> TreeModels:
-    """Both, with empty caches; args are those of `loop_models_of`.
-
-    Raises:
-        ValueError: trees are to be compiled; a model that cannot hold a tree.
-    """
-    drafting, width = pair.drafting, pair.vocab_size
-    if compile is not False:
-        raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
-    if isinstance(drafting, FeatureDraft):
-        target = TappedTreeModel(pair.target, drafting, vocab_size=width)
-        return TreeModels(target, feature_tree_model(drafting, target, vocab_size=width))
-    return TreeModels(
-        TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=with_hidden)
-    )
+def check_micro(pair: PairConfig | Pair) -> None:
+    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    if pair.micro is None:
+        raise ValueError(
+            "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
+        )
 
 
 def pair_decoder(
@@ -91,18 +226,5 @@ def pair_decoder(
     Raises:
         ValueError: trees or a feature draft are to be compiled, or a model cannot hold a tree.
     """
-    with_hidden = bool(policy.heads)
-    if shape is None:
-        target, draft = loop_models_of(pair, compile, with_hidden=with_hidden)
-        drafter = ModelDrafter(draft, policy)
-        return SpeculativeDecoder(
-            target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=pair.eos_ids
-        )
-    models = tree_models_of(pair, compile, with_hidden=with_hidden)
-    return TreeDecoder(
-        models.target,
-        TreeDrafter(models.draft, policy, shape),
-        sampling=sampling,
-        max_draft_length=max_draft_length,
-        eos_ids=pair.eos_ids,
-    )
+    models = PairModels(pair, compile, holds_trees=shape is not None)
+    return models.decoder(models.drafter(policy, shape), sampling=sampling, max_draft_length=max_draft_length)

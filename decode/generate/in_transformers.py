@@ -35,7 +35,7 @@ With `return_dict_in_generate` the result holds the sequences and the rounds; it
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -47,12 +47,13 @@ from transformers.generation import (
     MaxLengthCriteria,
 )
 
+from decode.drafters.factory import draft_of, target_of
 from decode.generate.refusals import check_heads, check_supported, dropped_by_generate
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.length import Heuristic
-from lm import CachedModel, Draws, FeatureDraft, Sampling, TappedModel, eos_ids_of, feature_model
+from lm import Draws, FeatureDraft, Sampling, eos_ids_of
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,13 @@ def speculative_generate(
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
     if policy is not None and not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
-    ends = _ends_of(stopping_criteria or [], generation_config)
-    target, drafter = _drafting(model, draft_model, policy or Heuristic(), vocab_size)
+    policy = policy or Heuristic()
+    target = target_of(model, draft_model, vocab_size=vocab_size)
+    drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
-    decoder = SpeculativeDecoder(
-        target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=ends.eos_ids
-    )
-    generation = _generation(decoder, input_ids, ends, generator)
+    eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
+    generation = _generation(decoder, input_ids, stopping_criteria or [], generation_config, generator)
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
 
@@ -133,61 +134,37 @@ def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> Spec
     return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
 
 
-def _drafting(
-    target: PreTrainedModel, draft: PreTrainedModel | FeatureDraft, policy: Policy, vocab_size: int | None
-) -> tuple[CachedModel, ModelDrafter]:
-    """The target, and the draft under a policy, its logits cut to the target's width."""
-    if not isinstance(draft, FeatureDraft):
-        verifier = CachedModel(target, vocab_size=vocab_size)
-        return verifier, ModelDrafter(draft, policy, vocab_size=verifier.num_logits)
-    if not draft.is_bound_to(target):
-        raise ValueError(
-            "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
-        )
-    tapped = TappedModel(target, draft, vocab_size=vocab_size)
-    return tapped, ModelDrafter(feature_model(draft, tapped, vocab_size=tapped.num_logits), policy)
-
-
-class _Ends(NamedTuple):
-    """The conditions that end a generation."""
-
-    eos_ids: frozenset[int]
-    max_length: int
-    """Tokens of prompt and answer together."""
-    criteria: StoppingCriteriaList
-    """Criteria that have to be asked."""
-
-
-def _ends_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> _Ends:
-    """EOS ids and length as the loop knows them itself: those of the criteria, since a user's own take the place of the
-    config's.
-    """
-    eos = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-    lengths = [criterion for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
-    return _Ends(
-        eos_ids=frozenset(chain.from_iterable(criterion.eos_token_id.flatten().tolist() for criterion in eos))
-        if eos
-        else eos_ids_of(config),
-        max_length=min(one.max_length for one in lengths) if lengths else config.max_length,  # type: ignore[arg-type]
-        criteria=StoppingCriteriaList([criterion for criterion in criteria if criterion not in (*eos, *lengths)]),
-    )
+def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> frozenset[int]:
+    """The ids that end a generation: those of the criteria, since a user's own take the place of the config's."""
+    eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    return frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos)) if eos else eos_ids_of(config)
 
 
 def _generation(
-    decoder: SpeculativeDecoder, input_ids: Tensor, ends: _Ends, generator: torch.Generator | Draws | None
+    decoder: SpeculativeDecoder,
+    input_ids: Tensor,
+    criteria: Sequence[StoppingCriteria],
+    config: GenerationConfig,
+    generator: torch.Generator | Draws | None,
 ) -> Generation:
     """The generation, cut after the token at which a criterion says stop; its last round keeps what it really
     drafted.
     """
+    # the loop itself knows EOS ids and lengths; the other criteria are asked, token by token
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    asked = StoppingCriteriaList(
+        criterion for criterion in criteria if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
+    )
+    max_length: int = min(lengths) if lengths else config.max_length  # type: ignore[assignment]
     # a token is emitted before anybody is asked whether to stop, as in `generate`
-    rounds = decoder.stream(input_ids[0].tolist(), max(1, ends.max_length - input_ids.shape[1]), generator=generator)
+    rounds = decoder.stream(input_ids[0].tolist(), max(1, max_length - input_ids.shape[1]), generator=generator)
     rounds_so_far: list[Round] = []
     for round_ in rounds:
         rounds_so_far.append(round_)
         tokens = list(chain.from_iterable(round_.emitted for round_ in rounds_so_far))
-        for length in range(len(tokens) - len(round_.emitted) + 1, len(tokens) + 1) if ends.criteria else ():
+        for length in range(len(tokens) - len(round_.emitted) + 1, len(tokens) + 1) if asked else ():
             ids = torch.cat([input_ids, input_ids.new_tensor([tokens[:length]])], dim=-1)
-            if bool(ends.criteria(ids, None).all()):
+            if bool(asked(ids, None).all()):
                 rounds_so_far[-1] = round_.cut(len(round_.emitted) - (len(tokens) - length))
                 return Generation.of(rounds_so_far)
     return Generation.of(rounds_so_far)

@@ -36,11 +36,12 @@ _MODES = (
     "force_words_ids",
 )
 _REMEDY = "it would be dropped without a word, since only token ids are read; leave it out"
-_REMEDIES = {
+_DROPPED = {
     "streamer": "generate hands it on to no custom_generate; take the rounds of SpeculativeDecoder.stream",
     "assistant_model": "generate hands it on to no custom_generate; name it draft_model",
     "synced_gpus": "a loop that drafts keeps no other process in step; unshard the model, or leave it out",
 }
+"""Keywords that `generate` hands on to no custom_generate, with what to do instead."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
@@ -51,17 +52,15 @@ _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]]
 def dropped_by_generate() -> dict[str, Any]:
     """Keywords that the `generate` which called us was given and hands on to nobody: a reader of its streamer, say,
     would wait for ever.
-
-    No signature can ask for these keywords, so they are read where they are.
     """
+    # For a callable custom_generate, `GenerationMixin._extract_generation_mode_kwargs` (transformers 5.23) drops the
+    # streamer, assistant_model and synced_gpus that it was given, whatever the callable's signature asks for: they are
+    # parameters of `generate` itself, and the callable gets those of its **kwargs alone. No hook is called between with
+    # their values, so they are read in the frame of the `generate` that called.
     generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
-    given = (
-        {}
-        if frame is None
-        else {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
-    )
+    given = {} if frame is None else {name: frame.f_locals.get(name) for name in _DROPPED}
     return {name: value for name, value in given.items() if value is not False}
 
 
@@ -98,13 +97,13 @@ def check_supported(
         ): bool(impure),
         f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
     }
-    others = {name: value for name, value in kwargs.items() if value is not None and name not in _PREPARED}
+    unread = {name: value for name, value in kwargs.items() if value is not None and name not in _PREPARED}
     refusals[
-        "; ".join(f"{name} ({_described(value)}): {_REMEDIES.get(name, _REMEDY)}" for name, value in others.items())
-    ] = bool(others)
-    for what, is_asked in refusals.items():
+        "; ".join(f"{name} ({_described(value)}): {_DROPPED.get(name, _REMEDY)}" for name, value in unread.items())
+    ] = bool(unread)
+    for refusal, is_asked in refusals.items():
         if is_asked:
-            raise ValueError(f"speculative_generate does not support {what}")
+            raise ValueError(f"speculative_generate does not support {refusal}")
 
 
 def _is_counting(positions: Tensor) -> bool:

@@ -30,8 +30,8 @@ class Transcript:
 
     def __init__(self, console: Console, tokenizer: TokenDecoder, *, has_rejected: bool = True) -> None:
         """Args:
-        console: where to; colours appear where it has them.
-        tokenizer: of the pair.
+        console: what is written to; colours appear where it has them.
+        tokenizer: the pair's.
         has_rejected: show rejected drafts as well.
         """
         self.console = console
@@ -40,21 +40,21 @@ class Transcript:
         self.text = Text()
         """Everything written so far."""
 
-    def write(self, one: Round) -> None:
+    def write(self, round_: Round) -> None:
         """Print one round, without a line break of its own."""
-        text = self.text_of(one)
+        text = self.text_of(round_)
         self.text.append_text(text)
         self.console.print(text, end="", soft_wrap=True)
 
-    def text_of(self, one: Round) -> Text:
+    def text_of(self, round_: Round) -> Text:
         """The round's tokens with their styles."""
         text = Text()
-        for token in one.emitted[: one.num_accepted]:
+        for token in round_.emitted[: round_.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
-        if self._has_rejected and one.refused:
-            text.append(self._detokenizer.peek(one.refused).rstrip("\n"), STYLES["rejected"])
-        if one.next_kind is not None:
-            text.append(self._detokenizer.add(one.emitted[-1]), STYLES[one.next_kind])
+        if self._has_rejected and round_.refused:
+            text.append(self._detokenizer.peek(round_.refused).rstrip("\n"), STYLES["rejected"])
+        if round_.next_kind is not None:
+            text.append(self._detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
         return text
 
 

@@ -9,7 +9,6 @@ lengths alone depend on the others.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -37,7 +36,7 @@ class Together(Protocol):
 
 
 class BatchRequest(NamedTuple):
-    """One generation that is wanted."""
+    """One generation that is wanted, with its own source of uniforms."""
 
     prompt_ids: Sequence[int]
     max_new_tokens: int
@@ -58,16 +57,18 @@ class BatchRound(NamedTuple):
     """Sequences that begin with it: their prompts are read in it."""
 
 
-@dataclass
 class _Place:
     """A seat in both models, and the sequence that has it."""
 
-    drafter: ModelDrafter
-    target: CachedModel
-    request: int | None = None
-    committed: list[int] = field(default_factory=list)
-    end: int = 0
-    session: Session = field(init=False)
+    committed: list[int]
+    end: int
+    """Length of the text that ends the sequence."""
+    session: Session
+
+    def __init__(self, drafter: ModelDrafter, target: CachedModel) -> None:
+        self.drafter, self.target = drafter, target
+        self.request: int | None = None
+        """Number of the request that has the seat; None: it is free."""
 
     @property
     def num_planned(self) -> int:
@@ -89,9 +90,9 @@ class Batch:
     ) -> None:
         """Args:
         target: seats for as many sequences as there are drafters.
-        draft: the same.
+        draft: as many seats of the draft.
         drafters: one on each seat of the draft, all with one policy.
-        sampling: of draft and target.
+        sampling: the one transform of draft and target.
         eos_ids: tokens that end a generation.
         """
         self._target, self._draft = target, draft
@@ -163,7 +164,7 @@ class Batch:
         while going := self._chosen(going, busy):
             steps.append(len(going))
             ids = [place.committed + place.drafter.proposal.tokens for place in going]
-            asks = [Ask(place.drafter.model, each, 1) for place, each in zip(going, ids, strict=True)]  # type: ignore[arg-type]  # a `Seat`
+            asks = [Ask(place.drafter.model, text, 1) for place, text in zip(going, ids, strict=True)]  # type: ignore[arg-type]  # a `Seat`
             logits = self._draft.forward(asks)
             outcomes = zip(going, logits, self._laws(asks, logits), strict=True)
             going = [place for place, row, q in outcomes if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
@@ -191,15 +192,12 @@ class Batch:
         proposal = place.drafter.proposal
         verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
         proposal.reveal(verdict.num_accepted, p, place.session.draws)
-        emitted, counts = settle_round(
-            place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
-        )
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
-        round_ = Round(
-            tuple(proposal.tokens), verdict.num_accepted, tuple(emitted), proposal.stop_reason, counts, 0.0, 0.0
+        round_ = settle_round(
+            place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
         )
         assert place.request is not None
         self._rounds[place.request].append(round_)
-        if emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
+        if round_.emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
             place.request = None
         return round_

@@ -73,9 +73,10 @@ class SpeculativeDecoder:
 
         Args:
             prompts: token ids of each, in any integer type: lists, arrays, tensors.
-            max_new_tokens: of all, or of each; in any integer type too.
+            max_new_tokens: length limit of all prompts, or one for each; in any integer type too.
             batch_size: sequences at once; a prompt takes the place of one that has ended.
-            generator: seeds the draws of each prompt in turn, whatever the batch size; or draws for each prompt.
+            generator: source that seeds the draws of each prompt in turn, whatever the batch size; or draws for each
+                prompt.
 
         Raises:
             ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back sequence by
@@ -94,7 +95,7 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Draws] | None = None,
     ) -> tuple[Batch, Iterator[BatchRound]]:
-        """The same round by round: (what collects the generations, what plays the rounds)."""
+        """`generate_batch` round by round: (what collects the generations, what plays the rounds)."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
             raise ValueError(
@@ -123,7 +124,6 @@ class SpeculativeDecoder:
         return batch, batch.rounds(requests, max_draft_length=self.max_draft_length)
 
     def _seats(self, model: CachedModel, num: int) -> Together:
-        """One model that holds `num` sequences."""
         return Seats(model, num)
 
     def stream(
@@ -185,24 +185,19 @@ class SpeculativeDecoder:
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
         drafted_s = perf_counter()
-        num_drafted = len(proposal.tokens)
         fed = committed + proposal.tokens
-        logits = self.target.forward(fed, num_drafted + 1)
+        logits = self.target.forward(fed, len(proposal.tokens) + 1)
         p = self.sampling.laws_after(logits, fed)
         verdict = self._verify(proposal, p, draws)
         proposal.reveal(verdict.num_accepted, p, draws)
-        emitted, counts = settle_round(
-            committed, proposal, verdict, target=self.target, drafter=self.drafter, eos_ids=self.eos_ids
-        )
-        ended_s = perf_counter()
-        return Round(
-            tuple(proposal.tokens),
-            verdict.num_accepted,
-            tuple(emitted),
-            proposal.stop_reason,
-            counts,
-            drafted_s - started_s,
-            ended_s - drafted_s,
+        return settle_round(
+            committed,
+            proposal,
+            verdict,
+            target=self.target,
+            drafter=self.drafter,
+            eos_ids=self.eos_ids,
+            clock_s=(started_s, drafted_s),
         )
 
     def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:

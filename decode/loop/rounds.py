@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from time import perf_counter
 from typing import Any
 
 from decode.loop.counts import Counts
@@ -88,9 +89,18 @@ def settle_round(
     target: CachedModel,
     drafter: Drafter,
     eos_ids: frozenset[int],
-) -> tuple[list[int], Counts]:
-    """Emit what a verification lets pass, and roll the caches back: (tokens, by which `committed` is extended; what the
-    round cost).
+    clock_s: tuple[float, float] | None = None,
+) -> Round:
+    """Emit what a verification lets pass, by which `committed` is extended, and roll the caches back.
+
+    Args:
+        committed: the text so far.
+        proposal: the draft.
+        verdict: how far verification let it pass, and the token after that.
+        target: verified the draft.
+        drafter: made the draft.
+        eos_ids: tokens that end a generation.
+        clock_s: when the round began, and when it was drafted; None: it has no seconds of its own.
     """
     emitted = proposal.tokens[: verdict.num_accepted]
     if not (emitted and emitted[-1] in eos_ids):
@@ -105,7 +115,17 @@ def settle_round(
     assert counts.num_discarded == num_beyond, (
         f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
     )
-    return emitted, counts
+    began_s, drafted_s = clock_s or (0.0, 0.0)
+    ended_s = perf_counter() if clock_s else 0.0
+    return Round(
+        tuple(proposal.tokens),
+        verdict.num_accepted,
+        tuple(emitted),
+        proposal.stop_reason,
+        counts,
+        drafted_s - began_s,
+        ended_s - drafted_s,
+    )
 
 
 def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:

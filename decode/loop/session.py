@@ -11,29 +11,26 @@ first token. The ids fit where
 so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
 """
 
-from dataclasses import dataclass, field
-
 from lm import DraftModel, Draws, GreedyDraws, Sampling
 
 
-@dataclass(eq=False)
 class Session:
     """State that one generation shares with its drafters. It is open while it is entered."""
 
-    sampling: Sampling
-    eos_ids: frozenset[int]
-    draws: Draws
-    """Source of uniforms; at temperature 0 `GreedyDraws`, whatever is given."""
-    is_open: bool = field(default=False, init=False)
-    """Whether the models that it took are its own."""
-    _num_emitted: int | None = field(default=None, init=False, repr=False)
-    """Ids that the target may emit; None where no target was taken."""
-    _num_drafted: int | None = field(default=None, init=False, repr=False)
-    """Ids that all who verified so far have."""
-
-    def __post_init__(self) -> None:
-        if self.sampling.is_greedy:
-            self.draws = GreedyDraws()
+    def __init__(self, sampling: Sampling, eos_ids: frozenset[int], draws: Draws) -> None:
+        """Args:
+        sampling: the one transform of all models.
+        eos_ids: tokens that end the generation.
+        draws: source of uniforms; at temperature 0 `GreedyDraws` takes its place.
+        """
+        self.sampling, self.eos_ids = sampling, eos_ids
+        self.draws = GreedyDraws() if sampling.is_greedy else draws
+        self.is_open = False
+        """Whether the models that it took are its own."""
+        self._num_emitted: int | None = None
+        """Ids that the target may emit; None where no target was taken."""
+        self._num_drafted: int | None = None
+        """Ids that all who verified so far have."""
 
     def __enter__(self) -> "Session":
         self.is_open = True
@@ -46,9 +43,10 @@ class Session:
         """Make a model this generation's own, before it is reset.
 
         Args:
-            model: of any level; those that verify come before those whose drafts they verify, the target first of all.
-            role: what the model is here, for messages.
-            verifies: it verifies what is drafted below it.
+            model: a model of any level; those that verify come before those whose drafts they verify, the target
+                first of all.
+            role: name of the model in messages.
+            verifies: whether it verifies what is drafted below it.
 
         Raises:
             ValueError: an open generation has it, it is in train mode, its ids do not fit.

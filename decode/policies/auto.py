@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
-from decode.policies.learning import LEARNER
+from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Auto(ScoringPolicy):
         for name in ("t_draft_s", "t_target_s"):
             if np.any(np.asarray(getattr(self, name)) <= 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; a time is a positive number of seconds")
-        assert self.scores, "made at once, so that two heads of one timing are refused here"
+        super().__post_init__()
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
@@ -153,7 +153,7 @@ class Auto(ScoringPolicy):
         )
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
-        share = self.first_index / (self.index_offset + self.index_slope) if self.scores.is_lagging else 1.0
+        share = self.first_index / (self.index_offset + self.index_slope) if self.is_lagging else 1.0
         return AutoState(1.0, share, self._rate(state) * (self.t_draft_s + self.t_verify_s), *state[3:])
 
     def limit(self, state: AutoState) -> Number:  # type: ignore[override]
@@ -181,7 +181,7 @@ class Auto(ScoringPolicy):
             idle=np.where(has_drafted, 0.0, state.idle + 1.0),
             profit=state.profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - state.profit),
             rounds=state.rounds + has_drafted,
-            learned=LEARNER.learn(state.learned, outcome.lesson),
+            learned=learned_from(state.learned, outcome.lesson),
         )
 
     def _rate(self, state: AutoState) -> Number:

@@ -16,14 +16,14 @@ another drafts on, never whether a token that was drawn is verified: law 4.3 hol
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
-from decode.policies.learning import LEARNER
+from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -81,15 +81,6 @@ class BatchCosts(NamedTuple):
         return self.draft(steps).sum() + self.target(num_tokens)
 
 
-class BatchState(NamedTuple):
-    """One sequence's draft so far."""
-
-    survival: Number
-    worth: Number
-    learned: State = ()
-    """`decode.policies.learning`, of this sequence alone."""
-
-
 class BatchRule:
     """A policy whose sequences are asked together: the loop hands their `worth` to what `pace` gives."""
 
@@ -129,27 +120,30 @@ class BatchAuto(ScoringPolicy, BatchRule):
     prior_rounds: float = 16.0
     is_learning: bool | None = False
 
+    # the state is (survival, worth, what was learned): of this sequence alone, in its draft so far
+
     def start(self) -> State:
-        return BatchState(1.0, 0.0, self.untaught)
+        return 1.0, 0.0, self.untaught
 
-    def begin(self, state: Any) -> State:
+    def begin(self, state: State) -> State:
+        survival, _, learned = state
         # before its first token a lagging head's index is about the second, which the first must precede
-        return BatchState(
-            1.0 + 0.0 * state.survival, 0.0 * state.survival + max(self.first_index, self.next_mean), state.learned
-        )
+        return 1.0 + 0.0 * survival, 0.0 * survival + max(self.first_index, self.next_mean), learned
 
-    def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
-        product, carried, newest = self.scored(state.survival, state.learned, drawn)
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        survival, _, learned = state
+        product, carried, newest = self.scored(survival, learned, drawn)
         index = self.index_offset + self.index_slope * newest
-        if self.scores.is_lagging:  # nothing is scored yet at the first token
+        if self.is_lagging:  # nothing is scored yet at the first token
             index = np.where(drawn.position == 0, self.first_index, index)
-        return BatchState(carried, product * index, state.learned), False
+        return (carried, product * index, learned), False
 
-    def end(self, state: Any, outcome: Outcome) -> State:
-        return state._replace(learned=LEARNER.learn(state.learned, outcome.lesson))
+    def end(self, state: State, outcome: Outcome) -> State:
+        survival, worth, learned = state
+        return survival, worth, learned_from(learned, outcome.lesson)
 
-    def worth(self, state: Any) -> Number:
-        return state.worth
+    def worth(self, state: State) -> Number:
+        return state[1]
 
     def pace(self) -> Pace:
         return Pace(self)
@@ -161,17 +155,13 @@ class BatchAuto(ScoringPolicy, BatchRule):
         return float((tokens / (lengths * self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
 
 
-@dataclass
 class Pace:
-    """The rule for one run of a batch, with the lambda that it learns."""
+    """The rule for one run of a batch, with the lambda that it learns: tokens over seconds."""
 
-    rule: BatchAuto
-    tokens: float = field(init=False)
-    seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        rate = self.rule.prior() if self.rule.throughput is None else self.rule.throughput
-        self.seconds = self.rule.prior_rounds * float(self.rule.costs.target(self.rule.batch_size))
+    def __init__(self, rule: BatchAuto) -> None:
+        self.rule = rule
+        rate = rule.prior() if rule.throughput is None else rule.throughput
+        self.seconds = rule.prior_rounds * float(rule.costs.target(rule.batch_size))
         self.tokens = rate * self.seconds
 
     def chosen(self, worth: Any, num_tokens: int) -> Any:

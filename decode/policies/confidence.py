@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
-from decode.policies.learning import LEARNER, NOTHING, LessonInputs, lesson_of, logit_of, score_of
+from decode.policies.learning import FIRST, NOTHING, learned_from, lesson_of, logit_of, score_of
 
 
 def check_unit(name: str, value: Number) -> None:
@@ -86,7 +86,7 @@ class LearnedProb(Policy):
         check_unit("max_rejection_prob", self.max_rejection_prob)
 
     def start(self) -> State:
-        return 1.0, LEARNER.start()
+        return 1.0, FIRST
 
     def begin(self, state: State) -> State:
         return 1.0, state[1]
@@ -99,14 +99,14 @@ class LearnedProb(Policy):
         return lesson_of(state[1].weights, self._inputs(drawn), acceptance_prob)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return 1.0, LEARNER.learn(state[1], outcome.lesson)
+        return 1.0, learned_from(state[1], outcome.lesson)
 
     def _survival(self, state: Any, seen: Any) -> Number:
         """Survival probability of the draft with the newest token in it."""
         return state[0] * score_of(state[1].weights, self._inputs(seen))
 
-    def _inputs(self, seen: Any) -> LessonInputs:
-        return LessonInputs(logit_of(seen.token_prob), logit_of(seen.max_prob))
+    def _inputs(self, seen: Any) -> tuple[Number, Number]:
+        return logit_of(seen.token_prob), logit_of(seen.max_prob)
 
 
 @dataclass(frozen=True)
@@ -127,5 +127,5 @@ class LearnedMaxProb(LearnedProb):
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         return (self._survival(state, drawn), state[1]), False
 
-    def _inputs(self, seen: Any) -> LessonInputs:
-        return LessonInputs(logit_of(seen.max_prob), 0.0)
+    def _inputs(self, seen: Any) -> tuple[Number, Number]:
+        return logit_of(seen.max_prob), 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.confidence import check_unit
-from decode.policies.learning import LEARNER
+from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class HeadPolicy(ScoringPolicy):
             raise ValueError(
                 f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out"
             )
-        if self.scores:
-            check_unit("max_rejection_prob", self.max_rejection_prob)
+        super().__post_init__()
+        check_unit("max_rejection_prob", self.max_rejection_prob)
 
     @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]
@@ -106,4 +106,4 @@ class HeadPolicy(ScoringPolicy):
         )
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return 1.0, LEARNER.learn(state[1], outcome.lesson)
+        return 1.0, learned_from(state[1], outcome.lesson)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import expit
 
-from decode.policies.base import Number
+from decode.policies.base import Number, State
 
 _LARGEST = 8.0
 """Inputs are cut to +- this, so that no single token can carry the fit away."""
@@ -34,104 +34,60 @@ _LOWEST = -700.0
 """exp of its negative is still a float."""
 
 
-class LessonInputs(NamedTuple):
-    """Inputs x of the regression, without the constant 1."""
-
-    logit: Number
-    """f, the head's logit."""
-    token: Number
-    """l, the token's own logit."""
-
-
-class Weights(NamedTuple):
-    """w: of 1, of the head's logit, of the logit of q(y)."""
-
-    shift: Number
-    slope: Number
-    token: Number
-
-
-class Precision(NamedTuple):
-    """The upper half of a symmetric matrix over the weights."""
-
-    shift: Number
-    shift_slope: Number
-    shift_token: Number
-    slope: Number
-    slope_token: Number
-    token: Number
-
-
-_FIRST = Weights(0.0, 1.0, 0.0)
-
-
-class Lesson(NamedTuple):
-    """Sums over tokens of the numbers that each one teaches."""
-
-    gradient: Weights
-    """sum of (p - a) x."""
-    curvature: Precision
-    """sum of a (1 - a) x x'."""
+_SD = 0.35
+"""Standard deviation of each weight under the prior."""
+_MEMORY = 0.98
+"""Weight of a round after the next one, per round."""
+_CENTRE = 0.0, 1.0, 0.0
+"""w0, the weights that are the head's own calibration."""
+_PRIOR = _SD**-2, 0.0, 0.0, _SD**-2, 0.0, _SD**-2
+"""P0, in the order of `Learned.precision`."""
 
 
 class Learned(NamedTuple):
     """State that a generation has learned so far."""
 
-    weights: Weights
-    precision: Precision
-    """P, the precision matrix of the regression."""
+    weights: tuple[Number, Number, Number]
+    """w: of the constant 1, of the head's logit f, of the token's own logit l."""
+    precision: tuple[Number, ...]
+    """P, the symmetric precision matrix of the regression over (1, f, l): its upper half, row by row, as 11, 1f, 1l,
+    ff, fl, ll.
+    """
 
 
-NOTHING = Lesson(Weights(0.0, 0.0, 0.0), Precision(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+FIRST = Learned(_CENTRE, _PRIOR)
+"""The state before the first round."""
+NOTHING = (0.0,) * 3, (0.0,) * 6
+"""The lesson of no token. A lesson is a pair of sums over tokens: the gradient, sum of (p - a) x, in the order of
+weights, and the curvature, sum of a (1 - a) x x', in the order of the precision.
+"""
 
 
-class Learner(NamedTuple):
-    """Memory and prior of what is learned on the job."""
-
-    sd: float = 0.35
-    """Standard deviation of each weight under the prior."""
-    memory: float = 0.98
-    """Weight of a round after the next one, per round."""
-
-    def start(self) -> Learned:
-        """The state before the first round: the prior."""
-        return Learned(_FIRST, self._prior)
-
-    def learn(self, before: Any, lesson: Any) -> Any:
-        """The state after a round and its `Lesson`; the same as before where the policy takes no lessons."""
-        if not lesson:
-            return before
-        kept, prior = self.memory, self._prior
-        grown = Precision(
-            *(p0 + kept * (p - p0) + h for p0, p, h in zip(prior, before.precision, lesson.curvature, strict=True))
-        )
-        pull = (1.0 - kept) * prior.shift
-        steps = _solved(
-            grown, *(g - pull * (w - w0) for g, w, w0 in zip(lesson.gradient, before.weights, _FIRST, strict=True))
-        )
-        return Learned(Weights(*(w + step for w, step in zip(before.weights, steps, strict=True))), grown)
-
-    @property
-    def _prior(self) -> Precision:
-        each = self.sd**-2
-        return Precision(each, 0.0, 0.0, each, 0.0, each)
+def learned_from(before: Any, lesson: Any) -> Any:
+    """The state after a round and its lesson; the same as before where the policy takes no lessons."""
+    if not lesson:
+        return before
+    gradient, curvature = lesson
+    grown = tuple(p0 + _MEMORY * (p - p0) + h for p0, p, h in zip(_PRIOR, before.precision, curvature, strict=True))
+    pull = (1.0 - _MEMORY) * _PRIOR[0]
+    steps = _solved(grown, *(g - pull * (w - w0) for g, w, w0 in zip(gradient, before.weights, _CENTRE, strict=True)))
+    shift, slope, token = (w + step for w, step in zip(before.weights, steps, strict=True))
+    return Learned((shift, slope, token), grown)
 
 
-LEARNER = Learner()
+def score_of(weights: tuple[Number, Number, Number], inputs: tuple[Number, Number]) -> Number:
+    """a, the acceptance probability that the regression gives a token with the inputs (f, l)."""
+    shift, slope, token = weights
+    return sigmoid(shift + slope * inputs[0] + token * inputs[1])
 
 
-def score_of(weights: Weights, inputs: LessonInputs) -> Number:
-    """a, the acceptance probability that the regression gives."""
-    return sigmoid(weights.shift + weights.slope * inputs.logit + weights.token * inputs.token)
-
-
-def lesson_of(weights: Weights, inputs: LessonInputs, acceptance_prob: Number) -> Lesson:
+def lesson_of(weights: tuple[Number, Number, Number], inputs: tuple[Number, Number], acceptance_prob: Number) -> State:
     """The lesson of one token."""
     f, token = inputs
     score = score_of(weights, inputs)
     error, v = acceptance_prob - score, score * (1.0 - score)
     vf, vl = v * f, v * token
-    return Lesson(Weights(error, error * f, error * token), Precision(v, vf, vl, vf * f, vf * token, vl * token))
+    return (error, error * f, error * token), (v, vf, vl, vf * f, vf * token, vl * token)
 
 
 def cut(value: Number) -> Number:
@@ -150,7 +106,7 @@ def logit_of(prob: Number) -> Number:
     return np.log(prob / (1.0 - prob))
 
 
-def _solved(matrix: Precision, a: Number, b: Number, c: Number) -> tuple[Number, Number, Number]:
+def _solved(matrix: tuple[Number, ...], a: Number, b: Number, c: Number) -> tuple[Number, Number, Number]:
     """matrix^-1 (a, b, c), by cofactors."""
     m00, m01, m02, m11, m12, m22 = matrix
     c00, c01, c02 = m11 * m22 - m12 * m12, m02 * m12 - m01 * m22, m01 * m12 - m02 * m11

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from decode.drafters.hierarchies.trio import Trio
-from decode.loop.decoder import SpeculativeDecoder
+from decode.drafters.factory import PairModels
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
@@ -110,10 +109,10 @@ def hierarchy_rows(
     Raises:
         ValueError: the pair has no micro model.
     """
-    trio = Trio(lambda: pair)
+    trio = PairModels(pair)
     for name, sampling in samplings.items():
         decoders = {
-            drafter_name: SpeculativeDecoder(trio.target, drafter, sampling=sampling, eos_ids=frozenset())
+            drafter_name: trio.decoder(drafter, sampling=sampling, eos_ids=frozenset())
             for drafter_name, drafter in _drafters(trio, lengths).items()
         }
         timed = {drafter_name: generations_of(decoder, num_tokens) for drafter_name, decoder in decoders.items()}
@@ -141,7 +140,7 @@ def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     )
 
 
-def _drafters(trio: Trio, lengths: Sequence[int]) -> dict[str, Drafter]:
+def _drafters(trio: PairModels, lengths: Sequence[int]) -> dict[str, Drafter]:
     two = {f"sd K={k}": ModelDrafter(trio.draft, FixedLength(k)) for k in lengths}
     three = {
         f"{competitor.name} {competitor.settings[0].label}": competitor.settings[0].build()

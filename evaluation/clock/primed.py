@@ -7,9 +7,9 @@ the clock then has in it, for every policy alike.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
-from transformers import PreTrainedModel
-
+from decode.drafters.factory import PairModels
 from evaluation.costs.measure import Loop
 from lm import CachedModel, Compile, CompiledModel, CompiledTailModel
 
@@ -63,9 +63,10 @@ class PrimedLoop(Loop):
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Set the text that every decoder starts from next."""
-        for model in (self.target, *self.drafts.values()):
+        for model in (self.models.target, *self.models.drafts.values()):
             if isinstance(model, PrimedModel):
                 model.prime(prompt_ids)
 
-    def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
-        return _KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+    @cached_property
+    def models(self) -> PairModels:
+        return PairModels(self.pair, self.compile, kind=_KINDS[self.compile])

@@ -19,15 +19,14 @@ import torch
 from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
-from decode.drafters.factory import LoopModels, loop_models_of
+from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength, Policy
 from evaluation.costs.model import CostModel
 from evaluation.intervals import TimeErrors
 from evaluation.traces.trace import Array
-from lm import KINDS, CachedModel, Compile, CompiledModel, DraftModel, FeatureDraft, Pair, Sampling
+from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
@@ -75,35 +74,22 @@ class Loop:
         return frozenset()
 
     def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
-        """The loop with that policy; all decoders share the target, and the draft with or without hidden states."""
-        with_hidden = bool(policy.heads)
-        if with_hidden not in self.drafts:
-            self.drafts[with_hidden] = self._made(self.pair.draft, with_hidden=with_hidden)
-        return SpeculativeDecoder(
-            self.target,
-            ModelDrafter(self.drafts[with_hidden], policy),
+        """The loop with that policy; all decoders share their models."""
+        return self.models.decoder(
+            self.models.drafter(policy),
             sampling=self.sampling,
             max_draft_length=self.max_draft_length if max_draft_length is None else max_draft_length,
             eos_ids=self.eos_ids,
         )
 
     @cached_property
-    def _beside(self) -> LoopModels | None:
-        """A feature draft and the target that it reads."""
-        return loop_models_of(self.pair, self.compile) if isinstance(self.pair.drafting, FeatureDraft) else None
+    def models(self) -> PairModels:
+        """Target and draft, shared by all decoders."""
+        return PairModels(self.pair, self.compile, kind=self._warm)
 
-    @cached_property
-    def target(self) -> CachedModel:
-        """The model that verifies."""
-        return self._made(self.pair.target) if self._beside is None else self._beside.target
-
-    @cached_property
-    def drafts(self) -> dict[bool, DraftModel]:
-        """Drafts that decoders asked for, by whether they keep hidden states."""
-        return {} if self._beside is None else dict.fromkeys((False, True), self._beside.draft)
-
-    def _made(self, model: PreTrainedModel, *, with_hidden: bool = False) -> CachedModel:
-        made = KINDS[self.compile](model, vocab_size=self.pair.vocab_size, with_hidden=with_hidden)
+    def _warm(self, model: PreTrainedModel, **how: Any) -> CachedModel:
+        """The model with all widths compiled that the loop will feed."""
+        made = KINDS[self.compile](model, **how)
         if isinstance(made, CompiledModel):
             made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
         return made

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from decode.drafters.hierarchies.trio import Trio
+from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
 from evaluation.competitors import Competitor
 from evaluation.hierarchies.configurations import competitors_of, with_heads
@@ -58,7 +58,7 @@ def hierarchy(
     """
     experiment = Experiment(config, needs_micro=True)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
-    trio = Trio(lambda: experiment.pair, with_hidden=level_heads is not None)
+    trio = PairModels(lambda: experiment.pair, with_hidden=level_heads is not None)
     competitors = competitors_of(trio)
     if level_heads is not None:
         heads = [

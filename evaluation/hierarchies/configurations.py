@@ -13,10 +13,10 @@ from typing import Any
 
 from safetensors.torch import save
 
+from decode.drafters.factory import PairModels
 from decode.drafters.hierarchies.hsddw import hsddw
 from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.hierarchies.trio import Trio
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
@@ -41,7 +41,7 @@ def version_of(heads: Iterable[AcceptanceHead]) -> str:
     return sha256(weights).hexdigest()[:8] if weights else ""
 
 
-def competitors_of(trio: Trio) -> list[Competitor]:
+def competitors_of(trio: PairModels) -> list[Competitor]:
     """All competitors, the target alone first; no model is loaded before a setting is built."""
 
     alone = partial(_alone, trio)
@@ -70,7 +70,7 @@ def competitors_of(trio: Trio) -> list[Competitor]:
 
 
 def with_heads(
-    trio: Trio, heads: Sequence[AcceptanceHead], paths: Sequence[str], *, max_rejection_prob: float
+    trio: PairModels, heads: Sequence[AcceptanceHead], paths: Sequence[str], *, max_rejection_prob: float
 ) -> list[Competitor]:
     """Trained heads in place of entropies: in full HSDDW, and, so that two and three levels are compared alike, in
     plain speculation.
@@ -93,7 +93,7 @@ def with_heads(
     ]
 
 
-def _alone(trio: Trio, name: str, policy: Policy) -> Callable[[], Drafter]:
+def _alone(trio: PairModels, name: str, policy: Policy) -> Callable[[], Drafter]:
     return lambda: ModelDrafter(getattr(trio, name), policy)
 
 
@@ -109,7 +109,7 @@ def _self_verified(draft: CachedModel) -> Drafter:
     return PreVerifiedDrafter(ModelDrafter(idle, FixedLength(0)), draft, SelfVerify(), rounds=rounds)
 
 
-def _pre_verified(trio: Trio, n: int, k: int) -> Callable[[], Drafter]:
+def _pre_verified(trio: PairModels, n: int, k: int) -> Callable[[], Drafter]:
     """Inner rounds of n micro tokens until k tokens are drafted."""
     return lambda: PreVerifiedDrafter(
         ModelDrafter(trio.micro, FixedLength(n)), trio.draft, FixedLength(k), rounds=InnerRounds(window=n)

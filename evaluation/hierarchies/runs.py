@@ -14,9 +14,7 @@ import torch
 from tqdm import tqdm
 
 from data_gen.store.manifest import settle
-from decode.drafters.hierarchies.trio import Trio
-from decode.drafters.trees.decoder import TreeDecoder
-from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.factory import PairModels
 from decode.experiment import LEVELS, Experiment
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
@@ -83,7 +81,7 @@ class ResumableLoop:
     """The real loop on one trio, with the folder that stores what it wrote for one dataset."""
 
     directory: Path
-    trio: Trio
+    trio: PairModels
     sampling: Sampling
     max_draft_length: int
     max_new_tokens: int
@@ -151,19 +149,13 @@ class ResumableLoop:
         return {key: Decoded.of(generations) for key, generations in repeated.items()}
 
     def _decoder(self, setting: Setting) -> SpeculativeDecoder:
-        drafter = setting.build()
-        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
-        target = self.trio.target if setting.target is None else setting.target()
-        return kind(
-            target,  # type: ignore[arg-type]
-            drafter,
-            sampling=self.sampling,
-            max_draft_length=self.max_draft_length,
-            eos_ids=self.trio.pair.eos_ids,
-        )
+        models = setting.models or self.trio
+        return models.decoder(setting.build(), sampling=self.sampling, max_draft_length=self.max_draft_length)
 
 
-def resumable_loop(experiment: Experiment, dataset: str, trio: Trio, *, folder: str = "hierarchy") -> ResumableLoop:
+def resumable_loop(
+    experiment: Experiment, dataset: str, trio: PairModels, *, folder: str = "hierarchy"
+) -> ResumableLoop:
     """The loop of one dataset, with a folder below this one of decode.dir.
 
     Raises:

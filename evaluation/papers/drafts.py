@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.drafters.factory import TreeModels, tree_models_of
-from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import Dynamic, Shape, Static
 from decode.experiment import Experiment
-from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, read_spec
 from evaluation.competitors import Competitor, Setting
@@ -84,20 +82,7 @@ class DraftModels:
     """The models of an experiment for chains and trees alike, which all its drafters share."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._experiment = experiment
-        self._made: dict[bool, TreeModels] = {}
-        """Drafters by whether the draft keeps hidden states."""
-
-    def of(self, policy: Policy) -> TreeModels:
-        """Target and draft.
-
-        Raises:
-            ValueError: a model that cannot hold a tree.
-        """
-        with_hidden = bool(policy.heads)
-        if with_hidden not in self._made:
-            self._made[with_hidden] = tree_models_of(self._experiment.pair, with_hidden=with_hidden)
-        return self._made[with_hidden]
+        self._models = PairModels(lambda: experiment.pair, holds_trees=True)
 
     def setting(
         self, label: str, policy: Policy, kind: Kind | None = None, read_every: int = 1, version: str = ""
@@ -105,15 +90,9 @@ class DraftModels:
         """A draft of one kind, a chain without one."""
         return Setting(
             label,
-            partial(self._drafter, policy, kind and kind.shape, read_every),
+            partial(self._models.drafter, policy, kind and kind.shape, read_every=read_every),
             version,
-            lambda: self.of(policy).target,
-        )
-
-    def _drafter(self, policy: Policy, shape: Shape | None, read_every: int) -> Drafter:
-        draft = self.of(policy).draft
-        return (
-            ModelDrafter(draft, policy) if shape is None else TreeDrafter(draft, policy, shape, read_every=read_every)
+            self._models,
         )
 
     @property

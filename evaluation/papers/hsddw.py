@@ -24,8 +24,7 @@ from dataclasses import replace
 
 import torch
 
-from decode.drafters.hierarchies.trio import Trio
-from decode.drafters.parallel.pearl import PearlDecoder
+from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from evaluation.competitors import Competitor
 from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_of
@@ -63,7 +62,7 @@ def hsddw_tables(
     Raises:
         ValueError: no test prompts; of EAGLE: no dev prompts, no EAGLE draft of this target.
     """
-    trio = Trio(lambda: experiment.pair)
+    trio = PairModels(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
     kinds = (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))
@@ -108,7 +107,7 @@ _PEARL = "PEARL, two devices, predicted"
 
 
 def eagle_finalists(
-    experiment: Experiment, trio: Trio, path: str, specs: Sequence[str], kinds: Sequence[Kind]
+    experiment: Experiment, trio: PairModels, path: str, specs: Sequence[str], kinds: Sequence[Kind]
 ) -> list[Contest]:
     """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
     beside = experiment.with_feature_draft(path)
@@ -152,12 +151,10 @@ def first_table(
     return shown, stop_verdict(lines, finalists)
 
 
-def pearl_speed_up(experiment: Experiment, trio: Trio, prompts: Sequence[list[int]], times: Times) -> float:
+def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: Times) -> float:
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     gamma = max(1, round(times.t_target_s / times.t_draft_s))
-    decoder = PearlDecoder(
-        trio.target, trio.draft, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids
-    )
+    decoder = trio.pearl(gamma, sampling=experiment.sampling)
     generator = torch.Generator().manual_seed(experiment.decode.seed)
     steps = [
         step

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_gen.prompts.splits import Split
-from decode.drafters.hierarchies.trio import Trio
+from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
 from evaluation.competitors import Competitor
@@ -110,7 +110,10 @@ class TreeTable:
     def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Candidate]:
         """Decode all prompts of a split."""
         experiment = self._experiment
-        folder, trio = f"svip-table-{number}/{Path(experiment.models.draft.path).name}", Trio(lambda: experiment.pair)
+        folder, trio = (
+            f"svip-table-{number}/{Path(experiment.models.draft.path).name}",
+            PairModels(lambda: experiment.pair),
+        )
         return joined(
             [
                 resumable_loop(experiment, dataset, trio, folder=folder).play(

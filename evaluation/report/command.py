@@ -15,7 +15,7 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
-from decode.drafters.hierarchies.trio import Trio
+from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
@@ -109,7 +109,7 @@ def compare_all(
         page: of the report.
         exchange_s: of PEARL.
     """
-    heads, trio, is_away = experiment.heads, Trio(lambda: experiment.pair), bool(homes)
+    heads, trio, is_away = experiment.heads, PairModels(lambda: experiment.pair), bool(homes)
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
         heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
     grids, perfect = grids_with(experiment, heads), experiment.decode.perfect_head
@@ -145,7 +145,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def hierarchies_of(
-    experiment: Experiment, dataset: str, traces: Traces, *, trio: Trio, costs: Sequence[CostModel]
+    experiment: Experiment, dataset: str, traces: Traces, *, trio: PairModels, costs: Sequence[CostModel]
 ) -> DecodedHierarchies | None:
     """Decoded hierarchies of one dataset; None where none are asked for."""
     if not experiment.decode.hierarchies:

@@ -11,7 +11,7 @@ from typing import Any
 
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts
-from decode.policies.scores import Scores
+from decode.policies.head import HeadPolicy
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.costs.model import CostModel
@@ -41,7 +41,7 @@ def auto_for(
     """
     rule = Auto(
         head,
-        **cost.line(Scores(head, also).stop_kind)._asdict(),
+        **cost.line(HeadPolicy(head, also=also).stop_kind)._asdict(),
         is_online=is_online,
         also=also,
         is_learning=is_learning,

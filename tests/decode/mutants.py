@@ -87,7 +87,7 @@ def _learn_ahead(self, committed, max_tokens):
 
 
 def _draft_past_eos(self, committed, max_tokens):
-    self._session = replace(self._session, eos_ids=frozenset())
+    self._session = decode.Session(self._session.sampling, frozenset(), self._session.draws)
     return _propose(self, committed, max_tokens)
 
 

@@ -42,28 +42,14 @@ class TreeProposal(Proposal):
     """The path of nodes that verification accepted."""
 
 
-class _Step(NamedTuple):
-    """The draft's outputs after one node."""
-
-    logits: Float[Tensor, " vocab"]
-    hidden: Float[Tensor, "1 hidden"] | None
-
-
 class _Path(NamedTuple):
     """Candidates from the first level on, as the policy saw them."""
 
     nodes: list[int]
     seen: list[Seen]
-    first: State
-    """State of the policy before the first of them."""
     state: State
     """State of the policy after all of them."""
     stops: bool = False
-
-    @classmethod
-    def of(cls, state: State) -> "_Path":
-        """The path with no candidate on it yet."""
-        return cls([], [], state, state)
 
 
 class TreeDrafter:
@@ -116,8 +102,8 @@ class TreeDrafter:
     def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
         """Draft at most `max_tokens` levels after `committed`."""
         self.state = self.policy.begin(self.state)
-        self._seen = _Path.of(self.state)
-        self._steps: dict[int, _Step] = {}
+        self._seen = _Path([], [], self.state)
+        self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
         self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
         most = max_tokens if self.shape.num_levels is None else min(max_tokens, self.shape.num_levels)
@@ -143,13 +129,14 @@ class TreeDrafter:
         self.proposal.num_draft_forwards += 1
         hidden = self.model.hidden
         rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))
-        self._steps.update(zip(growth.expanded, map(_Step, logits, rows), strict=True))
+        self._outputs.update(zip(growth.expanded, zip(logits, rows, strict=True), strict=True))
         growth.add_level((logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1))
         if not self._looks:
             return True
         is_heeded = growth.depth % self.read_every == 0
         before, path = self._seen, growth.best_path()
-        seen = self._read(path[-1:], before) if path[:-1] == before.nodes else self._read(path, _Path.of(before.first))
+        is_longer = path[:-1] == before.nodes
+        seen = self._read(path[-1:], before) if is_longer else self._read(path, _Path([], [], self.state))
         state, drawn = seen.seen[-1]
         if is_heeded and self.policy.stop_before(state, drawn.before):
             growth.drop_level()
@@ -158,16 +145,16 @@ class TreeDrafter:
         self._seen = seen
         if is_heeded and seen.stops:
             self.proposal.stop_reason = "policy"
-        return not (is_heeded and seen.stops)
+            return False
+        return True
 
     def _read(self, nodes: list[int], path: _Path) -> _Path:
         """The path with these nodes behind it, as the policy sees it."""
         for node in nodes:
-            step = self._steps[self._growth.parents[node]]
-            self.model.hidden = step.hidden
-            drawn = self._signals.read(len(path.nodes), step.logits, self._growth.tokens[node])
+            logits, self.model.hidden = self._outputs[self._growth.parents[node]]
+            drawn = self._signals.read(len(path.nodes), logits, self._growth.tokens[node])
             state, stops = self.policy.after(path.state, drawn)
-            path = _Path([*path.nodes, node], [*path.seen, (path.state, drawn)], path.first, state, bool(stops))
+            path = _Path([*path.nodes, node], [*path.seen, (path.state, drawn)], state, bool(stops))
         return path
 
     def _choose(self) -> None:
@@ -187,7 +174,7 @@ class TreeDrafter:
         is_rejected = bool(tree.children(last))
         rejected_entropy = 0.0
         if is_rejected and "entropy" in self.policy.signals:
-            rejected_entropy = float(entropy(self._steps[ROOT if last == ROOT else self._nodes[last]].logits))
+            rejected_entropy = float(entropy(self._outputs[ROOT if last == ROOT else self._nodes[last]][0]))
         num_drafted = max(below, default=0)
         return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._lesson())
 

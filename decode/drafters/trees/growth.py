@@ -47,7 +47,7 @@ class Growth:
             self._shape.num_children(*place_and_prob)
             for place_and_prob in zip(places, log_q.amax(-1).exp().tolist(), strict=True)
         ]
-        values, ids = (each.tolist() for each in log_q.topk(min(max(nums), log_q.shape[-1])))
+        values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
         start = len(self.tokens)
         for row, node in enumerate(self.expanded):
             before = 0.0 if node == ROOT else self.scores[node]
@@ -97,8 +97,8 @@ class Growth:
 
     def chosen(self) -> list[int]:
         """The candidates that are verified, in the order of their numbers."""
-        every = range(len(self.tokens))
-        return sorted(self._best(every, self._shape.num_nodes or len(every)))
+        candidates = range(len(self.tokens))
+        return sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
 
     def tree(self) -> Tree:
         """The tree of the candidates that are verified."""

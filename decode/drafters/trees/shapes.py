@@ -59,8 +59,8 @@ class Static:
     def __post_init__(self) -> None:
         known = {(), *self.places}
         for place in self.places:
-            before = [place[:-1], *((*place[:-1], rank) for rank in range(place[-1]))] if place else [None]
-            if missing := [other for other in before if other not in known]:
+            needed = [place[:-1], *((*place[:-1], rank) for rank in range(place[-1]))] if place else [None]
+            if missing := [place_before for place_before in needed if place_before not in known]:
                 raise ValueError(
                     f"places has {place} and not {missing[0]}; a candidate stands behind its parent and beside "
                     "likelier ones"
@@ -75,7 +75,7 @@ class Static:
         return max(map(len, self.places), default=0)
 
     def num_children(self, place: Place, max_prob: float) -> int:
-        return sum(len(other) == len(place) + 1 and other[: len(place)] == place for other in self.places)
+        return sum(child[:-1] == place for child in self.places)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from decode.policies.auto import Auto
 from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
 from decode.policies.registry import make_policy, parse_policy
-from decode.policies.scores import Scores, sigmoid
+from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
 from tests.toys.enumeration import ToyModel
@@ -176,7 +176,7 @@ def test_auto_without_what_it_needs_is_refused(threshold):
 @pytest.mark.parametrize("timings", [("fed",), ("drawn",), ("fed", "drawn"), ("drawn", "fed")])
 def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
     heads = [AcceptanceHead(4, 0, timing, provenance=Provenance(reject_weight=3.0)) for timing in timings]
-    scores = Scores(*heads, is_calibrated=True)
+    policy = HeadPolicy(heads[0], also=heads[1] if len(heads) == 2 else None, is_calibrated=True)
     logits = {"fed": [np.inf, 0.7, -0.1], "drawn": [0.5, 0.2, 0.9]}
     carried, fed, drawn = 1.0, [], []
     for position in range(3):
@@ -187,7 +187,7 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
         signals = drawn_with(
             position=position, fed_logit=logits["fed"][position], drawn_logit=logits["drawn"][position]
         )
-        product, carried, newest = scores.after(carried, signals)
+        product, carried, newest = policy.scored(carried, (), signals)
         expected = {"fed": fed, "drawn": drawn}.get(timings[0], []) if len(timings) == 1 else [*fed, drawn[-1]]
         assert product == pytest.approx(np.prod(expected))
         assert newest == pytest.approx(expected[-1])

@@ -8,7 +8,8 @@ import pytest
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
 from decode.policies.bounds import PerfectHead
-from decode.policies.scores import Scores, sigmoid
+from decode.policies.head import HeadPolicy
+from decode.policies.scores import sigmoid
 from evaluation.costs.model import CostModel
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
@@ -155,7 +156,7 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
 def test_the_rule_pays_for_its_own_stops():
     head = AcceptanceHead(4, 1, "drawn")
     cost = CostModel(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
-    assert cost.line(Scores(head).stop_kind).t_draft_s == pytest.approx(0.13)
+    assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
     assert cost.line().t_draft_s == 0.1
     dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
     assert auto_for(PerfectHead("drawn"), dev, cost).t_draft_s == 0.1, "a perfect head costs nothing"
