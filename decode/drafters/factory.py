@@ -11,7 +11,8 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
-from lm.features.trees import TappedTreeModel, TreeDraft, feature_tree_model
+from lm.features.stepwise import TreeDraft
+from lm.features.taps import TappedTreeModel
 from lm.trees.cached import TreeModel
 
 
@@ -63,7 +64,7 @@ def tree_models_of(pair: Pair, compile: Compile = False, *, with_hidden: bool = 
         raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
     if isinstance(drafting, FeatureDraft):
         target = TappedTreeModel(pair.target, drafting, vocab_size=width)
-        return TreeModels(target, feature_tree_model(drafting, target, vocab_size=width))
+        return TreeModels(target, feature_model(drafting, target, vocab_size=width))
     return TreeModels(
         TreeModel(pair.target, vocab_size=width), TreeModel(drafting, vocab_size=width, with_hidden=with_hidden)
     )
