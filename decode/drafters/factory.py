@@ -18,7 +18,8 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
-from lm.features.trees import TappedTreeModel, TreeDraft, feature_tree_model
+from lm.features.stepwise import TreeDraft
+from lm.features.taps import TappedTreeModel
 from lm.trees.cached import TreeModel
 
 Kind = Callable[..., CachedModel]
@@ -70,8 +71,6 @@ def draft_of(
     """
     if not isinstance(drafting, FeatureDraft):
         return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
-    if isinstance(target, TappedTreeModel):
-        return feature_tree_model(drafting, target, vocab_size=target.num_logits)
     assert isinstance(target, TappedModel)
     return feature_model(drafting, target, vocab_size=target.num_logits)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm.features.draft import FeatureDraft, Outputs, roll_back
@@ -22,7 +22,10 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from lm.features.taps import TappedModel
 from lm.models.cached import CachedModel
+from lm.models.masked import tree_feed
 from lm.models.mode import refuse_training
+from lm.trees.cached import TreeModel
+from lm.trees.tree import EMPTY, Tree
 
 _CAPACITY = 256
 
@@ -31,7 +34,7 @@ class FeatureModel:
     """One sequence through one feature draft, with the face of a `CachedModel` that drafts.
 
     Attributes:
-        hidden: [1, hidden] what the output head read in the last forward.
+        hidden: [rows, hidden] what the output head read in the last forward, which has one row; a tree's has more.
         outputs: of the last forward, whose states deeper nodes are fed; None once they are rolled back.
     """
 
@@ -94,8 +97,8 @@ class FeatureModel:
         """Empty the cache, for a new sequence."""
         self._cache = self.draft.new_cache(_CAPACITY)
         self._length = self.kept = 0
-        self.hidden: Float[Tensor, "1 hidden"] | None = None
-        self.outputs: Outputs | None = None
+        self.hidden: Float[Tensor, "rows hidden"] | None = None
+        self.roll_back(0)
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens: the cache grows by itself."""
@@ -103,7 +106,7 @@ class FeatureModel:
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
         self._length = self.kept = min(self.kept, length)
-        self.outputs = None
+        self.outputs: Outputs | None = None
         roll_back(self._cache, max(self._length - self.draft.lag, 0))
 
     @torch.inference_mode()
@@ -157,36 +160,40 @@ class EagleModel(FeatureModel):
             states = self.outputs.states[:, -1:]
         return self.draft(tokens, states, positions, cache=self._cache)
 
-    @torch.inference_mode()
-    def grow(
-        self,
-        tokens: Int[Tensor, " node"],
-        states: Float[Tensor, "node hidden"],
-        *,
-        depths: Int[Tensor, " node"],
-        mask: Bool[Tensor, "node seen"],
-    ) -> tuple[Outputs, Float[Tensor, "node vocab"]]:
-        """Nodes of a tree, appended to the extension of the cache: (what its nodes give, the logits that follow each).
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self._tree = EMPTY
 
-        The extension is empty after `forward(committed)`, whose `outputs` and logits are those of the root, the last
-        committed token; it is dropped by the next `roll_back`.
+    @torch.inference_mode()
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """The same as `TreeModel.forward_tree`; a node is fed with its parent's output, so nodes whose parents are new
+        as well wait for the next call.
 
         Args:
-            tokens: of the nodes.
-            states: `outputs.states` of each node's parent.
-            depths: of each: 1 is below the root.
-            mask: which nodes of the extension each sees: those grown before, in their order, then these; itself
-                included.
+            token_ids: the whole text.
+            tree: begins with the nodes that were fed before, which extend the cache until the next `roll_back`.
         """
-        num_nodes, num_grown = mask.shape[0], mask.shape[1] - mask.shape[0]
-        num_kept = self._cache.get_seq_length() - num_grown
-        assert num_kept == self._length - 1, (
-            f"the extension has {self._cache.get_seq_length() - self._length + 1} nodes, not {num_grown}"
-        )
-        seen = torch.cat([mask.new_ones(num_nodes, num_kept), mask], -1)[None, None]
-        positions = (num_kept - 1 + depths)[None]
-        outputs = self.draft(tokens[None], states[None], positions, cache=self._cache, mask=seen)
-        return outputs, self._cut(self.draft.logits(outputs.hidden[0]))
+        new = slice(len(self._tree), len(tree))
+        logits, hidden = [], []
+        if len(token_ids) > len(self):
+            assert not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
+            logits.append(self.forward(token_ids))
+            assert self.outputs is not None
+            self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
+        if new.stop > new.start:
+            parents, depths, tokens = (
+                torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.depths, tree.tokens)
+            )
+            num_text = self._length - self.draft.lag
+            assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
+            positions, seen = tree_feed(depths, torch.from_numpy(tree.sees()[new]).to(self.device), num_text)
+            states, mask = self._states[parents + 1][None], seen[None, None]
+            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
+            self._states = torch.cat([self._states, outputs.states[0]])
+            logits.append(self._cut(self.draft.logits(outputs.hidden[0])))
+            hidden.append(outputs.hidden[0])
+        self._tree, self.hidden = tree, torch.cat(hidden)
+        return torch.cat(logits)
 
 
 class GlideModel(FeatureModel):
@@ -197,11 +204,23 @@ class GlideModel(FeatureModel):
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         return self.draft(tokens, self.target.keys_values(), positions, cache=self._cache)
 
+    @torch.inference_mode()
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
+        """The same as `TreeModel.forward_tree`, for trees that are one chain: the siblings beside it are leaves, which
+        no draft feeds.
+        """
+        assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
+        return self.forward([*token_ids, *tree.tokens])
 
-def feature_model(draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None) -> FeatureModel:
+
+def feature_model(
+    draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None
+) -> EagleModel | GlideModel:
     """The model for this draft's kind."""
     return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
 
 
 DraftModel = CachedModel | FeatureModel
 """A model that drafts token by token."""
+TreeDraft = TreeModel | EagleModel | GlideModel
+"""A model that drafts trees; of feature drafts, EAGLE's grow EAGLE-2's trees, GliDe's CaPE's chain with siblings."""

@@ -20,6 +20,7 @@ from lm.expanded import layers_of
 from lm.features.draft import FeatureDraft
 from lm.features.glide import Glide, KeysValues
 from lm.models.cached import CachedModel
+from lm.trees.cached import TreeModel
 
 _CAPACITY = 256
 """Rows that there is room for at first."""
@@ -116,6 +117,20 @@ class TappedModel(CachedModel):
         self._features = like.new_empty(capacity, like.shape[1])
         if old is not None and self.num_features:
             self._features[: self.num_features] = old[: self.num_features]
+
+
+class TappedTreeModel(TappedModel, TreeModel):
+    """A target that verifies trees and keeps what one feature draft reads: the features of a tree's nodes as it keeps
+    their keys and values, and it moves those of the accepted path together with them.
+    """
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(min(length, len(self) - len(self._tree)))
+
+    def keep(self, path: Sequence[int]) -> None:
+        start = len(self) - len(self._tree)
+        self.move_features(start, torch.tensor(path, dtype=torch.long) + start)
+        super().keep(path)
 
 
 def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]:

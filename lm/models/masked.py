@@ -1,15 +1,28 @@
 """Feeds over a cache in which each token says which entries it sees: those of branches, chains, trees and batches.
 
 A feed has a position for every token and a mask with a row for every token. Its columns are the entries of the cache,
-old ones first, then those of the feed itself, in their order.
+old ones first, then those of the feed itself, in their order: first a text, whose entries stand at positions 0, 1, ...,
+and behind it whatever branches off. A token sees the text up to some place, and some of what is behind it.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-_TEXT = -1
-"""Stands for the text where branches are numbered from 0."""
+
+def visible(
+    last_seen: Int[Tensor, "*batch fed"], num_text: int, behind: Bool[Tensor, "*batch fed behind"] | None = None
+) -> Bool[Tensor, "*batch fed cached"]:
+    """The entries of the cache that each token of a feed sees.
+
+    Args:
+        last_seen: place of the text up to which a token sees it; places beyond the text stand for all of it.
+        num_text: entries of the text.
+        behind: the entries behind the text that a token sees; None: there are none.
+    """
+    text = torch.arange(num_text, device=last_seen.device) <= last_seen[..., None]
+    return text if behind is None else torch.cat([text, behind], -1)
 
 
 def additive(seen: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Float[Tensor, "*batch fed cached"]:
@@ -17,9 +30,27 @@ def additive(seen: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Flo
     return torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device).masked_fill_(seen, 0.0)
 
 
+def tree_feed(
+    depths: Int[Tensor, " new"], sees: Bool[Tensor, "new node"], num_text: int, *, num_pending: int = 0
+) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
+    """Feed the end of a text and nodes of a tree behind it: (position of each, the entries that each sees).
+
+    With a text of 3 entries, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
+    and the rows of the mask 11100, 11110 and 11101.
+
+    Args:
+        depths: depth of each new node; the root's children have 1.
+        sees: the nodes that each new node sees: those in the cache first, then the new ones.
+        num_text: entries of the text, pending ones included.
+        num_pending: how many of the last entries of the text are fed, before the nodes.
+    """
+    pending = torch.arange(num_text - num_pending, num_text, device=depths.device)
+    positions = torch.cat([pending, num_text - 1 + depths])
+    return positions, visible(positions, num_text, functional.pad(sees, (0, 0, num_pending, 0)))
+
+
 class Branching:
-    """Who owns each entry of a cache that holds a text and, behind it, branches from places of the text; a branch sees
-    the text before its root, and itself.
+    """The branches behind a text, each from a place of the text; a branch sees the text before its root, and itself.
 
     With roots 2 and 4, a first feed of owners 0, 1 at depths 0, 0 has positions 2 and 4; behind a text of 5 entries the
     rows of its mask are 1100010 and 1111001.
@@ -27,12 +58,11 @@ class Branching:
 
     def __init__(self, num_text: int, roots: Int[Tensor, " branch"]) -> None:
         """Args:
-        num_text: entries of the text, which have positions 0, 1, ...
+        num_text: entries of the text.
         roots: the position at which each branch begins.
         """
-        self.roots = roots
-        self._owners = torch.full((num_text,), _TEXT, device=roots.device)
-        self._positions = torch.arange(num_text, device=roots.device)
+        self._num_text, self._roots = num_text, roots
+        self._owners = self._depths = roots.new_empty(0)
 
     def depths(self, owners: Int[Tensor, " fed"]) -> Int[Tensor, " fed"]:
         """How many entries each of these branches has."""
@@ -44,11 +74,10 @@ class Branching:
         """Append entries: (position of each, the entries that each sees).
 
         Args:
-            owners: the branch of each.
-            depths: its place in its branch, 0 first.
+            owners: the branch of each entry.
+            depths: the place of each entry in its branch, 0 first.
         """
-        roots = self.roots[owners]
-        positions = roots + depths
-        self._owners, self._positions = torch.cat([self._owners, owners]), torch.cat([self._positions, positions])
-        in_text = (self._owners == _TEXT) & (self._positions < roots[:, None])
-        return positions, in_text | ((self._owners == owners[:, None]) & (self._positions <= positions[:, None]))
+        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
+        in_branch = (self._owners == owners[:, None]) & (self._depths <= depths[:, None])
+        roots = self._roots[owners]
+        return roots + depths, visible(roots - 1, self._num_text, in_branch)

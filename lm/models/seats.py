@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -23,7 +23,7 @@ from lm.forwards import device_of
 from lm.frequencies import frequencies_of, keys_of
 from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
-from lm.models.masked import additive
+from lm.models.masked import additive, visible
 from lm.probe import probe
 
 _CATCH_UP = 4
@@ -184,17 +184,13 @@ class Seats:
             "past_key_values": self._cache,
             "use_cache": True,
             "position_ids": places.minimum(ends - 1),  # padding has no position of its own: there may be none left
-            "attention_mask": self._mask(places, end),
+            "attention_mask": additive(visible(places, end), self.model.dtype)[:, None],
         }
         self._halves = halves_of(self.model)
         if self._halves is not None:
             return self._halves.body(input_ids=ids, **known).last_hidden_state, None
         output = self.model(input_ids=ids, output_hidden_states=True, **known)
         return output.hidden_states[-1], output.logits
-
-    def _mask(self, places: Int[Tensor, "asks width"], end: int) -> Float[Tensor, "asks 1 width end"]:
-        """A query sees the places of its row up to its own."""
-        return additive(torch.arange(end, device=self.device) <= places[..., None], self.model.dtype)[:, None]
 
 
 def _wanted(asks: Sequence[Ask], width: int) -> list[int]:

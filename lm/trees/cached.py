@@ -10,9 +10,7 @@ per model.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,9 +18,9 @@ from transformers import PreTrainedModel
 
 from lm.caches.buffers import BufferLayer
 from lm.models.cached import CachedModel
-from lm.models.masked import additive
+from lm.models.masked import additive, tree_feed
 from lm.probe import probe
-from lm.trees.tree import Tree
+from lm.trees.tree import EMPTY, Tree
 
 _MOST_PENDING = 32
 """Tokens of the text that are fed together with nodes; of a longer text (the prompt) the rest goes before, by
@@ -37,7 +35,7 @@ class TreeModel(CachedModel):
     `len` counts tokens of the text and nodes together. `hidden` has the rows that the last forward returned.
     """
 
-    _tree = Tree()
+    _tree = EMPTY
     """The nodes that are in the cache."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
@@ -62,7 +60,7 @@ class TreeModel(CachedModel):
 
     def roll_back(self, length: int) -> None:
         super().roll_back(min(length, len(self) - len(self._tree)))
-        self._tree = Tree()
+        self._tree = EMPTY
 
     def check_reach(self, num_prompt: int, num_new: int) -> None:
         """Raise ValueError if trees along a text of so many tokens, the last of which is never fed, could cross a
@@ -94,10 +92,15 @@ class TreeModel(CachedModel):
             if num_pending > _MOST_PENDING:
                 self.forward(token_ids[:-1])
                 num_pending = 1
-            new = range(len(self._tree), len(tree))
-            ids = [*token_ids[len(token_ids) - num_pending :], *(tree.tokens[node] for node in new)]
-            placed = self._placed(len(token_ids), num_pending, tree)
-            logits = self._logits_at(placed, torch.tensor([ids], device=self._device), len(new) + bool(num_pending))
+            num_known = len(self._tree)
+            ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
+            depths = torch.tensor(tree.depths[num_known:], dtype=torch.long)
+            sees = torch.from_numpy(tree.sees()[num_known:])
+            positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
+            mask = additive(seen, self.model.dtype)[None, None].to(self._device)
+            placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
+            num_rows = len(tree) - num_known + bool(num_pending)
+            logits = self._logits_at(placed, torch.tensor([ids], device=self._device), num_rows)
             self._tree = tree
             return logits
 
@@ -108,25 +111,8 @@ class TreeModel(CachedModel):
         places = torch.tensor(path, dtype=torch.long) + length
         for layer in self._buffers:
             layer.gather(length, places)
-        self._length, self._tree = length + len(path), Tree()
+        self._length, self._tree = length + len(path), EMPTY
         self._check_lengths()
-
-    def _placed(self, length: int, num_pending: int, tree: Tree) -> dict[str, Any]:
-        """Positions of what is fed, and 0 where it sees a place of the cache, the lowest number where it does not.
-
-        Args:
-            length: of the text.
-            num_pending: its last tokens that are fed.
-            tree: of which the cache holds the first nodes.
-        """
-        num_known = len(self._tree)
-        positions = [*range(length - num_pending, length), *(length - 1 + depth for depth in tree.depths[num_known:])]
-        sees = np.zeros((len(positions), length + len(tree)), dtype=bool)
-        sees[:num_pending, :length] = np.tri(num_pending, length, length - num_pending, dtype=bool)
-        sees[num_pending:, :length] = True
-        sees[num_pending:, length:] = tree.sees()[num_known:]
-        mask = additive(torch.from_numpy(sees), self.model.dtype)[None, None]
-        return {"position_ids": torch.tensor([positions], device=self._device), "attention_mask": mask.to(self._device)}
 
 
 def _fed_paths(cached: TreeModel) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:

@@ -75,3 +75,7 @@ class Tree:
             if parent != ROOT:
                 seen[node] |= seen[parent]
         return seen
+
+
+EMPTY = Tree()
+"""The tree of no candidates."""

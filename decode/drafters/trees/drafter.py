@@ -26,7 +26,7 @@ from decode.loop.session import Session
 from decode.loop.signals import reader_of
 from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
 from lm.entropy import entropy
-from lm.features.trees import GlideTreeModel, TreeDraft
+from lm.features.stepwise import GlideModel, TreeDraft
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
@@ -65,7 +65,7 @@ class TreeDrafter:
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`)
+            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.feature_model`)
                 reads the very target that verifies.
             policy: when to stop.
             shape: how the tree branches; None: EAGLE-2's.
@@ -84,7 +84,7 @@ class TreeDrafter:
             else model
         )
         self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
-        if isinstance(self.model, GlideTreeModel) and self.shape.num_expanded > 1:
+        if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(
                 f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
                 "use CaPE's tree"

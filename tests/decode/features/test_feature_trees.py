@@ -9,8 +9,8 @@ from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic, Static
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
-from lm import Sampling
-from lm.features.trees import TappedTreeModel, feature_tree_model
+from lm import Sampling, feature_model
+from lm.features.taps import TappedTreeModel
 from tests.decode.features.test_chains import PROMPT, greedy, target_law
 from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import SAMPLINGS
@@ -21,7 +21,7 @@ SHAPES = {"eagle": Static(), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), 
 
 def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> TreeDecoder:
     tapped = TappedTreeModel(target(), draft(kind))
-    drafter = TreeDrafter(feature_tree_model(draft(kind), tapped), policy, SHAPES[kind])
+    drafter = TreeDrafter(feature_model(draft(kind), tapped), policy, SHAPES[kind])
     return TreeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset())
 
 
@@ -45,7 +45,7 @@ def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
         torch.testing.assert_close(
             decoder.target.features(0, len(text) - 1), fresh.features(0, len(text) - 1), rtol=0, atol=1e-8
         )
-    model = feature_tree_model(draft(kind), fresh)
+    model = feature_model(draft(kind), fresh)
     torch.testing.assert_close(decoder.drafter.model.forward(text), model.forward(text), rtol=0, atol=1e-8)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lm import TappedModel, feature_model
+from lm.trees.tree import Tree
 from tests.toys.random_drafts import KINDS, TARGETS, VOCAB, draft, target
 
 
@@ -65,12 +66,9 @@ def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
     tapped.forward(committed[:-1])
     model = feature_model(draft(kind), tapped)
     model.forward(committed)
-    root = model.outputs.states[0, -1:]
-    seen = torch.eye(2, dtype=torch.bool)
-    first, first_logits = model.grow(torch.tensor([5, 6]), root.expand(2, -1), depths=torch.tensor([1, 1]), mask=seen)
-    parents = torch.tensor([1, 0, 1])
-    mask = torch.cat([seen[parents], torch.eye(3, dtype=torch.bool)], 1)
-    _, logits = model.grow(torch.tensor([0, 1, 2]), first.states[0, parents], depths=torch.tensor([2, 2, 2]), mask=mask)
+    model.roll_back(len(committed) - 1)
+    first_logits = model.forward_tree(committed, Tree((5, 6), (-1, -1)))[1:]
+    logits = model.forward_tree(committed, Tree((5, 6, 0, 1, 2), (-1, -1, 1, 0, 1)))
     for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
         torch.testing.assert_close(ours[None], logits_afresh(kind, "llama", committed, drafted)[0], rtol=0, atol=1e-10)
     model.roll_back(len(committed) - 1)
