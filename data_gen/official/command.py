@@ -24,7 +24,7 @@ from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.worker import Job, Worker, max_positions
+from data_gen.pipeline.worker import Job, Worker, check_lengths, max_positions
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
@@ -76,7 +76,10 @@ def import_(
         forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
         shards = range(-(-len(items) // size))
         missing = [index for index in shards if not _is_done(ShardSpec(split, index, ()), data, features)]
-        worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
+        worker = None
+        if features and missing:
+            check_lengths(pair, data, names=("draft",))
+            worker = Worker(Job(pair=pair, data=data, stage="draft"))
         # every item before the first forward; not kept in memory, since a file may hold 40,000
         for number in range(len(items)):
             _check_fit(row(number), worker)

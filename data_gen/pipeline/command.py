@@ -13,7 +13,7 @@ from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.local import run_here
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
-from data_gen.pipeline.worker import Job
+from data_gen.pipeline.worker import Job, check_lengths
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
@@ -38,7 +38,9 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)
-        settle(data.dir, make_manifest(pair, data, tokenizer=tokenizer, split=order.split))
+        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split)
+        check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
+        settle(data.dir, manifest)
         _complete(pair, data, order, retry_errors=retry_errors)
 
 
