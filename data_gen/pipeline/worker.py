@@ -23,7 +23,6 @@ from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Problem, Progress
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
 from lm import (
     Pair,
@@ -220,16 +219,11 @@ class Worker:
         """The shard's responses, from the source or as the stage before saved them; with the columns that the stage
         `draft` saved.
         """
+        data = self.data
         if self.source is not None:
-            source = (
-                Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
-            )
-            return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress), {}
-        return (
-            stages.load_drafted(spec, self.data)
-            if self.stage == "target"
-            else (stages.load_responses(spec, self.data), {})
-        )
+            kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
+            return ask(spec, self.source, tokenizer=self.tokenizer, data=data, progress=progress, kept=kept), {}
+        return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
