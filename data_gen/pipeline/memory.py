@@ -83,7 +83,7 @@ def needs(config: Config) -> list[Need]:
     sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
     pair = {name: sizes[name] for name in ("target", "draft")}
     makes_data = data.num_train + data.num_dev + data.num_test > 0
-    stages = (_together(pair, data) if data.mode == "together" else _apart(pair, data)) if makes_data else []
+    stages = _data_stages(pair, data) if makes_data else []
     if data.num_train:
         stages.append(_training(sizes["draft"], data, config.heads))
     return [*stages, _decoding(sizes, config)]
@@ -187,16 +187,16 @@ def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
     return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
 
 
-def _together(pair: dict[str, Size], data: DataConfig) -> list[Need]:
-    answers = Need("responses", _weights(pair), _responses(pair["target"], data), data.batch_size, "data.batch_size")
-    return [*([answers] if data.source == "transformers" else []), _labels("labels", pair, data)]
-
-
-def _apart(pair: dict[str, Size], data: DataConfig) -> list[Need]:
-    target, draft = {"target": pair["target"]}, {"draft": pair["draft"]}
-    answers = Need("responses", _weights(target), _responses(pair["target"], data), data.batch_size, "data.batch_size")
-    labels = [_labels("labels of the draft", draft, data), _labels("labels of the target", target, data)]
-    return [*([answers] if data.source == "transformers" else []), *labels]
+def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
+    if data.mode == "together":
+        answering, labels = pair, [_labels("labels", pair, data)]
+    else:
+        answering = {"target": pair["target"]}
+        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data) for name in ("draft", "target")]
+    if data.source != "transformers":
+        return labels
+    per_sequence = _responses(pair["target"], data)
+    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:
