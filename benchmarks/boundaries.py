@@ -136,7 +136,7 @@ def texts(folder: Path, config: Config) -> list[Boundary]:
         source.respond([Request(name, "<u>q", [2, 84]) for name in ("1", "2", "3#2", "4")], 0, lambda count: None)
 
     def read_official() -> None:
-        keys = json_file.OfficialKeys("log_p_7b", "log_p_70b")
+        keys = ("log_p_7b", "log_p_70b")
         for number, item in enumerate(json_file.read(official)):
             json_file.parse(item, str(number), keys=keys, where=f"{official} item {number}")
 

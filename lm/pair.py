@@ -207,15 +207,21 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
         )
 
 
-def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
-    """How many parameters a model has, by its config alone.
+def without_weights(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A model's layers on the device `meta`, by its config alone: every shape and method, no numbers.
 
     Raises:
         FileNotFoundError: no model there.
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
     with torch.device("meta"), _reading(source, "config.json"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).num_parameters()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
+    """How many parameters a model has, by its config alone."""
+    return without_weights(source, trust_remote_code=trust_remote_code).num_parameters()
 
 
 @contextmanager

@@ -19,12 +19,19 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import DraftLabels, acceptance_prob_of, label_draft, label_joint, label_target
-from data_gen.labels.scalars import SCALARS
+from data_gen.labels.laws import (
+    NUMBERS_OF_BOTH,
+    NUMBERS_OF_DRAFT,
+    NUMBERS_OF_TARGET,
+    acceptance_prob_of,
+    label_draft,
+    label_joint,
+    label_target,
+)
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
@@ -35,6 +42,7 @@ from lm.forwards import chunk_rows, logits_of, output_device_of
 
 _DRAFTS_AT_ONCE = 128
 """Bounds the attention mask of one forward."""
+_WHERE = "along the drafts of the response"
 
 
 class LabelledDrafts(NamedTuple):
@@ -50,17 +58,6 @@ class LabelledDrafts(NamedTuple):
     """Lengths of the drafts of each response."""
     broken: Mapping[int, str] = MappingProxyType({})
     """Responses along which a model yields what is no number -> the reason; nothing of them is in here."""
-
-
-class _Step(NamedTuple):
-    """One more token of some drafts."""
-
-    owners: Int[Tensor, " step"]
-    labels: DraftLabels
-    q: Float[Tensor, "step vocab"]
-    logits: Float[Tensor, "step vocab"]
-    drawn: Float[Tensor, "step hidden"]
-    fed: Float[Tensor, "step hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +105,7 @@ class ChainLabeller:
             start = end
             progress(1)
         rows, columns, hidden = (
-            _one([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden")
+            _concatenated([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden")
         )
         return LabelledDrafts(rows, columns, hidden, lengths, broken)
 
@@ -119,71 +116,75 @@ class ChainLabeller:
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
         check_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
-        told = told_of(self.target, self.draft, ids)
-        chains = Chains(self.draft, told, ids)
+        reading = told_of(self.target, self.draft, ids)
+        chains = Chains(self.draft, reading, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
         groups = torch.arange(len(response)).split(at_once)
-        where = "along the drafts of the response"
         return [
-            self._group(chains, told, (lengths[some], limits[some], uniform[some]), timings, where) for some in groups
+            self._group(chains, reading, lengths[some], limits[some], uniform[some], timings=timings) for some in groups
         ]
 
     def _group(
-        self, chains: Chains, told: Told, drafts: tuple[Tensor, Tensor, Tensor], timings: Sequence[str], where: str
+        self,
+        chains: Chains,
+        reading: Told,
+        begins: Tensor,
+        limits: Tensor,
+        uniform: Tensor,
+        *,
+        timings: Sequence[str],
     ) -> LabelledDrafts:
-        """Some drafts of one response: `drafts` has the committed lengths, the limits and the uniforms of each."""
-        begins, limits, uniform = drafts
-        steps = self._drafted(chains, begins, limits, uniform, is_fed="fed" in timings, where=where)
-        owner = torch.cat([step.owners for step in steps])
-        order = owner.argsort(stable=True)  # steps came one after the other: each draft keeps its order
-        labels = _joined([step.labels for step in steps], order)
-        q, q_logits = (torch.cat([getattr(step, name) for step in steps])[order] for name in ("q", "logits"))
-        lengths = torch.bincount(owner, minlength=len(begins))
-        p_logits = self._p_logits(told, begins, labels.draft_ids, lengths, where).to(q.device)
-        log_p, p = label_target(p_logits, labels.draft_ids, self.sampling)
-        columns = labels.columns() | {"log_p": log_p, "acceptance_prob": acceptance_prob_of(log_p, labels.log_q)}
-        columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
+        """Some drafts of one response; `begins` has the committed length where each begins."""
+        steps = _concatenated(self._steps(chains, begins, limits, uniform, is_fed="fed" in timings))
+        order = steps["owner"].argsort(stable=True)  # steps came one after the other: each draft keeps its order
+        drafted = {name: values[order] for name, values in steps.items()}
+        lengths = torch.bincount(drafted["owner"], minlength=len(begins))
+        columns = {name: drafted[name] for name in ("draft_ids", *NUMBERS_OF_DRAFT)}
+        p_logits = self._p_logits(reading, begins, columns["draft_ids"], lengths).to(columns["log_q"].device)
+        columns["log_p"], p = label_target(p_logits, columns["draft_ids"], self.sampling)
+        columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
+        columns |= label_joint(drafted["q"], p, q_logits=drafted["q_logits"], p_logits=p_logits)
         columns = {name: values.cpu() for name, values in columns.items()}
         firsts = (lengths.cumsum(0) - lengths).cpu()
-        hidden = {
-            timing: torch.cat([getattr(step, timing) for step in steps])[order].to("cpu", self.feature_dtype)
-            for timing in timings
-        }
+        hidden = {timing: drafted[timing].to("cpu", self.feature_dtype) for timing in timings}
         if not all(states.isfinite().all() for states in hidden.values()):
             raise NonFiniteError(
-                f"the draft yields hidden states {where} that are no finite numbers in {self.feature_dtype}; {REMEDY}"
+                f"the draft yields hidden states {_WHERE} that are no finite numbers in {self.feature_dtype}; {REMEDY}"
             )
         return LabelledDrafts(
             {name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()]
         )
 
-    def _drafted(
-        self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool, where: str
-    ) -> list[_Step]:
-        """The drafts, step by step; the last token of each is fed as well where fed-time states are wanted."""
+    def _steps(
+        self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
+    ) -> list[dict[str, Tensor]]:
+        """The drafts token by token: of each step its labels, q, q_logits, both states, and `owner`, its drafts.
+
+        The last token of a draft is fed as well where fed-time states are wanted (`is_fed`).
+        """
         state = chains.begin(begins)
         limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
         eos = torch.tensor(sorted(self.eos_ids), device=state.device)
         for place in range(self.draft_length):
             logits = self.draft.logits(state)[..., : self.vocab_size]
-            refuse_non_finite(logits, "the draft", where)
+            refuse_non_finite(logits, "the draft", _WHERE)
             labels, q = label_draft(logits, uniform[alive.cpu(), place].to(state.device), self.sampling)
-            goes_on = (limits[alive] > place + 1) & ~torch.isin(labels.draft_ids, eos)
+            goes_on = (limits[alive] > place + 1) & ~torch.isin(labels["draft_ids"], eos)
             fed = torch.zeros_like(state)
             if (feeding := torch.ones_like(goes_on) if is_fed else goes_on).any():
-                fed[feeding] = chains.feed(labels.draft_ids[feeding], alive[feeding])
-            steps.append(_Step(alive, labels, q, logits, state, fed))
+                fed[feeding] = chains.feed(labels["draft_ids"][feeding], alive[feeding])
+            steps.append(labels | {"owner": alive, "q": q, "q_logits": logits, "drawn": state, "fed": fed})
             alive, state = alive[goes_on], fed[goes_on]
             if not len(alive):
                 break
         return steps
 
     def _p_logits(
-        self, told: Told, begins: Tensor, tokens: Tensor, lengths: Tensor, where: str
+        self, reading: Told, begins: Tensor, tokens: Tensor, lengths: Tensor
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
@@ -191,36 +192,26 @@ class ChainLabeller:
         firsts = lengths.cumsum(0) - lengths
         owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
         places = torch.arange(len(tokens), device=device) - firsts[owners]
-        hidden = told.hidden.new_empty(len(tokens), told.hidden.shape[-1]).to(device)
-        hidden[firsts] = told.hidden.to(device)[begins - 1]
+        hidden = reading.hidden.new_empty(len(tokens), reading.hidden.shape[-1]).to(device)
+        hidden[firsts] = reading.hidden.to(device)[begins - 1]
         is_fed = places < lengths[owners] - 1
         if is_fed.any():
-            tree = Branched(self.target, self.vocab_size, told.cache, begins)
+            tree = Branched(self.target, self.vocab_size, reading.cache, begins)
             hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], places[is_fed]).to(
                 device
             )
             tree.cut()
         logits = logits_of(self.target, hidden, self.vocab_size)
-        refuse_non_finite(logits, "the target", where)
+        refuse_non_finite(logits, "the target", _WHERE)
         return logits
 
     def _nothing(self, timings: Sequence[str]) -> LabelledDrafts:
         """No response, in the types of some."""
-        names = ("log_q", *SCALARS, "log_p", "acceptance_prob", "acceptance_rate", "cross_entropy")
+        names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)
         return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
 
 
-def _joined(parts: Sequence[DraftLabels], order: Tensor) -> DraftLabels:
-    """The labels of all steps, in this order."""
-    scalars = {name: torch.cat([part.scalars[name] for part in parts])[order] for name in parts[0].scalars}
-    draft_ids, log_q = (
-        torch.cat(column)[order] for column in ([part.draft_ids for part in parts], [part.log_q for part in parts])
-    )
-    return DraftLabels(draft_ids, log_q, scalars)
-
-
-def _one(tables: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Column by column, one after the other."""
+def _concatenated(tables: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import JointLabels, acceptance_prob_of, label_draft, label_joint, label_known, label_target
+from data_gen.labels.laws import (
+    NUMBERS_OF_BOTH,
+    NUMBERS_OF_DRAFT,
+    NUMBERS_OF_TARGET,
+    acceptance_prob_of,
+    label_draft,
+    label_joint,
+    label_known,
+    label_target,
+)
 from data_gen.labels.layout import layout_of
-from data_gen.labels.scalars import SCALARS
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
 from lm.finite import REMEDY, non_finite
@@ -96,12 +104,14 @@ class Labeller:
 
     def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
         """The columns of a shard without rows, because every prompt was skipped."""
-        names: list[str] = []
-        names += ("log_q", *SCALARS) if self.draft is not None else ()
-        names += ("log_p", "acceptance_prob") if self.target is not None else ()
-        names += JointLabels._fields if self.draft is not None and self.target is not None else ()
-        columns = {name: torch.empty(0) for name in names}
-        if self.draft is not None:
+        has_draft, has_target = self.draft is not None, self.target is not None
+        wanted = (
+            (NUMBERS_OF_DRAFT, has_draft),
+            (NUMBERS_OF_TARGET, has_target),
+            (NUMBERS_OF_BOTH, has_draft and has_target),
+        )
+        columns = {name: torch.empty(0) for names, is_wanted in wanted if is_wanted for name in names}
+        if has_draft:
             columns["draft_ids"] = torch.empty(0, dtype=torch.int64)
             if with_hidden:
                 columns["drawn"] = self._no_hidden()
@@ -190,8 +200,8 @@ class Labeller:
                 labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
             else:
                 labels, q = label_known(q_logits, draft_ids, self.sampling)
-            columns |= labels.columns()
-            draft_ids, log_q = labels.draft_ids, labels.log_q
+            columns |= labels
+            draft_ids, log_q = labels["draft_ids"], labels["log_q"]
         if self.target is not None:
             assert draft_ids is not None, "without the draft, its labels come from the stage before"
             assert log_q is not None
@@ -201,7 +211,7 @@ class Labeller:
             columns["log_p"], p = label_target(p_logits, draft_ids.to(p_logits.device), self.sampling)
             columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q.to(p_logits.device))
         if self.draft is not None and self.target is not None:
-            columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._asdict()
+            columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:

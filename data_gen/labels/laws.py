@@ -12,41 +12,28 @@ With one model at a time (`mode: sequential`) the draft's labels come first and 
 needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
 """
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from data_gen.labels.scalars import scalars_of
+from data_gen.labels.scalars import SCALARS, scalars_of
 from lm import Sampling, acceptance_rate, cross_entropy
 from lm.uniforms import draw
 
-
-class DraftLabels(NamedTuple):
-    """Labels that need the draft alone, [position] each."""
-
-    draft_ids: Int[Tensor, " position"]
-    log_q: Float[Tensor, " position"]
-    scalars: dict[str, Float[Tensor, " position"]]
-    """Every scalar by its name."""
-
-    def columns(self) -> dict[str, Tensor]:
-        """Every number by its name on disk."""
-        return {"draft_ids": self.draft_ids, "log_q": self.log_q, **self.scalars}
-
-
-class JointLabels(NamedTuple):
-    """Labels that need both distributions at once, [position] each."""
-
-    acceptance_rate: Float[Tensor, " position"]
-    cross_entropy: Float[Tensor, " position"]
+Labels = dict[str, Shaped[Tensor, " position"]]
+"""Some labels by their names on disk."""
+NUMBERS_OF_DRAFT = ("log_q", *SCALARS)
+"""Labels that need the draft alone, beside draft_ids."""
+NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
+"""Labels that need the target, and what the draft's left."""
+NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
+"""Labels that need both distributions at once."""
 
 
 def label_draft(
     q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
-) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
-    """Draw Y, and read the draft's labels at it; also q, for `label_joint`."""
+) -> tuple[Labels, Float[Tensor, "position vocab"]]:
+    """draft_ids, which are drawn here, and `NUMBERS_OF_DRAFT` at them; also q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     return _draft_labels(q_logits, q, draw(q, uniform)), q
@@ -54,7 +41,7 @@ def label_draft(
 
 def label_known(
     q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
-) -> tuple[DraftLabels, Float[Tensor, "position vocab"]]:
+) -> tuple[Labels, Float[Tensor, "position vocab"]]:
     """The same as `label_draft` where Y is already known: imported data."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
@@ -75,9 +62,12 @@ def label_joint(
     *,
     q_logits: Float[Tensor, "position vocab"],
     p_logits: Float[Tensor, "position vocab"],
-) -> JointLabels:
+) -> Labels:
     """acceptance_rate under the run's `Sampling`, cross_entropy from the logits, both over a chunk of positions."""
-    return JointLabels(acceptance_rate(q, p), cross_entropy(q_logits.float(), p_logits.float()))
+    return {
+        "acceptance_rate": acceptance_rate(q, p),
+        "cross_entropy": cross_entropy(q_logits.float(), p_logits.float()),
+    }
 
 
 def acceptance_prob_of(
@@ -94,9 +84,9 @@ def mixed(
     return torch.where(from_target, response_ids, draft_ids)
 
 
-def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> DraftLabels:
+def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> Labels:
     # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
-    return DraftLabels(draft_ids, _at(q, draft_ids).log(), scalars_of(q_logits, draft_ids))
+    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **scalars_of(q_logits, draft_ids)}
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.official import json_file
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.worker import Job, Worker, max_positions
+from data_gen.pipeline.worker import Job, Worker, check_lengths, max_positions
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
@@ -63,9 +63,9 @@ def import_(
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     _check_asked(pair, data, split, features=features)
-    keys, items, size = json_file.OfficialKeys(draft_key, target_key), json_file.read(path), data.rows_per_shard
+    keys, items, size = (draft_key, target_key), json_file.read(path), data.rows_per_shard
 
-    def row(number: int) -> json_file.OfficialRow:
+    def row(number: int) -> json_file.Row:
         return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
     claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=path)
@@ -76,7 +76,10 @@ def import_(
         forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
         shards = range(-(-len(items) // size))
         missing = [index for index in shards if not _is_done(ShardSpec(split, index, ()), data, features)]
-        worker = Worker(Job(pair=pair, data=data, stage="draft")) if features and missing else None
+        worker = None
+        if features and missing:
+            check_lengths(pair, data, names=("draft",))
+            worker = Worker(Job(pair=pair, data=data, stage="draft"))
         # every item before the first forward; not kept in memory, since a file may hold 40,000
         for number in range(len(items)):
             _check_fit(row(number), worker)
@@ -101,7 +104,7 @@ def _check_asked(pair: PairConfig, data: DataConfig, split: str, *, features: bo
 def _write(
     split: str,
     index: int,
-    part: Sequence[json_file.OfficialRow],
+    part: Sequence[json_file.Row],
     *,
     data: DataConfig,
     worker: Worker | None,
@@ -111,8 +114,9 @@ def _write(
     behind.
     """
     spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
-    answers = Answers([row.exchange for row in part], [])
-    columns = {name: torch.cat([row.columns[name] for row in part]) for name in part[0].columns}
+    answers = Answers([exchange for exchange, _ in part], [])
+    tables = [table for _, table in part]
+    columns = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
     if worker is None:
         claim()
         stages.write_rows(spec, answers, columns=columns, data=data)
@@ -127,7 +131,7 @@ def _write(
         known_columns=known_columns,
     )
     for number, reason in labelled.broken.items():
-        raise ValueError(f"{part[number].exchange.id}: {reason}, or remove this row from the file")
+        raise ValueError(f"{answers.exchanges[number].id}: {reason}, or remove this row from the file")
     _check_draft(labelled.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
     stages.write_files(spec, answers, columns=labelled.columns | columns, data=data)
@@ -138,7 +142,7 @@ def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
     return stages.is_done(spec, data) if features else is_whole(rows_path(data.dir, spec.split, spec.index))
 
 
-def _check_fit(row: json_file.OfficialRow, worker: Worker | None) -> None:
+def _check_fit(row: json_file.Row, worker: Worker | None) -> None:
     """Raise ValueError for a row that the draft, if there is one, cannot read."""
     if worker is None:
         return
@@ -184,7 +188,7 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
     write_atomic(path, json.dumps(source).encode())
 
 
-def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: json_file.OfficialKeys) -> dict[str, Any]:
+def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple[str, str]) -> dict[str, Any]:
     """The manifest of imported data: its file's keys, and how its features were made."""
     settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
     return {

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +21,17 @@ _INFINITY = re.compile(r"-inf\b")
 _ROUNDING = 1e-3
 
 
-class OfficialRow(NamedTuple):
-    """One object of the official JSON file."""
-
-    exchange: Exchange
-    columns: dict[str, Tensor]
-    """draft_ids, log_q, log_p, acceptance_prob, each [token]."""
+Row = tuple[Exchange, dict[str, Tensor]]
+"""One object of the file, and its draft_ids, log_q, log_p and acceptance_prob, each [token]."""
 
 
-class OfficialKeys(NamedTuple):
-    """The fields with the log probabilities of the draft tokens."""
-
-    draft: str
-    target: str
-
-
-def parse(item: Any, name: str, *, keys: OfficialKeys, where: str) -> OfficialRow:
+def parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
     """One object of the file as the row `name`.
 
     Args:
-        item: as json reads it.
+        item: what json made of the object.
         name: the id that the row gets.
-        keys: of its log probabilities.
+        keys: the fields with the draft's and the target's log probabilities of the draft tokens.
         where: file and item, for messages.
 
     Raises:
@@ -52,7 +41,7 @@ def parse(item: Any, name: str, *, keys: OfficialKeys, where: str) -> OfficialRo
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
     prefix, tokens, draft = (_list(item, key, where, check=_is_id) for key in ("prefix", "tokens", "draft"))
     log_q, log_p = (_list(item, key, where, check=_is_log_prob) for key in keys)
-    lengths = {"tokens": len(tokens), "draft": len(draft), keys.draft: len(log_q), keys.target: len(log_p)}
+    lengths = {"tokens": len(tokens), "draft": len(draft), keys[0]: len(log_q), keys[1]: len(log_p)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
     columns = {
@@ -61,8 +50,7 @@ def parse(item: Any, name: str, *, keys: OfficialKeys, where: str) -> OfficialRo
         "log_p": torch.tensor(log_p, dtype=torch.float32),
     }
     columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
-    exchange = Exchange(name, str(item.get("prompt", "")), prefix, tokens, None)
-    return OfficialRow(exchange, columns)
+    return Exchange(name, str(item.get("prompt", "")), prefix, tokens, None), columns
 
 
 def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:

@@ -10,14 +10,13 @@ from tqdm import tqdm
 
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.growth import Order, order_of
-from data_gen.pipeline.local import run_here
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
-from data_gen.pipeline.worker import Job
+from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
-from lm import Sampling, load_pair_tokenizer
+from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from store.lock import only_writer
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
@@ -38,7 +37,9 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)
-        settle(data.dir, make_manifest(pair, data, tokenizer=tokenizer, split=order.split))
+        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split)
+        check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
+        settle(data.dir, manifest)
         _complete(pair, data, order, retry_errors=retry_errors)
 
 
@@ -89,10 +90,21 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
     """Run the job's stage on the shards with the configured engine; every engine writes the same bytes."""
-    engine = {"local": run_here, "ray": run_on_actors}[job.data.engine]
+    engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
     with tqdm(total=total, unit="row", desc=f"{job.stage}: loading models", mininterval=0.2, bar_format=_BAR) as bar:
         engine(job, specs, bar)
+
+
+def _run_here(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
+    """`engine: local`: one worker in this process makes one shard after the other; `bar` counts prompts."""
+    worker = Worker(job)
+    share = 1 / steps_of(job.stage)
+    for spec in specs:
+        bar.set_description(f"{job.stage}: {spec.split}-{spec.index:05d}")
+        worker.make(spec, lambda count: bar.update(count * share))
+    del worker
+    free_memory()  # the next stage loads models of its own
 
 
 def check_settings(pair: PairConfig, data: DataConfig) -> None:

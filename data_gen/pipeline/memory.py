@@ -67,9 +67,9 @@ class Need(NamedTuple):
         """Bytes with a full batch."""
         return sum(self.fixed.values()) + self.batch_size * sum(self.per_sequence.values())
 
-    def memory(self, gpus: "Gpus") -> float:
-        """Bytes that the stage may use."""
-        return gpus.usable_bytes if self.is_per_gpu else gpus.in_all
+    def memory(self, gpus: Sequence[float]) -> float:
+        """Bytes that the stage may use, of GPUs with so many usable bytes each."""
+        return min(gpus) if self.is_per_gpu else sum(gpus)
 
     def largest_batch(self, memory: float) -> int:
         """The sequences of a batch that fit; 0: not even the models do."""
@@ -83,43 +83,31 @@ def needs(config: Config) -> list[Need]:
     sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
     pair = {name: sizes[name] for name in ("target", "draft")}
     makes_data = data.num_train + data.num_dev + data.num_test > 0
-    stages = (_together(pair, data) if data.mode == "together" else _apart(pair, data)) if makes_data else []
+    stages = _data_stages(pair, data) if makes_data else []
     if data.num_train:
         stages.append(_training(sizes["draft"], data, config.heads))
     return [*stages, _decoding(sizes, config)]
 
 
-class Gpus(NamedTuple):
-    """The GPUs that there are: their number and their memory."""
-
-    number: int
-    usable_bytes: float
-    """Bytes of each GPU."""
-
-    @property
-    def in_all(self) -> float:
-        """Bytes of all GPUs together."""
-        return self.number * self.usable_bytes
-
-
-def gpus_of(written: str | None) -> Gpus | None:
-    """GPUs written as `2x80` (two of 80 GB), or those of this machine; None where there are none.
+def gpus_of(written: str | None) -> list[float]:
+    """Usable bytes of each GPU: of those written as `2x80` (two of 80 GB), or of this machine's, where the smallest
+    counts for all.
 
     Raises:
         ValueError: they are written otherwise.
     """
     if written is None:
-        here = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-        return Gpus(len(here), min(here) - _RESERVED_BYTES) if here else None
+        found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        return [min(found) - _RESERVED_BYTES] * len(found) if found else []
     parts = re.fullmatch(r"([1-9]\d*)\s*x\s*(\d+(?:\.\d+)?)", written)
     if parts is None or float(parts[2]) * GB <= _RESERVED_BYTES:
         raise ValueError(
             f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB"
         )
-    return Gpus(int(parts[1]), float(parts[2]) * GB - _RESERVED_BYTES)
+    return [float(parts[2]) * GB - _RESERVED_BYTES] * int(parts[1])
 
 
-def memory_report(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> str:
+def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str:
     """Each stage's sum in GB, beside what there is."""
     lines = []
     for need in needs_of_stages:
@@ -129,11 +117,11 @@ def memory_report(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> str:
     return "\n".join(lines)
 
 
-def problems(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> list[str]:
+def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str]:
     """One line for each stage that does not fit, with what does."""
     found: list[str] = []
     for need in needs_of_stages:
-        if gpus is not None and need.total > need.memory(gpus):
+        if gpus and need.total > need.memory(gpus):
             fits = need.largest_batch(need.memory(gpus))
             remedy = (
                 f"set {need.setting} to at most {fits}"
@@ -146,8 +134,8 @@ def problems(needs_of_stages: Sequence[Need], gpus: Gpus | None) -> list[str]:
     return found
 
 
-def _room(need: Need, gpus: Gpus | None) -> str:
-    return "no GPU" if gpus is None else f"{need.memory(gpus) / GB:,.0f} GB"
+def _room(need: Need, gpus: Sequence[float]) -> str:
+    return f"{need.memory(gpus) / GB:,.0f} GB" if gpus else "no GPU"
 
 
 def size_of(source: ModelSource, *, trust_remote_code: bool = False) -> Size:
@@ -199,16 +187,16 @@ def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
     return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
 
 
-def _together(pair: dict[str, Size], data: DataConfig) -> list[Need]:
-    answers = Need("responses", _weights(pair), _responses(pair["target"], data), data.batch_size, "data.batch_size")
-    return [*([answers] if data.source == "transformers" else []), _labels("labels", pair, data)]
-
-
-def _apart(pair: dict[str, Size], data: DataConfig) -> list[Need]:
-    target, draft = {"target": pair["target"]}, {"draft": pair["draft"]}
-    answers = Need("responses", _weights(target), _responses(pair["target"], data), data.batch_size, "data.batch_size")
-    labels = [_labels("labels of the draft", draft, data), _labels("labels of the target", target, data)]
-    return [*([answers] if data.source == "transformers" else []), *labels]
+def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
+    if data.mode == "together":
+        answering, labels = pair, [_labels("labels", pair, data)]
+    else:
+        answering = {"target": pair["target"]}
+        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data) for name in ("draft", "target")]
+    if data.source != "transformers":
+        return labels
+    per_sequence = _responses(pair["target"], data)
+    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:

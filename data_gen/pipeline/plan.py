@@ -21,7 +21,7 @@ from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import order_of
 from data_gen.pipeline.stages import is_done, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker
+from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
@@ -65,6 +65,8 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
+    if sample:
+        check_lengths(pair, data)
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
     totals = _totals(data, num_rows, estimate)
     sets = Counter(prompt.set for prompt in prompts if prompt.set)

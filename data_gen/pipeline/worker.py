@@ -5,6 +5,7 @@ ray`).
 import gc
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from configs.schema import DataConfig, PairConfig
+from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
@@ -22,10 +23,8 @@ from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Problem, Progress
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.responses.kept import Kept
 from data_gen.responses.source import make_source
 from lm import (
-    FeatureDraft,
     Pair,
     Sampling,
     check_width,
@@ -34,9 +33,10 @@ from lm import (
     load_pair_tokenizer,
     vocab_size_of,
 )
-from lm.features.released import released_layout_of
+from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_numbers, check_output_layer
 from lm.frequencies import refuse_crossing
+from lm.pair import without_weights
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
 _WINDOW, _MIN_ROWS, _HOPELESS_SHARE = 32, 8, 0.9
@@ -74,15 +74,16 @@ class Worker:
         """Load the tokenizer and the models that the stage needs.
 
         Raises:
-            ValueError: models that do not fit each other, the tokenizer, or the configured lengths.
+            ValueError: models that do not fit each other or the tokenizer; lengths are checked by `check_lengths`.
         """
         logging.disable_progress_bar()
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
-        is_own = released_layout_of(pair.draft) is None
-        models = {name: self._load(name) for name in models_of(job)}
+        models = {
+            name: load_model(getattr(pair, name), trust_remote_code=pair.trust_remote_code) for name in models_of(job)
+        }
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
             check_width(model, vocab_size, name)
@@ -91,7 +92,8 @@ class Worker:
         self._models, self._vocab_size = models, vocab_size
         self._latest: deque[bool] = deque(maxlen=_WINDOW)
         """Whether the models of this stage failed on each of the latest rows."""
-        self._feature_draft = None if is_own or job.stage != "together" else self._load_feature_draft(models["target"])
+        has_feature_draft = job.stage == "together" and "draft" not in models
+        self._feature_draft = feature_draft_of(pair, models["target"]) if has_feature_draft else None
         self._prepare(data)
 
     def _prepare(self, data: DataConfig) -> None:
@@ -217,42 +219,32 @@ class Worker:
         """The shard's responses, from the source or as the stage before saved them; with the columns that the stage
         `draft` saved.
         """
+        data = self.data
         if self.source is not None:
-            source = (
-                Kept(self.source, stages.kept_responses(spec, self.data)) if self.job.keeps_responses else self.source
-            )
-            return ask(spec, source, tokenizer=self.tokenizer, data=self.data, progress=progress), {}
-        return (
-            stages.load_drafted(spec, self.data)
-            if self.stage == "target"
-            else (stages.load_responses(spec, self.data), {})
-        )
+            kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
+            return ask(spec, self.source, tokenizer=self.tokenizer, data=data, progress=progress, kept=kept), {}
+        return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
 
-    def _load(self, name: str) -> PreTrainedModel:
-        """One model, checked against the tokenizer and the lengths that it is to read."""
-        source = getattr(self.job.pair, name)
-        model = load_model(source, trust_remote_code=self.job.pair.trust_remote_code)
-        self._check_positions(name, source.path, max_positions(model))
-        data = self.job.data
-        longest = data.max_prompt_tokens + data.max_new_tokens
-        what = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
-        refuse_crossing(model, 0, longest, what=what, remedy=f"lower one of the two for {name} {source.path}")
-        return model
 
-    def _load_feature_draft(self, target: PreTrainedModel) -> FeatureDraft:
-        """The draft that reads the target's states, checked likewise."""
-        draft = feature_draft_of(self.job.pair, target)
-        self._check_positions("draft", self.job.pair.draft.path, draft.config.max_position_embeddings)
-        return draft
+def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
+    """Raise ValueError where a model cannot read the longest text of the config; no weights are loaded.
 
-    def _check_positions(self, name: str, path: str, limit: int | None) -> None:
-        longest = self.job.data.max_prompt_tokens + self.job.data.max_new_tokens
+    Args:
+        pair: the section of the config.
+        data: the section of the config.
+        names: the models that are going to read texts.
+    """
+    longest = data.max_prompt_tokens + data.max_new_tokens
+    what = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
+    for name in names:
+        source: ModelSource = getattr(pair, name)
+        is_feature_draft = name == "draft" and released_layout_of(source) is not None
+        model = None if is_feature_draft else without_weights(source, trust_remote_code=pair.trust_remote_code)
+        limit = max_positions_of(source) if model is None else max_positions(model)
         if limit is not None and longest > limit:
-            raise ValueError(
-                f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {name} {path} reads at most {limit} "
-                "positions; "
-                "lower one of the two"
-            )
+            raise ValueError(f"{what} and {name} {source.path} reads at most {limit} positions; lower one of the two")
+        if model is not None:
+            refuse_crossing(model, 0, longest, what=what, remedy=f"lower one of the two for {name} {source.path}")
 
 
 def _errors(answers: Answers) -> list[Problem]:

@@ -3,7 +3,7 @@ turns before it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,49 +29,42 @@ class ShardSpec:
         return sum(len(prompt.turns) for prompt in self.prompts)
 
 
-@dataclass
-class _Talk:
-    """A conversation, as far as it has come."""
-
-    prompt: Prompt
-    replies: list[str] = field(default_factory=list)
-    problem: Problem | None = None
-    """Why its latest turn has no reply; later turns cannot be asked then."""
-
-
 def ask(
-    spec: ShardSpec, source: ResponseSource, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig, progress: Progress
+    spec: ShardSpec,
+    source: ResponseSource,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    progress: Progress,
+    kept: Mapping[str, Response] | None = None,
 ) -> Answers:
     """The source's answers to every turn of the shard.
 
     Args:
         spec: the shard.
         source: answers all conversations' turn k together, then their turn k + 1.
-        tokenizer: of the pair.
-        data: for its seed, its template and its limit on prompts.
-        progress: is told of every turn once.
+        tokenizer: the pair's.
+        data: its seed, its template and its limit on prompts count.
+        progress: is called with the number of turns that have been dealt with.
+        kept: responses that are there already, by row id; the source is not asked for them.
     """
-    talks = [_Talk(prompt) for prompt in spec.prompts]
-    answers: dict[str, Response | Problem] = {}
+    answers: dict[str, Response | Problem] = dict(kept or {})
     requests: dict[str, Request] = {}
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
-        waiting = []
-        for talk in (talk for talk in talks if turn < len(talk.prompt.turns)):
-            request = _request(talk, turn, tokenizer, data)
+        waiting: list[Request] = []
+        for prompt in (prompt for prompt in spec.prompts if turn < len(prompt.turns)):
+            request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
             if isinstance(request, Problem):
-                answers[request.id] = talk.problem = request
-                progress(1)
+                answers[request.id] = request
             else:
                 requests[request.id] = request
-                waiting.append((talk, request))
+                if request.id not in answers:
+                    waiting.append(request)
+                    continue
+            progress(1)
         seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
-        responses = source.respond([request for _, request in waiting], seed, progress) if waiting else []
-        for (talk, request), answer in zip(waiting, responses, strict=True):
-            answers[request.id] = answer
-            if isinstance(answer, Problem):
-                talk.problem = answer
-            else:
-                talk.replies.append(str(tokenizer.decode(answer.response_ids, skip_special_tokens=True)))
+        responses = source.respond(waiting, seed, progress) if waiting else []
+        answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
     return _in_order(spec, requests, answers)
 
 
@@ -97,16 +90,25 @@ def row_id(prompt: Prompt, turn: int) -> str:
     return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
 
 
-def _request(talk: _Talk, turn: int, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Request | Problem:
-    """The next turn, or why it cannot be asked."""
-    name = row_id(talk.prompt, turn)
-    if talk.problem is not None:
-        return Problem(name, "skipped", f"{talk.problem.id}, an earlier turn of this conversation, has no response")
-    if not talk.prompt.turns[turn].strip():
+def _request(
+    prompt: Prompt,
+    turn: int,
+    answers: Mapping[str, Response | Problem],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+) -> Request | Problem:
+    """A turn of a conversation, or why it cannot be asked; `answers` has those to the turns before it."""
+    name, earlier = row_id(prompt, turn), [answers[row_id(prompt, number)] for number in range(turn)]
+    if earlier and isinstance(earlier[-1], Problem):
+        return Problem(name, "skipped", f"{earlier[-1].id}, an earlier turn of this conversation, has no response")
+    if not prompt.turns[turn].strip():
         return Problem(name, "skipped", "empty prompt")
-    if not talk.prompt.is_text:
+    if not prompt.is_text:
         return Problem(name, "skipped", "prompt with a lone surrogate, half of a character")
-    text = render(talk.prompt, tokenizer, data.template, talk.replies)
+    responses = [answer.response_ids for answer in earlier if isinstance(answer, Response)]
+    replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
+    text = render(prompt, tokenizer, data.template, replies)
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:
         return Problem(

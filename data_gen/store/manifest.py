@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -139,10 +139,9 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
     on_disk = read_manifest(directory)
-    if mismatch := next(_mismatches(on_disk, here), None):
+    if difference := next(_differences(on_disk, here), None):
         raise ValueError(
-            f"{path} differs in {mismatch.key}: {mismatch.on_disk!r} there, {mismatch.in_run!r} in this run; choose "
-            f"another {setting}"
+            f"{path} differs in {difference}; choose another {setting}"
             f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
     if any(here.get(name) and on_disk.get(name) != here[name] for name in _GROWING):
@@ -151,25 +150,16 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
         write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
 
 
-class _Mismatch(NamedTuple):
-    """An entry that differs."""
-
-    key: str
-    """Dotted path of the entry."""
-    on_disk: Any
-    in_run: Any
-
-
-def _mismatches(on_disk: Any, in_run: Any, key: str = "") -> Iterator[_Mismatch]:
-    """Compared entries that differ, in the order on disk."""
+def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
+    """Compared entries that differ, in the order on disk, in words; `key` is the dotted path of what is compared."""
     if isinstance(on_disk, dict) and isinstance(in_run, dict):
         for name in (name for name in dict.fromkeys([*on_disk, *in_run]) if key or name != "recorded"):
-            yield from _mismatches(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
+            yield from _differences(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
     elif key.split(".")[0] in _GROWING and isinstance(on_disk, list) and isinstance(in_run, list):
         for index, part in enumerate(on_disk):
-            yield from _mismatches(part, in_run[index] if index < len(in_run) else None, f"{key}.{index}")
+            yield from _differences(part, in_run[index] if index < len(in_run) else None, f"{key}.{index}")
     elif on_disk != in_run:
-        yield _Mismatch(key, on_disk, in_run)
+        yield f"{key}: {on_disk!r} there, {in_run!r} in this run"
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,7 +8,6 @@ it must not change.
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
 
 from data_gen.stories import words
 
@@ -22,42 +21,18 @@ def story(rng: Random) -> Task:
     start = total = rng.randint(12, 60)
     events, lines = [], [f"At the start {name} has {start} {thing}."]
     for _ in range(rng.choice((2, 2, 2, 3, 3, 4))):
-        change = _change(rng, total)
-        total = change.total
-        events.append(change.event)
-        lines.append(f"{rng.choice(words.LEADS)} {change.reason}: {change.equation}.")
+        # mostly a loss when there are many things, a gain when there are few
+        is_loss = total > 50 or (total > 20 and rng.random() < 0.5)
+        number = rng.randint(2, min(total - 5, 30)) if is_loss else rng.randint(2, 35)
+        events.append(rng.choice(words.LOSSES if is_loss else words.GAINS).format(k=number))
+        reason = rng.choice(words.LOSS_REASONS if is_loss else words.GAIN_REASONS)
+        sign, after = ("-", total - number) if is_loss else ("+", total + number)
+        lines.append(f"{rng.choice(words.LEADS)} {reason}: {total} {sign} {number} = {after}.")
+        total = after
     prompt = (
         f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
     )
     return prompt, _answer(rng, lines, f"{total} {thing}")
-
-
-class _Change(NamedTuple):
-    """A gain or a loss of one story."""
-
-    event: str
-    """The change in words, for the prompt."""
-    reason: str
-    """Why it is added or subtracted, for the answer."""
-    equation: str
-    total: int
-    """After the change."""
-
-
-def _change(rng: Random, total: int) -> _Change:
-    """Mostly a loss when there are many things, a gain when there are few."""
-    if total > 50 or (total > 20 and rng.random() < 0.5):
-        k = rng.randint(2, min(total - 5, 30))
-        return _Change(
-            rng.choice(words.LOSSES).format(k=k),
-            rng.choice(words.LOSS_REASONS),
-            f"{total} - {k} = {total - k}",
-            total - k,
-        )
-    k = rng.randint(2, 35)
-    return _Change(
-        rng.choice(words.GAINS).format(k=k), rng.choice(words.GAIN_REASONS), f"{total} + {k} = {total + k}", total + k
-    )
 
 
 def receipt(rng: Random) -> Task:

@@ -109,6 +109,13 @@ def width_of(source: ModelSource) -> int | None:
     )
 
 
+def max_positions_of(source: ModelSource) -> int:
+    """The longest text that a feature draft reads, by its config.json; Llama's default where that says nothing."""
+    config = _config_of(source) or {}
+    layer = config.get("transformer_layer_config", config)
+    return int(layer.get("max_position_embeddings", LlamaConfig().max_position_embeddings))
+
+
 def _config_of(source: ModelSource) -> dict[str, Any] | None:
     try:
         path = cached_file(source.path, "config.json", revision=source.revision)

@@ -54,7 +54,7 @@ def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
 def _log_q_untruncated(q_logits, uniform, sampling):
     """log q is the model's own, not that of the run's sampling."""
     labels, q = label_draft(q_logits, uniform, sampling)
-    return labels._replace(log_q=labels.scalars["log_token_prob"]), q
+    return labels | {"log_q": labels["log_token_prob"]}, q
 
 
 def _log_p_untruncated(p_logits, draft_ids, sampling):
@@ -66,7 +66,7 @@ def _log_p_untruncated(p_logits, draft_ids, sampling):
 def _entropy_truncated(q_logits, uniform, sampling):
     """The entropy is that of the run's sampling, not the model's own."""
     labels, q = label_draft(q_logits, uniform, sampling)
-    return labels._replace(scalars=labels.scalars | {"entropy": torch.special.entr(q).sum(-1)}), q
+    return labels | {"entropy": torch.special.entr(q).sum(-1)}, q
 
 
 def _drawn_before_warping(q_logits, uniform, sampling):
@@ -78,9 +78,8 @@ def _drawn_before_warping(q_logits, uniform, sampling):
 
 def _cross_entropy_swapped(q, p, *, q_logits, p_logits):
     """H(p, q) instead of H(q, p)."""
-    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits)._replace(
-        cross_entropy=cross_entropy(p_logits.float(), q_logits.float())
-    )
+    swapped = {"cross_entropy": cross_entropy(p_logits.float(), q_logits.float())}
+    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits) | swapped
 
 
 def _eos_dropped(self, requests, seed, progress):

@@ -1,10 +1,14 @@
 """What a run leaves in its folder, and runs that end badly in a process of their own."""
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from configs.schema import Config
 from data_gen.store.rows import POSITION_COLUMNS, read_rows
 from store.shards import list_shards
 
@@ -28,6 +32,15 @@ def assert_same_rows(rows, others):
         }
         for name in POSITION_COLUMNS:
             torch.testing.assert_close(torch.tensor(row[name]), torch.tensor(other[name]), rtol=1e-4, atol=1e-4)
+
+
+def with_a_draft_of_nan(config: Config, directory: Path) -> Config:
+    """The config with a copy of its draft in `directory`, which has one weight that is no number."""
+    shutil.copytree(config.pair.draft.path, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return replace(config, pair=replace(config.pair, draft=replace(config.pair.draft, path=str(directory))))
 
 
 def in_a_child(work) -> int:

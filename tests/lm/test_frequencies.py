@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from configs.schema import ModelSource
 from lm import CachedModel
 from lm.branches.probe import check_length
 from lm.forwards import hidden_states, logits_of
 from lm.frequencies import frequencies_of
 from lm.models.seats import Ask, Seats
+from lm.pair import without_weights
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
 from tests.toys.longrope import BOUND, KINDS, model_of, said_by_generate, text_of
@@ -35,6 +37,12 @@ def test_whether_a_text_is_read_again_is_what_generate_does(kind):
         )
         is None
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_alone_tells_the_frequencies_that_the_weights_tell(kind, tmp_path):
+    model_of(kind).config.save_pretrained(tmp_path)
+    assert frequencies_of(without_weights(ModelSource(path=str(tmp_path)))) == frequencies_of(model_of(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,10 +34,10 @@ def assert_law(counts: torch.Tensor, probs: torch.Tensor) -> None:
 def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
     logits = torch.tensor([[1.0, 0.3, -0.5, 2.0, -2.0]]).expand(40_000, -1)
     labels, q = laws.label_draft(logits, uniforms(5, 40_000), sampling)
-    assert_law(torch.bincount(labels.draft_ids, minlength=5).float(), q[0])
-    torch.testing.assert_close(labels.log_q.exp(), q.gather(-1, labels.draft_ids[:, None])[:, 0])
+    assert_law(torch.bincount(labels["draft_ids"], minlength=5).float(), q[0])
+    torch.testing.assert_close(labels["log_q"].exp(), q.gather(-1, labels["draft_ids"][:, None])[:, 0])
     torch.testing.assert_close(
-        labels.scalars["log_token_prob"], logits.log_softmax(-1).gather(-1, labels.draft_ids[:, None])[:, 0]
+        labels["log_token_prob"], logits.log_softmax(-1).gather(-1, labels["draft_ids"][:, None])[:, 0]
     )
 
 
@@ -65,9 +65,9 @@ def test_mean_acceptance_prob_over_draws_is_the_acceptance_rate():
     torch.manual_seed(0)
     q_logits, p_logits = torch.randn(1, 6).expand(40_000, -1), torch.randn(1, 6).expand(40_000, -1)
     labels, q = laws.label_draft(q_logits, uniforms(1, 40_000), Sampling())
-    log_p, p = laws.label_target(p_logits, labels.draft_ids, Sampling())
-    rate = laws.label_joint(q, p, q_logits=q_logits, p_logits=p_logits).acceptance_rate[0]
-    assert float(laws.acceptance_prob_of(log_p, labels.log_q).mean()) == pytest.approx(
+    log_p, p = laws.label_target(p_logits, labels["draft_ids"], Sampling())
+    rate = laws.label_joint(q, p, q_logits=q_logits, p_logits=p_logits)["acceptance_rate"][0]
+    assert float(laws.acceptance_prob_of(log_p, labels["log_q"]).mean()) == pytest.approx(
         float(rate), abs=SIGMAS * 0.5 / 200
     )
 

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
 from store.shards import features_path, list_shards, rows_path, verify_shard
-from tests.data_gen.on_disk import in_a_child
+from tests.data_gen.on_disk import in_a_child, with_a_draft_of_nan
 
 
 def test_every_prompt_is_accounted_for(toy_config, with_data, tmp_path):
@@ -66,22 +64,21 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    broken = tmp_path / "broken"
-    shutil.copytree(toy_config.pair.draft.path, broken)
-    weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    config = replace(toy_config, pair=replace(toy_config.pair, draft=replace(toy_config.pair.draft, path=str(broken))))
+    config = with_a_draft_of_nan(toy_config, tmp_path / "broken")
     with pytest.raises(ValueError, match=r"the draft yields NaN or infinite logits for each of 8 ids"):
         make(config)
     assert not list(Path(config.data.dir).rglob("*.parquet"))
 
 
-def test_lengths_beyond_what_a_model_reads_are_refused(toy_config, with_data):
-    with pytest.raises(ValueError, match=r"is 300 and .* reads at most 256 positions"):
-        make(with_data(toy_config, max_new_tokens=240))
+def test_lengths_beyond_what_a_model_reads_are_refused_and_the_remedy_works_in_the_same_folder(
+    toy_config, with_data, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr("data_gen.pipeline.worker.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+        with pytest.raises(ValueError, match=r"is 300 and .* reads at most 256 positions"):
+            make(with_data(toy_config, max_new_tokens=240))
+    make(with_data(toy_config, max_new_tokens=4))
+    assert list_shards(toy_config.data.dir, "train")
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, tmp_path):

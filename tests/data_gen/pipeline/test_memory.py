@@ -17,6 +17,7 @@ from data_gen.pipeline import memory
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
+from lm import load_model
 
 GB = 1e9
 NAMED = (
@@ -103,11 +104,10 @@ def test_gpus_that_cannot_be_are_refused(written: str):
 @pytest.mark.parametrize("mode", ["together", "sequential"])
 def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monkeypatch: pytest.MonkeyPatch, mode: str):
     seen: list[list[weakref.ref]] = []
-    load = Worker._load
 
-    def remember(self: Worker, name: str):
+    def remember(source, **settings):
         assert all(model() is None for earlier in seen if earlier is not seen[-1] for model in earlier)
-        model = load(self, name)
+        model = load_model(source, **settings)
         seen[-1].append(weakref.ref(model))
         return model
 
@@ -117,7 +117,7 @@ def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monk
 
     start = Worker.__init__
     monkeypatch.setattr(Worker, "__init__", fresh)
-    monkeypatch.setattr(Worker, "_load", remember)
+    monkeypatch.setattr("data_gen.pipeline.worker.load_model", remember)
     config = with_data(toy_config, mode=mode, num_test=0)
     gc.disable()  # what goes, goes because the stage lets it go
     try:

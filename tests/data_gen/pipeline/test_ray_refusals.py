@@ -15,7 +15,7 @@ from configs.command import run
 from configs.schema import Config, RayConfig
 from data_gen.pipeline import code, on_ray
 from data_gen.pipeline.command import make
-from tests.data_gen.on_disk import files_of
+from tests.data_gen.on_disk import files_of, with_a_draft_of_nan
 from tests.data_gen.processes import ray_actors
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -89,20 +89,19 @@ def test_models_meant_for_a_gpu_are_not_put_on_the_cpu_of_a_cluster_with_gpus(on
 
 
 @pytest.mark.slow
-def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, with_data, capsys):
+def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, tmp_path, capsys):
     """The worker finds it while it loads the models."""
-    too_long = with_data(on_cluster, max_new_tokens=240)
+    broken = with_a_draft_of_nan(on_cluster, tmp_path / "broken")
     with pytest.raises(SystemExit) as end:
         run(
-            {"make": lambda config: make(too_long)},
+            {"make": lambda config: make(broken)},
             default="make",
             argv=["--pair.target.path=a", "--pair.draft.path=b"],
         )
     assert end.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert "is 300 and draft" in lines[0]
-    assert "reads at most 256 positions; lower one of the two" in lines[0]
+    assert "the draft yields NaN or infinite logits for each of 8 ids" in lines[0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from configs import ModelSource
 from lm import TappedModel, feature_model
 from lm.features.loading import load_feature_draft
-from lm.features.released import released_layout_of
+from lm.features.released import max_positions_of, released_layout_of
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, released, write
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 
@@ -16,7 +16,9 @@ from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_path):
     config, tensors = released(layout)
-    draft = load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
+    source = ModelSource(path=str(write(tmp_path, config, tensors)))
+    draft = load_feature_draft(source, target(), num_layers=LAYERS)
+    assert max_positions_of(source) == draft.config.max_position_embeddings
     tapped = TappedModel(target(), draft)
     model = feature_model(draft, tapped)
     committed, drafted = [1, 2, 3, 4, 5], [6, 0]
