@@ -1,7 +1,7 @@
 """Function-preserving expansion: a model made slower by layers that add nothing (Net2Net, arXiv 1511.05641; depth by
 identity blocks).
 
-Each new layer is a copy of one of the model's own whose output projections, of attention and of the MLP, are zero,
+Each new layer is a copy of one of the model's layers whose output projections, of attention and of the MLP, are zero,
 biases included. In a pre-norm block what is added to the residual stream is then exactly zero, and so it is behind a
 further norm without a bias, whose value at zero is zero. Logits, final hidden states and every token stay equal to the
 bit, while a forward takes the time, the memory and the cache of a model with so many layers: other hardware's ratio of
@@ -12,19 +12,19 @@ which it is not (norms with a bias behind a branch, scales of a whole layer) is 
 """
 
 from copy import deepcopy
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lm.forwards import device_of
 from lm.kv_buffer import make_cache
-from lm.probe import refusing
+from lm.probe import refusal_of, refusing
 
 _OUTPUTS = frozenset(
     {"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "down_proj_bias", "dense_4h_to_h", "fc2", "w2"}
 )
-"""Names that families have for the projections that end a branch; experts hold theirs as one parameter."""
+"""Names that families have for the projections that end a branch; those of all experts may be one parameter."""
 _TOKENS = (1, 2, 0, 1, 1)
 
 
@@ -39,34 +39,31 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
         raise ValueError(f"extra_layers is {num_layers}; it must be at least 0")
     if num_layers == 0:
         return
-    expected = _tried(model, "without them")
+    refusal = refusal_of(model, "be given extra layers", "leave out extra_layers")
+    with refusing(refusal, "its forward fails without them"):
+        expected = _outputs(model)
     layers, config = layers_of(model), model.config.get_text_config()
     if layers is None:
-        raise _refusal(model, f"it has no list of {config.num_hidden_layers} layers")
+        raise refusal(f"it has no list of {config.num_hidden_layers} layers")
     num_own = len(layers)
     for place in range(num_own, num_own + num_layers):
         layers.append(_silent_copy(layers[place % num_own], config, place))
     _lengthen(config, num_own, num_layers)
     calls = list[nn.Module]()
     hook = layers[-1].register_forward_hook(lambda layer, *_: calls.append(layer))
-    outputs = _tried(model, "with them")
+    with refusing(refusal, "its forward fails with them"):
+        outputs = _outputs(model)
     hook.remove()
     if not calls:
-        raise _refusal(model, "it does not call them")
+        raise refusal("it does not call them")
     if not all(torch.equal(*both) for both in zip(expected, outputs, strict=True)):
-        raise _refusal(model, "its output changes, although their output projections are zero")
-
-
-def _tried(model: PreTrainedModel, how: str) -> tuple[Tensor, ...]:
-    with refusing(partial(_refusal, model), f"its forward fails {how}"):
-        return _outputs(model)
+        raise refusal("its output changes, although their output projections are zero")
 
 
 @torch.inference_mode()
 def _outputs(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """Outputs that must not change: hidden states and logits of some tokens, and logits of one more through a cache."""
-    device = next(model.get_input_embeddings().parameters()).device
-    ids, cache = torch.tensor([_TOKENS], device=device), make_cache(model, 8)
+    ids, cache = torch.tensor([_TOKENS], device=device_of(model)), make_cache(model, 8)
     hidden = model.base_model(input_ids=ids).last_hidden_state
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return hidden, logits, model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits
@@ -102,7 +99,3 @@ def _lengthen(config: PretrainedConfig, num_own: int, num_layers: int) -> None:
         if "layer" in name and isinstance(value, list) and len(value) == num_own:
             setattr(config, name, [*value, *(value[place % num_own] for place in range(num_layers))])
     config.num_hidden_layers = num_own + num_layers
-
-
-def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(f"{type(model).__name__} cannot be given extra layers: {why}; leave out extra_layers")

@@ -31,7 +31,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
     """The device that takes token ids: that of the input embeddings, also in a model that is spread over several
     devices.
     """
-    return torch.device(str(model.get_input_embeddings().weight.device))
+    return next(model.get_input_embeddings().parameters()).device
 
 
 def num_logits_of(model: PreTrainedModel) -> int:

@@ -31,14 +31,6 @@ from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "auto": "auto",
-}
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -85,8 +77,7 @@ def load_pair(config: PairConfig) -> Pair:
 
     Raises:
         FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
-        ValueError: tokenizers that differ, logits narrower than what the target emits, an unknown dtype, CUDA asked for
-            and absent.
+        ValueError: tokenizers that differ, logits narrower than what the target emits, CUDA asked for and absent.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -155,12 +146,9 @@ def load_model(
         trust_remote_code: as in the config.
         device: where it goes, whatever `source.device_map` says.
     """
-    if source.dtype not in _DTYPES:
-        raise ValueError(f"dtype {source.dtype!r} of {source.path} is unknown; one of {', '.join(_DTYPES)}")
-    device_map = (
-        source.device_map if source.device_map is not None else ("cuda:0" if torch.cuda.is_available() else "cpu")
-    )
-    device_map = device_map if device is None else str(device)
+    device_map = source.device_map if device is None else str(device)
+    if device_map is None:
+        device_map = "cuda:0" if torch.cuda.is_available() else "cpu"
     if "cuda" in str(device_map) and not torch.cuda.is_available():
         raise ValueError(
             f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu"
@@ -169,7 +157,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             revision=source.revision or "main",
-            dtype=_DTYPES[source.dtype],
+            dtype=source.dtype,
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,

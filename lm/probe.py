@@ -1,8 +1,8 @@
 """The one probe of a model against itself: fed in some unusual way, it must say what it says when it is fed plainly.
 
 A cache, ragged rows, branches and trees each feed a model in a way that transformers does not promise for every family,
-and a model that takes it wrongly would decode other tokens without a word. Each of them says its feeds and its remedy,
-and is tried once per model.
+and a model that takes it wrongly would decode other tokens without a word. Whoever feeds like that names its feeds and
+its remedy; each way is tried once per model.
 
 An error is the largest difference in a row, as a share of the row's standard deviation when it is fed plainly. Half
 precision may choose another expert of a mixture; a wrong mask changes a row by its whole spread.
@@ -20,10 +20,15 @@ from transformers import PreTrainedModel
 FULL_PRECISION = (torch.float32, torch.float64)
 _MOST, _MOST_IN_HALF_PRECISION = 1e-2, 0.5
 _PASSED: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
-"""How a model may be fed: it passed."""
+"""Names of the ways to feed that each model has passed."""
 
 Refusal = Callable[[str], ValueError]
 """From the reason of a refusal to the error that also names the model and the remedy."""
+
+
+def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
+    """The refusal of `model` for a purpose ("be compiled"), which ends in a remedy ("set decode.compile: false")."""
+    return lambda why: ValueError(f"{type(model).__name__} cannot {purpose}: {why}; {remedy}")
 
 
 def probe(
@@ -39,9 +44,9 @@ def probe(
 
     Args:
         model: the model that is fed.
-        feeds: of each feed (its rows, the rows of plain forwards), made one after the other.
+        feeds: (rows of a feed, rows of plain forwards) for every feed, made one after the other.
         refusal: makes the error.
-        how: what the model is fed with; a model passes once for each.
+        how: name of the way to feed; a model passes once for each name.
         difference: the sentence that a refusal says of an error, up to "by".
         unknown: the error of a row that is not finite. By default it is not compared: such rows are refused where they
             are decoded.
@@ -52,8 +57,8 @@ def probe(
     most = _MOST if model.dtype in FULL_PRECISION else _MOST_IN_HALF_PRECISION
     error = 0.0
     with refusing(refusal, f"its forward fails with {how}"):
-        for ours, expected in feeds:
-            error = float(row_errors(ours.detach(), expected.detach()).nan_to_num(unknown).max())
+        for rows, expected in feeds:
+            error = float(row_errors(rows.detach(), expected.detach()).nan_to_num(unknown).max())
             if not error <= most:
                 break
     if not error <= most:
@@ -72,8 +77,8 @@ def refusing(refusal: Refusal, failure: str) -> Iterator[None]:
         raise refusal(f"{failure} ({type(error).__name__}: {error})") from error
 
 
-def row_errors(ours: Float[Tensor, "row width"], expected: Float[Tensor, "row width"]) -> Float[Tensor, " row"]:
+def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row width"]) -> Float[Tensor, " row"]:
     """The error of each row; NaN where a row is not finite."""
-    expected = expected.to(ours.device)
+    expected = expected.to(rows.device)
     spread = expected.float().std(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((ours - expected).abs().amax(-1)).float() / spread
+    return ((rows - expected).abs().amax(-1)).float() / spread

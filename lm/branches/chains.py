@@ -14,19 +14,19 @@ chain of its own:
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lm.branches.branched import trunk
-from lm.features.draft import FeatureDraft, Outputs, roll_back
+from lm.features.draft import FeatureDraft, Mask, Outputs, roll_back
 from lm.features.eagle import Eagle
-from lm.features.glide import Glide, KeysValues
+from lm.features.glide import Glide, cached_keys_values
 from lm.features.taps import read_modules, watched
-from lm.models.masked import Branching
+from lm.models.masked import Branching, visible
 
 
 class Told(NamedTuple):
@@ -62,10 +62,10 @@ class Chains:
             ValueError: a GliDe draft of several layers, whose upper ones keep what earlier rounds happened to see.
         """
         if draft.config.num_hidden_layers > 1:
+            what = f"this draft has {draft.config.num_hidden_layers} layers"
             raise ValueError(
-                f"this draft has {draft.config.num_hidden_layers} layers, and what they keep depends on where earlier "
-                "rounds ended: no "
-                "trace or data can be made with it; `python -m evaluation bench` compares policies without"
+                f"{what}, and what they keep depends on where earlier rounds ended: no trace or data can be made with "
+                "it; `python -m evaluation bench` compares policies without"
             )
         self.draft, self._told, self._length = draft, told, len(ids)
         self._tokens = torch.tensor(list(ids), device=draft.device)
@@ -92,17 +92,16 @@ class Chains:
         """One more token of some chains, no chain twice.
 
         Args:
-            tokens: drawn from what the chain said last.
-            owners: the chain of each.
+            tokens: tokens drawn from what their chains said last.
+            owners: the chain of each token.
         """
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
         places, seen = self._branching.feed(owners, self._branching.depths(owners))
         mask = seen[None, None]
-        known = self._lengths[owners] - 1
         if isinstance(self.draft, Eagle):
             outputs = self.draft(tokens[None], self._states[owners][None], places[None], cache=self._cache, mask=mask)
         else:
-            outputs = self._crossed(tokens, places, known, mask=mask)
+            outputs = self._crossed(tokens, places, self._lengths[owners] - 1, mask=mask)
         self._states[owners] = outputs.states[0]
         return outputs.hidden[0]
 
@@ -117,17 +116,11 @@ class Chains:
             # the first token has no key of the target's to read; it sees its own, and no chain begins there
             return self._crossed(tokens, places, places.clamp(min=1))
 
-    def _crossed(
-        self, tokens: Tensor, places: Tensor, known: Tensor, mask: Bool[Tensor, "1 1 fed own"] | None = None
-    ) -> Outputs:
+    def _crossed(self, tokens: Tensor, places: Tensor, known: Tensor, mask: Mask | None = None) -> Outputs:
         """A GliDe draft's forward, in which each token sees the first `known` of the target's keys."""
         assert isinstance(self.draft, Glide)
-        seen = torch.arange(self._length, device=known.device) < known[:, None]
+        seen = visible(known - 1, self._length)
+        keys_values = cached_keys_values(self._told.cache, self.draft.cached_layer_ids, self._length)
         return self.draft(
-            tokens[None], self._keys_values(), places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None]
+            tokens[None], keys_values, places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None]
         )
-
-    def _keys_values(self) -> list[KeysValues]:
-        assert isinstance(self.draft, Glide)
-        layers: list[Any] = [self._told.cache.layers[place] for place in self.draft.cached_layer_ids]
-        return [(layer.keys[:, :, : self._length], layer.values[:, :, : self._length]) for layer in layers]

@@ -24,7 +24,7 @@ from lm.probe import probe
 
 _TRUNK = [1, 2, 3, 1, 2]
 _BRANCHES = ((2, (3, 1)), (4, (2, 2, 3)))
-"""(tokens of the trunk that a branch sees, its own tokens)."""
+"""(tokens of the trunk that a branch sees, tokens of the branch)."""
 
 
 def check_branches(model: PreTrainedModel) -> None:
@@ -48,22 +48,18 @@ def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> Non
     share a forward.
     """
     what = f"prompt, response and branch have {length} tokens, which are read at once"
-    refuse_crossing(
-        model, num_prompt, length, what=what, remedy="lower decode.max_new_tokens or data.max_prompt_tokens"
-    )
+    remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
+    refuse_crossing(model, num_prompt, length, what=what, remedy=remedy)
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:
+            what = f"layer {index} of {type(model).__name__} sees {window} tokens"
             raise ValueError(
-                f"layer {index} of {type(model).__name__} sees {window} tokens; prompt, response and branch have "
-                f"{length}, which branches "
-                "need to see whole: lower decode.max_new_tokens or data.max_prompt_tokens"
+                f"{what}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
             )
         if window is None and type(layer) is not DynamicLayer:
-            raise _refusal(
-                model,
-                f"layer {index} keeps a state ({type(layer).__name__}), of which branches would each need their own",
-            )
+            what = f"layer {index} keeps a state ({type(layer).__name__})"
+            raise _refusal(model, f"{what}, of which branches would each need their own")
 
 
 @torch.inference_mode()
@@ -81,14 +77,9 @@ def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], F
     tokens, owners, depths = torch.tensor(fed, device=device).T
     in_one_forward = tree.feed(tokens, owners, depths).split([len(tokens) for _, tokens in _BRANCHES])
     for hidden, (num_seen, tokens) in zip(in_one_forward, _BRANCHES, strict=True):
-        alone = _states(model, [*prefix[:num_seen], *(token % num_ids for token in tokens)])[num_seen:]
+        ids = torch.tensor([[*prefix[:num_seen], *(token % num_ids for token in tokens)]], device=device)
+        alone = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, num_seen:]
         yield hidden.flatten()[None], alone.flatten()[None]
-
-
-def _states(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model.base_model(input_ids=torch.tensor([ids], device=device_of(model)), use_cache=False).last_hidden_state[
-        0
-    ]
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:

@@ -7,7 +7,7 @@ between are fed again. A draft, which feeds one token at a time, has a copy at e
 start of each verification.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -21,40 +21,28 @@ than the others is going back to the prompt, which is then fed as it was.
 """
 
 
-class _Copy(NamedTuple):
-    """The layers' states at one length."""
-
-    length: int
-    states: list[dict[str, Any]]
-
-
-class _Prefix(NamedTuple):
-    """The first positions of keys or values that only grow: what the layer holds now still begins with them."""
-
-    length: int
-
-
 class Snapshots:
     """Earlier states of the layers of one cache, but for those that roll back by counting."""
 
     def __init__(self, cache: DynamicCache) -> None:
         self._cache = cache
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[int, list[dict[str, Any]]]] = []
+        """(length, state of each layer), the shortest first."""
 
     def take(self, length: int) -> None:
         """Remember the cache as it is, with `length` tokens in it."""
         if len(self._copies) == _MOST:
             del self._copies[2]
-        self._copies.append(_Copy(length, [_state_of(layer) for layer in self._layers]))
+        self._copies.append((length, [_state_of(layer) for layer in self._layers]))
 
     def restore(self, length: int) -> int | None:
         """Go back to the last copy of at most `length` tokens: how many it has, or None if there is no such copy."""
         while self._copies:
-            copied = self._copies.pop()
-            if copied.length <= length:
-                for layer, state in zip(self._layers, copied.states, strict=True):
+            num_held, states = self._copies.pop()
+            if num_held <= length:
+                for layer, state in zip(self._layers, states, strict=True):
                     vars(layer).update({name: _restored(layer, name, value) for name, value in state.items()})
-                return copied.length
+                return num_held
         return None
 
     @property
@@ -63,15 +51,16 @@ class Snapshots:
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
-    is_growing = isinstance(layer, DynamicLayer) and not layer.is_sliding
+    """A copy of what a layer holds. Of keys and values that only grow it has a slice instead: what the layer will hold
+    still begins with these positions.
+    """
+    growing = ("keys", "values") if isinstance(layer, DynamicLayer) and not layer.is_sliding else ()
     return {
-        name: _Prefix(value.shape[-2]) if is_growing and _grows(name, value) else _copied(value)
+        name: slice(value.shape[-2])
+        if name in growing and isinstance(value, Tensor) and value.dim() == 4
+        else _copied(value)
         for name, value in vars(layer).items()
     }
-
-
-def _grows(name: str, value: Any) -> bool:
-    return name in ("keys", "values") and isinstance(value, Tensor) and value.dim() == 4
 
 
 def _copied(value: Any) -> Any:
@@ -83,4 +72,4 @@ def _copied(value: Any) -> Any:
 
 
 def _restored(layer: Any, name: str, value: Any) -> Any:
-    return getattr(layer, name)[:, :, : value.length] if isinstance(value, _Prefix) else value
+    return getattr(layer, name)[:, :, value] if isinstance(value, slice) else value

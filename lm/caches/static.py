@@ -4,6 +4,8 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from lm.probe import refusal_of
+
 
 class StaticBufferCache(StaticCache):
     """A `StaticCache` that keeps every position in every layer, also in those with a window: their masks hide what has
@@ -21,10 +23,11 @@ class StaticBufferCache(StaticCache):
         Raises:
             ValueError: a layer holds more than keys and values (recurrent, convolutional, indexed, compressed).
         """
+        refusal = refusal_of(model, "be compiled", "set decode.compile: false")
         try:
             super().__init__(config=model.config, max_cache_len=capacity)
         except KeyError as error:
-            raise _refusal(model, f"transformers has no static cache for {error} layers") from error
+            raise refusal(f"transformers has no static cache for {error} layers") from error
         self.layers = [
             StaticLayer(capacity) if type(layer) is StaticSlidingWindowLayer else layer for layer in self.layers
         ]
@@ -38,7 +41,7 @@ class StaticBufferCache(StaticCache):
         # layers that hold nothing by their name: the transformers that vLLM runs with has no such class
         others = {type(layer).__name__ for layer in self.layers} - {StaticLayer.__name__, "DummyLayer"}
         if others:
-            raise _refusal(model, f"padded feeds would spoil the {', '.join(sorted(others))}s of its cache")
+            raise refusal(f"padded feeds would spoil the {', '.join(sorted(others))}s of its cache")
 
     @torch.inference_mode()
     def set_length(self, length: int) -> None:
@@ -58,7 +61,3 @@ class StaticBufferCache(StaticCache):
                 raise AssertionError(
                     f"layer {place} (StaticLayer) of the cache holds {count.item()} tokens and the model has {length}"
                 )
-
-
-def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(f"{type(model).__name__} cannot be compiled: {why}; set decode.compile: false")

@@ -1,5 +1,5 @@
-"""What feature drafts share: embeddings and output head, perhaps the target's own, a reduced vocabulary, and a layer's
-second half.
+"""What feature drafts share: embeddings and output head, perhaps those of the target, a reduced vocabulary, and a
+layer's second half.
 
 Names of parameters are those of the released checkpoints, so that `load_state_dict` is all that loading takes
 (`lm.features.loading`).
@@ -15,26 +15,21 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lm.caches.buffers import BufferLayer
+from lm.models.masked import visible
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary embedding, one row per position."""
+Mask = Bool[Tensor, "1 1 node cached"]
+"""The entries that each node sees, as `lm.models.masked` places them."""
 
 
 class Outputs(NamedTuple):
-    """Outputs of a forward for each node."""
+    """What a forward of a draft gives for each node."""
 
     states: Float[Tensor, "batch node hidden"]
     """States that the nodes that follow are fed in place of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
     """Input of the output head, and with it of every acceptance head."""
-
-
-class _Target(NamedTuple):
-    """The parts that a draft borrows of its target and must not own: moving the draft would move them too."""
-
-    embedding: nn.Module
-    head: nn.Module
-    vocab_size: int
 
 
 class FeatureDraft(nn.Module):
@@ -48,9 +43,9 @@ class FeatureDraft(nn.Module):
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool, num_logits: int | None) -> None:
         """Args:
-        config: of the draft's layer.
-        has_embedding: its own input embeddings; otherwise the target's serve.
-        num_logits: width of its own output head; None: the target's head serves.
+        config: config of the draft's layer; its vocabulary is the target's.
+        has_embedding: has the draft input embeddings? Otherwise the target's serve.
+        num_logits: width of the draft's output head; None: it has none, and the target's serves.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
@@ -59,7 +54,10 @@ class FeatureDraft(nn.Module):
         self.lm_head = None if num_logits is None else nn.Linear(config.hidden_size, num_logits, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
-        self._target: _Target | None = None
+        self._borrowed: tuple[nn.Module, nn.Module] | None = None
+        """The target's input embeddings and output head, in a tuple, since a module would own a module of its own
+        attribute: moving the draft would move them too.
+        """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,8 +72,9 @@ class FeatureDraft(nn.Module):
     @property
     def num_logits(self) -> int:
         """Width of `logits`."""
-        has_own = self.lm_head is not None and self.target_ids is None
-        return self.lm_head.out_features if has_own and self.lm_head is not None else self.target.vocab_size
+        if self.lm_head is None or self.target_ids is not None:
+            return self.config.vocab_size
+        return self.lm_head.out_features
 
     @property
     def target_layer_ids(self) -> tuple[int, ...] | None:
@@ -87,27 +86,24 @@ class FeatureDraft(nn.Module):
         self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Borrow from this target what the draft has none of; the target's own number of layers is that of its
-        config.
-        """
-        head = target.get_output_embeddings()
-        self._target = _Target(target.get_input_embeddings(), head, target.config.get_text_config().vocab_size)
+        """Borrow from this target what the draft has none of."""
+        self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         return self
 
     def is_bound_to(self, target: PreTrainedModel) -> bool:
         """Whether it borrows from this very model."""
-        return self._target is not None and self._target.head is target.get_output_embeddings()
+        return self._borrowed is not None and self._borrowed[1] is target.get_output_embeddings()
 
     @property
-    def target(self) -> _Target:
-        """The borrowed parts of the target."""
-        assert self._target is not None, "bind the draft to its target first"
-        return self._target
+    def borrowed(self) -> tuple[nn.Module, nn.Module]:
+        """Input embeddings and output head of the target."""
+        assert self._borrowed is not None, "bind the draft to its target first"
+        return self._borrowed
 
     @property
     def embedding(self) -> nn.Module:
         """The input embeddings."""
-        return self.target.embedding if self.embed_tokens is None else self.embed_tokens
+        return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     def embed(self, tokens: Int[Tensor, "*node"]) -> Float[Tensor, "*node hidden"]:
         """Input embeddings, where the draft is."""
@@ -116,12 +112,12 @@ class FeatureDraft(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
         """Logits over the target's vocabulary; -inf where a reduced one has no entry."""
-        head = self.target.head if self.lm_head is None else self.lm_head
+        head = self.borrowed[1] if self.lm_head is None else self.lm_head
         weight = next(head.parameters())
         narrow = head(hidden.to(weight.device, weight.dtype))
         if self.target_ids is None:
             return narrow
-        wide = narrow.new_full((*narrow.shape[:-1], self.target.vocab_size), float("-inf"))
+        wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), float("-inf"))
         return wide.index_copy_(-1, self.target_ids, narrow)
 
     def new_cache(self, capacity: int) -> DynamicCache:
@@ -137,13 +133,15 @@ def roll_back(cache: Cache, length: int) -> None:
         layer.roll_back(length)  # type: ignore[union-attr]  # `new_cache` makes buffers
 
 
-def causal(num_new: int, num_cached: int, device: torch.device) -> Bool[Tensor, "1 1 new seen"] | None:
-    """Whom each of the new entries of a chain sees: all before it and itself; None where attention knows that by
+def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.device) -> Mask | None:
+    """The entries that each new one of a chain sees: all before it and itself; None where attention knows that by
     itself.
     """
+    num_new, num_cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
     if num_new == 1 or num_cached == 0:
         return None
-    return torch.ones(num_new, num_cached + num_new, dtype=torch.bool, device=device).tril(num_cached)[None, None]
+    end = num_cached + num_new
+    return visible(torch.arange(num_cached, end, device=device), end)[None, None]
 
 
 class DraftLayer(nn.Module):
@@ -166,7 +164,7 @@ class DraftLayer(nn.Module):
         residual: Float[Tensor, "batch node hidden"],
         *,
         rotation: Rotation,
-        mask: Bool[Tensor, "1 1 node seen"] | None,
+        mask: Mask | None,
         cache: Cache | None,
     ) -> Float[Tensor, "batch node hidden"]:
         """The residual stream behind the layer."""

@@ -23,13 +23,13 @@ class here.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lm.features.draft import DraftLayer, FeatureDraft, Outputs, causal
+from lm.features.draft import DraftLayer, FeatureDraft, Mask, Outputs, causal
 
 
 class Eagle(FeatureDraft):
@@ -54,20 +54,19 @@ class Eagle(FeatureDraft):
         positions: Int[Tensor, "batch node"],
         *,
         cache: Cache | None = None,
-        mask: Bool[Tensor, "1 1 node seen"] | None = None,
+        mask: Mask | None = None,
     ) -> Outputs:
         """Append entries to the cache.
 
         Args:
-            tokens: x_{t+1} of each.
-            states: s_t of each.
-            positions: t of each.
-            cache: of `new_cache`; None: of nothing before.
-            mask: whom each sees; None: a chain.
+            tokens: x_{t+1} of each entry.
+            states: s_t of each entry.
+            positions: t of each entry.
+            cache: what `new_cache` made; None: there is nothing before, and nothing is kept.
+            mask: the entries that each entry sees; None: a chain.
         """
         inputs = self._joined(self.embed(tokens), states)
-        if mask is None:
-            mask = causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), inputs.device)
+        mask = causal(tokens, cache, inputs.device) if mask is None else mask
         rotation = self.rotary_emb(inputs, positions)
         return self._outputs(
             self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
@@ -89,17 +88,11 @@ class Eagle(FeatureDraft):
         return Outputs(states, states)
 
 
-class Norms(nn.Module):
+class Norms(nn.ModuleList):
     """One RMSNorm for each of several states that stand side by side."""
 
-    def __init__(self, num: int, width: int, eps: float) -> None:
-        super().__init__()
-        for place in range(num):
-            self.add_module(str(place), LlamaRMSNorm(width, eps=eps))
-
     def forward(self, states: Float[Tensor, "*node wide"]) -> Float[Tensor, "*node wide"]:
-        norms = list(self.children())
-        return torch.cat([norm(part) for norm, part in zip(norms, states.chunk(len(norms), -1), strict=True)], -1)
+        return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
 
 
 class Eagle3Layer(DraftLayer):
@@ -125,18 +118,19 @@ class Eagle3(Eagle):
         num_logits: int | None = None,
     ) -> None:
         """Args:
-        config: the layer's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators) are off
-            where absent.
+        config: config of the layer; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators)
+            are off where absent.
         layer_ids: the target's layers after which its residual stream is read, as transformers counts hidden states: 1
             is behind the first.
         target_size: width of the target.
-        has_embedding: its own input embeddings.
-        num_logits: width of its own head: that of its vocabulary, which may be reduced.
+        has_embedding: has the draft input embeddings? Otherwise the target's serve.
+        num_logits: width of the draft's output head, whose vocabulary may be reduced; None: the target's head serves.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
         self._layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
-        self.fc_norm = Norms(len(layer_ids), target_size, eps) if getattr(config, "fc_norm", False) else None
+        has_norms = getattr(config, "fc_norm", False)
+        self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
@@ -146,10 +140,9 @@ class Eagle3(Eagle):
         return self._layer_ids
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
+        features = features.to(self.device, self.dtype)
         for norm in (self.input_norm, self.fc_norm):
-            features = (
-                features.to(self.device, self.dtype) if norm is None else norm(features.to(self.device, self.dtype))
-            )
+            features = features if norm is None else norm(features)
         return self.fc(features)
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ target layer L - D + j. The newest token is not in the target's cache yet: a que
 Training hides as much (`delayed`).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -17,10 +20,12 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from lm.features.draft import FeatureDraft, Outputs, Rotation, causal
+from lm.features.draft import FeatureDraft, Mask, Outputs, Rotation, causal
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
+CrossMask = Bool[Tensor, "1 1 node seen"]
+"""The target's keys that each node sees."""
 
 
 class CrossAttention(nn.Module):
@@ -38,7 +43,7 @@ class CrossAttention(nn.Module):
         seen: KeysValues,
         *,
         rotation: Rotation,
-        mask: Bool[Tensor, "1 1 node seen"] | None = None,
+        mask: CrossMask | None = None,
     ) -> Float[Tensor, "batch node hidden"]:
         """The term that is added to the residual stream."""
         queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
@@ -68,7 +73,7 @@ class GlideLayer(nn.Module):
         of_target: KeysValues,
         *,
         rotations: tuple[Rotation, Rotation],
-        masks: tuple[Bool[Tensor, "1 1 node own"] | None, Bool[Tensor, "1 1 node seen"] | None],
+        masks: tuple[Mask | None, CrossMask | None],
         cache: Cache | None,
     ) -> Float[Tensor, "batch node hidden"]:
         """The residual stream behind the layer; rotations and masks are those of self-attention and of
@@ -89,13 +94,13 @@ class Glide(FeatureDraft):
     def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
         """Args:
         config: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`.
-        num_target_layers: L.
+        num_target_layers: layers of the target, L.
         """
         num_logits = None if config.tie_word_embeddings else config.vocab_size
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, place) for place in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.cross_rotary_emb = LlamaRotaryEmbedding(_cross_config(config))
+        self.cross_rotary_emb = _cross_rotation(config)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
         """The target's layers whose keys and values it reads, counted from 0."""
 
@@ -115,25 +120,21 @@ class Glide(FeatureDraft):
         positions: Int[Tensor, "batch node"],
         *,
         cache: Cache | None = None,
-        mask: Bool[Tensor, "1 1 node own"] | None = None,
-        cross_mask: Bool[Tensor, "1 1 node seen"] | None = None,
+        mask: Mask | None = None,
+        cross_mask: CrossMask | None = None,
     ) -> Outputs:
         """Append tokens to the cache.
 
         Args:
-            tokens: of each node.
+            tokens: token of each node.
             seen: what the target has cached in `cached_layer_ids`.
-            positions: of each token.
-            cache: of `new_cache`; None: of nothing before.
-            mask: which of the draft's own tokens each sees; None: a chain.
-            cross_mask: what of the target each token sees; None: everything.
+            positions: position of each node.
+            cache: what `new_cache` made; None: there is nothing before, and nothing is kept.
+            mask: the nodes of the draft that each node sees; None: a chain.
+            cross_mask: the target's keys that each node sees; None: all.
         """
         states = self.embed(tokens)
-        mask = (
-            mask
-            if mask is not None
-            else causal(tokens.shape[1], 0 if cache is None else cache.get_seq_length(), states.device)
-        )
+        mask = causal(tokens, cache, states.device) if mask is None else mask
         rotations = self.rotary_emb(states, positions), self.cross_rotary_emb(states, positions)
         for layer, of_target in zip(self.layers, seen, strict=True):
             states = layer(states, of_target, rotations=rotations, masks=(mask, cross_mask), cache=cache)
@@ -141,8 +142,8 @@ class Glide(FeatureDraft):
 
 
 def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
-    """Number of the target's keys that each token sees in training: those of the blocks before its own, and in the
-    first block all up to itself.
+    """The target's keys that each token sees in training: those of the blocks before the token's block, and in the
+    first block all up to the token.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """
@@ -153,13 +154,21 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     return (before | first)[None, None]
 
 
-def _cross_config(config: LlamaConfig) -> LlamaConfig:
-    """Config of the rotary embedding of cross-attention."""
+def cached_keys_values(cache: Cache, layer_ids: Sequence[int], length: int) -> list[KeysValues]:
+    """Keys and values of the first `length` tokens in these layers of a target's cache."""
+    layers: list[Any] = [cache.layers[place] for place in layer_ids]
+    return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
+
+
+def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """Rotary embedding of cross-attention."""
     num_heads = config.large_num_attention_heads
-    return LlamaConfig(
-        hidden_size=config.large_hidden_size,
-        num_attention_heads=num_heads,
-        head_dim=config.large_hidden_size // num_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.large_hidden_size,
+            num_attention_heads=num_heads,
+            head_dim=config.large_hidden_size // num_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lm.caches.buffers import BufferLayer
 from lm.expanded import layers_of
 from lm.features.draft import FeatureDraft
-from lm.features.glide import Glide, KeysValues
+from lm.features.glide import Glide, KeysValues, cached_keys_values
 from lm.models.cached import CachedModel
 from lm.trees.cached import TreeModel
 
@@ -35,8 +35,9 @@ class TappedModel(CachedModel):
     ) -> None:
         """Args:
         model: the target.
-        draft: says what it reads.
-        vocab_size, with_hidden: as for `CachedModel`.
+        draft: the draft, which says what it reads.
+        vocab_size: width that logits are cut to; None keeps all.
+        with_hidden: also keep the final hidden states, for heads.
 
         Raises:
             ValueError: what the draft reads cannot be had of this model.
@@ -70,8 +71,7 @@ class TappedModel(CachedModel):
 
     def keys_values(self) -> list[KeysValues]:
         """Cached keys and values of the layers that the draft attends to."""
-        layers: list[Any] = [self._cache.layers[place] for place in self._cached_layer_ids]
-        return [(layer.keys[:, :, : len(self)], layer.values[:, :, : len(self)]) for layer in layers]
+        return cached_keys_values(self._cache, self._cached_layer_ids, len(self))
 
     def reset(self) -> None:
         self.num_features = 0

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
 from lm.eos import eos_ids_of
-from lm.forwards import num_logits_of
+from lm.forwards import device_of, num_logits_of
 from lm.frequencies import Keys, keys_of
 from lm.kv_buffer import make_cache
 from lm.models.halves import halves_of, head_of
@@ -125,7 +125,7 @@ class CachedModel:
 
     def reset(self) -> None:
         """Empty the cache, for a new sequence; what has been done to the model since the last one is seen."""
-        self._device: torch.device = next(self.model.get_input_embeddings().parameters()).device
+        self._device = device_of(self.model)
         self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._positions = torch.arange(_CAPACITY, device=self._device)[None]
         self._keys = keys_of(self.model)

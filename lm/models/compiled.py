@@ -21,7 +21,7 @@ of any two kernels.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,22 +37,6 @@ _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
 
 
-class _Feed(NamedTuple):
-    """Memory for the ids of a compiled forward."""
-
-    ids: Int[Tensor, "1 width"]
-    row: np.ndarray | None
-    """The same for the host to write, where it is the CPU's."""
-
-    def fill(self, token_ids: Sequence[int] | Int[Tensor, "1 width"]) -> None:
-        if isinstance(token_ids, Tensor):
-            self.ids.copy_(token_ids)
-        elif self.row is None:
-            self.ids.copy_(torch.tensor([token_ids]))
-        else:
-            self.row[:] = token_ids
-
-
 class CompiledModel(CachedModel):
     """One sequence through one causal model; each width compiles on first use (seconds to a minute)."""
 
@@ -63,7 +47,7 @@ class CompiledModel(CachedModel):
     ) -> None:
         """Args:
         model: any transformers causal language model whose layers hold keys and values only.
-        vocab_size: as for `CachedModel`.
+        vocab_size: width that logits are cut to; None keeps all.
         with_hidden: also keep the final hidden states.
         capacity: tokens that the cache starts with room for.
 
@@ -73,7 +57,8 @@ class CompiledModel(CachedModel):
         self._capacity = capacity
         self._made_for: Hashable = None
         self._steps: dict[Hashable, Captured] = {}
-        self._feeds: dict[int, _Feed] = {}
+        self._fed: dict[int, tuple[Int[Tensor, "1 width"], np.ndarray | None]] = {}
+        """Ids of the forwards of each width, and the same memory for the host to write, where it is the CPU's."""
         self.makers: dict[Hashable, Any] = {}
         """Makers of tails, kept here by those who ask for them since each tail takes seconds to compile."""
         self._is_tried = False  # what the cache is tried with takes no compiling
@@ -88,7 +73,7 @@ class CompiledModel(CachedModel):
         """
         made_for = self.model.dtype, self._device, tuple(map(id, self.model.parameters()))
         if self._made_for != made_for or self._cache.capacity < self._capacity:
-            self._steps, self._feeds = {}, {}
+            self._steps, self._fed = {}, {}
             with torch.inference_mode():
                 self._cache: StaticBufferCache = StaticBufferCache(self.model, self._capacity)  # type: ignore[assignment]
         self._made_for = made_for
@@ -117,7 +102,7 @@ class CompiledModel(CachedModel):
         """tail of the last token's forward, both in one compiled step; `hidden` is not kept.
 
         Args:
-            token_ids: as for `forward`.
+            token_ids: the whole sequence, of which the cache holds the beginning.
             tail: reads tensors that stay where they are. Keep it: each is compiled anew.
         """
         if not torch.is_inference_mode_enabled():
@@ -147,7 +132,7 @@ class CompiledModel(CachedModel):
         if num_rows == 1 and num_fed == 2 and self._length > 0 and not self._spans(2):
             self._forward(token_ids[:-1], 1)
             return self._forward(token_ids, 1)
-        width = 1 if num_fed == 1 else next((width for width in _WIDTHS if width >= num_fed), num_fed)
+        width = next((width for width in _WIDTHS if width >= num_fed), num_fed)
         is_compiled = (
             width in _WIDTHS
             and 0 < self._length <= self._max_length - width
@@ -196,12 +181,15 @@ class CompiledModel(CachedModel):
     def _stepped(self, fed: Sequence[int] | Int[Tensor, "1 1"], tail: Tail | None = None) -> Tensors:
         """`_step` of these ids, compiled."""
         width = len(fed)
-        feed = self._feeds.get(width) or self._prepared(width)
-        feed.fill(fed)
+        ids, row = self._fed.get(width) or self._prepared(width)
+        if row is not None and not isinstance(fed, Tensor):
+            row[:] = fed
+        else:
+            ids.copy_(fed if isinstance(fed, Tensor) else torch.tensor([fed]))
         key = width, tail, holder(self._device)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Captured(lambda: self._step(feed.ids, tail), feed.ids.device)
+            step = self._steps[key] = Captured(lambda: self._step(ids, tail), ids.device)
         return step()
 
     def _step(self, ids: Int[Tensor, "1 width"], tail: Tail | None = None) -> Tensors:
@@ -217,10 +205,10 @@ class CompiledModel(CachedModel):
             return tail(logits, hidden, ids[0])
         return (logits,) if hidden is None else (logits, hidden)
 
-    def _prepared(self, width: int) -> _Feed:
+    def _prepared(self, width: int) -> tuple[Int[Tensor, "1 width"], np.ndarray | None]:
         ids = torch.zeros(1, width, dtype=torch.long, device=self._device)
-        feed = self._feeds[width] = _Feed(ids, ids.numpy()[0] if ids.is_cpu else None)
-        return feed
+        self._fed[width] = ids, ids.numpy()[0] if ids.is_cpu else None
+        return self._fed[width]
 
     def _advance(self, num_fed: int, width: int) -> None:
         """The cache has taken `width` tokens of which the first `num_fed` count."""

@@ -5,7 +5,7 @@ serves that a `CachedModel` does, on any cache, and what is compiled is small: s
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,16 +16,8 @@ from lm.models.cached import CachedModel
 from lm.models.captured import Captured, Tail, Tensors, holder
 from lm.models.compiled import CompiledModel
 
-
-class _Kept(NamedTuple):
-    """Inputs of tails, at one place for good."""
-
-    logits: Float[Tensor, "1 vocab"]
-    hidden: Float[Tensor, "1 hidden"] | None
-    fed: Int[Tensor, " 1"]
-
-    def fits(self, logits: Tensor) -> bool:
-        return (logits.shape, logits.dtype, logits.device) == (self.logits.shape, self.logits.dtype, self.logits.device)
+Inputs = tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]]
+"""Inputs of tails: logits, final hidden state, token."""
 
 
 class CompiledTailModel(CachedModel):
@@ -34,7 +26,8 @@ class CompiledTailModel(CachedModel):
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         self.makers: dict[Hashable, Any] = {}
         """Makers of tails, as in `CompiledModel`."""
-        self._kept: _Kept | None = None
+        self._inputs: Inputs | None = None
+        """Memory for what tails read, at one place for good."""
         self._tails: dict[Hashable, Captured] = {}
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
 
@@ -42,35 +35,38 @@ class CompiledTailModel(CachedModel):
         """tail of the last token's forward.
 
         Args:
-            token_ids: as for `forward`.
+            token_ids: the whole sequence, of which the cache holds the beginning.
             tail: reads tensors that stay where they are. Keep it: each is compiled anew.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self.forward_then(token_ids, tail)
         logits = self.forward(token_ids)
-        kept = self._kept
-        if kept is None or not kept.fits(logits):
-            kept = self._keep(logits)
-        kept.logits.copy_(logits)
-        if kept.hidden is not None and self.hidden is not None:
-            kept.hidden.copy_(self.hidden)
-        kept.fed.fill_(token_ids[-1])
+        kept_logits, kept_hidden, kept_token = self._inputs_like(logits)
+        kept_logits.copy_(logits)
+        if kept_hidden is not None and self.hidden is not None:
+            kept_hidden.copy_(self.hidden)
+        kept_token.fill_(token_ids[-1])
         key = tail, holder(logits.device)
         step = self._tails.get(key)
         if step is None:
             # a copy, since what a tail returns may be the very logits, which the next forward overwrites
-            step = self._tails[key] = Captured(lambda: tail(kept.logits.clone(), kept.hidden, kept.fed), logits.device)
+            made = Captured(lambda: tail(kept_logits.clone(), kept_hidden, kept_token), logits.device)
+            step = self._tails[key] = made
         return step()
 
-    def _keep(self, logits: Float[Tensor, "1 vocab"]) -> _Kept:
-        """Memory for what tails read, in which they are compiled anew."""
+    def _inputs_like(self, logits: Float[Tensor, "1 vocab"]) -> Inputs:
+        """The memory of before, or a new one with which tails are compiled anew where it does not fit."""
+        if self._inputs is not None:
+            kept = self._inputs[0]
+            if (logits.shape, logits.dtype, logits.device) == (kept.shape, kept.dtype, kept.device):
+                return self._inputs
         hidden = torch.empty_like(self.hidden) if self.with_hidden and self.hidden is not None else None
-        fed = torch.zeros(1, dtype=torch.long, device=logits.device)
-        self._kept, self._tails = _Kept(torch.empty_like(logits), hidden, fed), {}
-        for tensor in (part for part in self._kept if part is not None):
+        token = torch.zeros(1, dtype=torch.long, device=logits.device)
+        self._inputs, self._tails = (torch.empty_like(logits), hidden, token), {}
+        for tensor in (part for part in self._inputs if part is not None):
             torch._dynamo.mark_static_address(tensor)
-        return self._kept
+        return self._inputs
 
 
 Compile = bool | Literal["stop"]

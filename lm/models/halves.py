@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lm.forwards import device_of
 from lm.kv_buffer import make_cache
 
 
@@ -30,16 +31,10 @@ class Halves(NamedTuple):
     """Final hidden states to logits."""
 
 
-class _Seen(NamedTuple):
-    """State of a model when it was tried, compared by identity, and the result of the trial."""
-
-    body: nn.Module
-    head: nn.Module | None
-    is_watched: bool
-    halves: Halves | None
-
-
-_SEEN: WeakKeyDictionary[PreTrainedModel, _Seen] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[nn.Module, nn.Module, bool], Halves | None]] = (
+    WeakKeyDictionary()
+)
+"""What each model was when it was tried: (body, head, whether its body is watched); and the result of the trial."""
 
 
 def halves_of(model: PreTrainedModel) -> Halves | None:
@@ -51,10 +46,11 @@ def halves_of(model: PreTrainedModel) -> Halves | None:
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or head is None:
         return None
-    seen = _SEEN.get(model)
-    if seen is None or (seen.body, seen.head, seen.is_watched) != (body, head, _is_watched(body)):
-        seen = _SEEN[model] = _Seen(body, head, _is_watched(body), _tried(model, body, head))
-    return seen.halves
+    state = body, head, _is_watched(body)
+    tried = _TRIED.get(model)
+    if tried is None or tried[0] != state:
+        tried = _TRIED[model] = state, _tried(model, body, head)
+    return tried[1]
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
@@ -73,7 +69,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Would calling the bare forward of its class miss something: hooks, or a forward of this object's own
+    """Would calling the bare forward of its class miss something: hooks, or a forward that was put into this object
     (torch.compile, accelerate)?
     """
     return bool(
@@ -99,7 +95,7 @@ def _tried(model: PreTrainedModel, body: nn.Module, head: nn.Module) -> Halves |
 def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
     """Do both give the same bits, for a prompt and for a token after it?"""
     whole, apart = (make_cache(model, 4) for _ in range(2))
-    device = next(model.get_input_embeddings().parameters()).device
+    device = device_of(model)
     for first, end in ((0, 2), (2, 3)):
         ids = torch.arange(first, end, device=device)[None] % 2
         positions = torch.arange(first, end, device=device)[None]

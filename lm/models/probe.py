@@ -17,11 +17,9 @@ refused by it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from inspect import signature
-from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +28,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lm.frequencies import frequencies_of
-from lm.probe import FULL_PRECISION, refusing, row_errors
+from lm.probe import FULL_PRECISION, Refusal, refusal_of, refusing, row_errors
 
+_FAILURE = "its forward fails with this cache"
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionary()
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
 _LENGTH = 150
@@ -61,7 +60,7 @@ _MOST_TF32_ROUNDING = 2e-2
 _MOST_IN_HALF_PRECISION = 0.2
 """The most error that the median row of a feed may have."""
 _MANY_ROWS = 5
-"""A feed of fewer rows has no median of its own: it is one of the short ones."""
+"""Rows of the shortest feed that has a median; all shorter feeds share one."""
 _WRONG = 0.5
 """A cache that is wrong changes logits by their whole spread."""
 _MANY_HEADS = 16
@@ -91,17 +90,6 @@ class _Cached(Protocol):
     def reset(self) -> None: ...
 
 
-class _Feed(NamedTuple):
-    """One forward of the text."""
-
-    start: int
-    """Length to roll back to."""
-    end: int
-    """Length to feed up to."""
-    num_right: int
-    """The first tokens that stay: the others are wrong, and rolled back by the next feed."""
-
-
 def check_cache(cached: _Cached) -> None:
     """Raise ValueError unless forwards through the cache give what forwards without one do; a model that passed is not
     tried again.
@@ -112,7 +100,7 @@ def check_cache(cached: _Cached) -> None:
     model, passed = cached.model, _PASSED.setdefault(cached.model, {})
     if type(cached) not in passed:
         if model.config.is_encoder_decoder:
-            raise _refusal(cached, "it is an encoder-decoder")
+            raise _refusal(cached)("it is an encoder-decoder")
         _check_choice_of_keys(cached)
         passed[type(cached)] = _must_be_stepwise(cached)
         cached.reset()
@@ -127,24 +115,22 @@ def _check_choice_of_keys(cached: _Cached) -> None:
     num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
     # Doge scores keys by their values, which hold no position
     if num_kept is not None and num_kept < cached.max_length:
-        raise _refusal(
-            cached,
-            f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens, and keys of equal tokens tie",
-        )
+        what = f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens"
+        raise _refusal(cached)(f"{what}, and keys of equal tokens tie")
     num_heads = getattr(config, "index_n_heads", _MANY_HEADS)
     # DeepSeek's indexer, which has a ReLU
     if num_indexed is not None and num_indexed < cached.max_length and num_heads < _MANY_HEADS:
         what = (
             f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {cached.max_length:.0f} tokens"
         )
-        raise _refusal(cached, f"{what}, and scores of 0 tie")
+        raise _refusal(cached)(f"{what}, and scores of 0 tie")
 
 
 def _must_be_stepwise(cached: _Cached) -> bool:
     """Must tokens be fed one at a time? Raises ValueError where that does not help either."""
     error, most = _tried(cached, 0), _most(cached)
     if not any(map(is_written, cached._cache.layers)):
-        raise _refusal(cached, "its forward ignores the cache")
+        raise _refusal(cached)("its forward ignores the cache")
     # a choice of experts that ties up to rounding is in one text, not in two
     if error > most and cached.model.dtype == torch.float32:
         error = min(error, _tried(cached, 1))
@@ -153,30 +139,28 @@ def _must_be_stepwise(cached: _Cached) -> bool:
     cached.is_stepwise = True
     of_steps, of_generation = _tried_stepwise(cached)
     if of_steps > most or of_generation > _WRONG:
-        raise _refusal(
-            cached, f"its logits through a cache differ from those without one by {error:.2g} of their spread"
-        )
+        difference = "its logits through a cache differ from those without one"
+        raise _refusal(cached)(f"{difference} by {error:.2g} of their spread")
     return True
 
 
 def _tried(cached: _Cached, seed: int) -> float:
     """The error of feeds of all lengths."""
-    with _refusing(cached), torch.inference_mode():
+    with refusing(_refusal(cached), _FAILURE), torch.inference_mode():
         tokens = _text(cached, _LENGTH, seed)
-        return _largest(cached, list(_errors(cached, tokens, _without_cache(cached, tokens))))
+        return _largest(cached, list(_errors(cached, tokens, _logits(cached, tokens, 0, use_cache=False))))
 
 
 def _tried_stepwise(cached: _Cached) -> tuple[float, float]:
     """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those
     against none.
     """
-    with _refusing(cached), torch.inference_mode():
+    with refusing(_refusal(cached), _FAILURE), torch.inference_mode():
         tokens = _text(cached, _STEPWISE_LENGTH, 0)
-        expected = _with_own_cache(cached, tokens)
-        errors = list(_errors(cached, tokens, expected))
-        return _largest(cached, errors), float(
-            row_errors(expected, _without_cache(cached, tokens)).nan_to_num(0.0).max()
-        )
+        expected = _generated(cached, tokens)
+        error = _largest(cached, list(_errors(cached, tokens, expected)))
+        without_cache = _logits(cached, tokens, 0, use_cache=False)
+        return error, float(row_errors(expected, without_cache).nan_to_num(0.0).max())
 
 
 def _most(cached: _Cached) -> float:
@@ -207,15 +191,17 @@ def _errors(
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
     cached.reserve(len(tokens))
-    for feed in _feeds(len(tokens), has_states=_has_states(cached)):
-        cached.roll_back(feed.start)
-        wrong = [(token + 1) % num_ids for token in tokens[feed.num_right : feed.end]]
-        num_rows = 1 if feed.start == 0 else feed.end - feed.start
-        cached_logits = cached.forward([*tokens[: feed.num_right], *wrong], num_rows)
-        first = feed.end - num_rows
-        if feed.start > 0 and feed.num_right > first:
+    feeds = _feeds(len(tokens), has_states=_has_states(cached))
+    for (start, end), (num_kept, _) in pairwise([*feeds, (len(tokens), len(tokens))]):
+        cached.roll_back(start)
+        num_right = min(num_kept, end)  # the tokens after these are wrong, and rolled back by the next feed
+        wrong = [(token + 1) % num_ids for token in tokens[num_right:end]]
+        num_rows = 1 if start == 0 else end - start
+        cached_logits = cached.forward([*tokens[:num_right], *wrong], num_rows)
+        first = end - num_rows
+        if start > 0 and num_right > first:
             # what is not finite is not compared: it is refused where it is decoded
-            yield row_errors(cached_logits[: feed.num_right - first], expected[first : feed.num_right]).nan_to_num(0.0)
+            yield row_errors(cached_logits[: num_right - first], expected[first:num_right]).nan_to_num(0.0)
 
 
 def _has_states(cached: _Cached) -> bool:
@@ -223,14 +209,12 @@ def _has_states(cached: _Cached) -> bool:
     return any(hasattr(layer, "has_previous_state") for layer in cached._cache.layers)
 
 
-def _feeds(length: int, *, has_states: bool) -> Iterator[_Feed]:
+def _feeds(length: int, *, has_states: bool) -> list[tuple[int, int]]:
     """How a text is fed: as `_FEEDS`, which is for `_LENGTH` tokens, in proportion, and then the rest."""
     scaled = [(start * length // _LENGTH, end * length // _LENGTH) for start, end in _FEEDS]
     plan = [(start, end) for start, end in scaled if start < end] or [(0, 1)]
     stride = 1 if has_states else length
-    plan += [(start, min(start + stride, length)) for start in range(plan[-1][1], length, stride)]
-    for (start, end), (kept, _) in zip_longest(plan, plan[1:], fillvalue=(length, length)):
-        yield _Feed(start, end, min(kept, end))
+    return plan + [(start, min(start + stride, length)) for start in range(plan[-1][1], length, stride)]
 
 
 def _text(cached: _Cached, length: int, seed: int) -> list[int]:
@@ -245,17 +229,13 @@ def _text(cached: _Cached, length: int, seed: int) -> list[int]:
     return (torch.randint(1, 10, (int(min(length, room)),), generator=generator) % num_ids).tolist()
 
 
-def _without_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
-    return _logits(cached, tokens, 0, use_cache=False)
-
-
-def _with_own_cache(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
+def _generated(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
     """The logits that `generate` sees: of a prompt, and then of one token at a time."""
     parameters = signature(type(cached.model).forward).parameters
     cache = DynamicCache(config=cached.model.config)
     caches = {name: cache for name in ("past_key_values", "cache_params") if name in parameters}
-    num_prompt_tokens = next(_feeds(len(tokens), has_states=True)).end
-    ends = range(num_prompt_tokens, len(tokens) + 1)
+    num_prompt = _feeds(len(tokens), has_states=True)[0][1]
+    ends = range(num_prompt, len(tokens) + 1)
     feeds = pairwise((0, *ends))
     return torch.cat([_logits(cached, tokens[start:end], start, use_cache=True, **caches) for start, end in feeds])
 
@@ -277,11 +257,5 @@ def is_written(layer: Any) -> bool:
     return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
 
 
-def _refusing(cached: _Cached) -> AbstractContextManager[None]:
-    return refusing(partial(_refusal, cached), "its forward fails with this cache")
-
-
-def _refusal(cached: _Cached, why: str) -> ValueError:
-    return ValueError(
-        f"{type(cached.model).__name__} cannot be decoded by a {type(cached).__name__}: {why}; {cached.remedy}"
-    )
+def _refusal(cached: _Cached) -> Refusal:
+    return refusal_of(cached.model, f"be decoded by a {type(cached).__name__}", cached.remedy)

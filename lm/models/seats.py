@@ -9,13 +9,12 @@ is tried once per model.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lm.caches.ragged import RaggedFeed, RaggedLayer
@@ -24,7 +23,7 @@ from lm.frequencies import frequencies_of, keys_of
 from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
 from lm.models.masked import additive, visible
-from lm.probe import probe
+from lm.probe import probe, refusal_of
 
 _CATCH_UP = 4
 """Tokens beyond those whose logits are asked that a forward takes along; sequences that lack more are fed them first,
@@ -44,8 +43,8 @@ class Seat(CachedModel):
     def __init__(self, seats: "Seats", row: int, like: CachedModel) -> None:
         """Args:
         seats: the batch.
-        row: of its cache.
-        like: names model, vocabulary and whether hidden states are kept.
+        row: row of the batch's cache.
+        like: a model of one sequence, with the same model and vocabulary, that keeps hidden states or not.
         """
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
         self.hidden, self._max_length, self._device = None, like.max_length, seats.device
@@ -87,20 +86,14 @@ class Seats:
         self.device = device_of(cached.model)  # now: `cached` knows where the model was at its last reset
         self._cache = DynamicCache(config=self.model.config)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
+        remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
+        refusal = refusal_of(self.model, "be decoded in batches", remedy)
         if others or not self._cache.layers:
-            raise _refusal(
-                self.model, f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}"
-            )
+            raise refusal(f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
         self._cache.layers = [RaggedLayer(max(num, 2)) for _ in self._cache.layers]
         self.seats = [Seat(self, row, cached) for row in range(num)]
         difference = "its logits in a batch differ from those alone"
-        probe(
-            self.model,
-            _fed_pairs(self, cached),
-            partial(_refusal, self.model),
-            how="ragged rows",
-            difference=difference,
-        )
+        probe(self.model, _fed_pairs(self, cached), refusal, how="ragged rows", difference=difference)
 
     @torch.inference_mode()
     def forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
@@ -214,11 +207,3 @@ def _fed_pairs(
             cached.reset()
             yield logits, cached.forward(tokens)
     cached.reset()
-
-
-def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__} cannot be decoded in batches: {why}; only full attention rolls back sequence by "
-        "sequence: "
-        "decode one prompt at a time"
-    )

@@ -9,7 +9,6 @@ per model.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from lm.caches.buffers import BufferLayer
 from lm.models.cached import CachedModel
 from lm.models.masked import additive, tree_feed
-from lm.probe import probe
+from lm.probe import probe, refusal_of
 from lm.trees.tree import EMPTY, Tree
 
 _MOST_PENDING = 32
@@ -46,17 +45,13 @@ class TreeModel(CachedModel):
         """
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not BufferLayer}
+        remedy = "only full attention can: draft chains with this model"
+        refusal = refusal_of(model, "hold a tree of drafts", remedy)
         if others:
-            raise _refusal(model, f"its cache has {', '.join(sorted(others))}")
+            raise refusal(f"its cache has {', '.join(sorted(others))}")
         difference = "its logits in a tree differ from those of a path alone"
-        probe(
-            model,
-            _fed_paths(self),
-            partial(_refusal, model),
-            how="a mask for a tree",
-            difference=difference,
-            unknown=float("nan"),
-        )
+        # a row that is not finite is an error here: with other models it is refused where it is decoded
+        probe(model, _fed_paths(self), refusal, how="a mask for a tree", difference=difference, unknown=float("nan"))
 
     def roll_back(self, length: int) -> None:
         super().roll_back(min(length, len(self) - len(self._tree)))
@@ -132,10 +127,3 @@ def _fed_paths(cached: TreeModel) -> Iterator[tuple[Float[Tensor, "1 vocab"], Fl
         cached.reset()
         yield logits, cached.forward([*text, *tree.tokens_of(alone)])
     cached.reset()
-
-
-def _refusal(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__} cannot hold a tree of drafts: {why}; only full attention can: draft chains with this "
-        "model"
-    )

@@ -12,7 +12,6 @@ At temperature 0 this comes to: the longest path of the target's most probable t
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,17 +20,9 @@ from lm.draws import Draws, GreedyDraws
 from lm.trees.tree import ROOT, Tree
 
 
-class TreeVerdict(NamedTuple):
-    """Outcome of one verification."""
-
-    path: list[int]
-    """The accepted nodes, from the root's child on."""
-    next_token: int
-    """The token after them: from what was left of p where children were refused, else the bonus token."""
-
-
-def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> TreeVerdict:
-    """One verification (an empty tree is allowed: the token is drawn from p).
+def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> tuple[list[int], int]:
+    """One verification: (the accepted nodes, from the root's child on; the token after them). The token comes from what
+    was left of p where children were refused, else it is the bonus token. With an empty tree it is drawn from p.
 
     Args:
         tree: a function of the text alone.
@@ -47,10 +38,10 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> Tre
         tokens, law = tree.tokens_of(children), p[node + 1]
         num_refused = draws.num_accepted(_refusals(tokens, law, draws))
         if num_refused == len(children):
-            return TreeVerdict(path, draws.token(_left(tokens, law, draws)))
+            return path, draws.token(_left(tokens, law, draws))
         node = children[num_refused]
         path.append(node)
-    return TreeVerdict(path, draws.token(p[node + 1]))
+    return path, draws.token(p[node + 1])
 
 
 def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Draws) -> list[float]:

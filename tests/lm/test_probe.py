@@ -68,11 +68,11 @@ def test_feeds_of_several_tokens_that_part_by_little_or_late_are_found(first, sh
 @pytest.mark.parametrize("length", [1, 2, 8, 20, 64, 150])
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_probe_feeds_the_whole_text_however_short_the_context(length, has_states):
-    feeds = list(_feeds(length, has_states=has_states))
-    assert feeds[0].start == 0
-    assert feeds[-1].end == feeds[-1].num_right == length
-    assert all(feed.start < feed.end for feed in feeds)
-    assert all(after.start <= feed.end and feed.num_right <= after.start for feed, after in pairwise(feeds))
+    feeds = _feeds(length, has_states=has_states)
+    assert feeds[0][0] == 0
+    assert feeds[-1][1] == length
+    assert all(start < end for start, end in feeds)
+    assert all(start <= end for (_, end), (start, _) in pairwise(feeds))
     assert CachedModel(llama(max_position_embeddings=length)).max_length == length
 
 
