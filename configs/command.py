@@ -6,9 +6,11 @@ it ends here as one line on stderr and exit code 2.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -111,7 +113,7 @@ def run(
             if "--config" in argv or not takes_config(commands[name])
             else "start from --config configs/tiny.yaml"
         )
-        _fail(f"{one_line(error)} ({hint})")
+        _fail(f"{one_line(error)} ({_meant(one_line(error), parser) or hint})")
     flags = {
         key: parsed[key]
         for key in vars(parsed)
@@ -128,6 +130,20 @@ def run(
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _meant(problem: str, parser: ArgumentParser) -> str | None:
+    """What the user probably meant, where the parser's complaint tells: an option of a similar name, or a list."""
+    if found := re.search(r"nrecognized arguments: (--[\w.]+)", problem):
+        near = get_close_matches(found[1], parser._option_string_actions, n=1, cutoff=0.8)
+        return f"did you mean {near[0]}?" if near else None
+    if found := re.search(r"Group '([\w.]+)' does not accept option '(\w+)'", problem):
+        known = [option.removeprefix("--") for option in parser._option_string_actions]
+        near = get_close_matches(f"{found[1]}.{found[2]}", known, n=1, cutoff=0.8)
+        return f"did you mean {near[0]}?" if near else None
+    if found := re.search(r'key "([\w.]+)": Expected a <class \'tuple\'>. Got value: ([^\s\[\]]+)$', problem):
+        return f"a list is wanted: --{found[1]} '[{found[2]}]'"
+    return None
 
 
 def one_line(error: ArgumentError) -> str:

@@ -15,6 +15,11 @@ _WHEN = {
     "candidate": "once the token is chosen for a tree",
 }
 """Words for each timing."""
+_SPECDEC = "SpecDec++ (arXiv 2405.19715)"
+_METHODS = {
+    "fed": _SPECDEC,
+    **dict.fromkeys(("drawn", "prefix", "candidate"), f"the loss and architecture of {_SPECDEC}, at another time"),
+}
 _TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 
 
@@ -49,7 +54,7 @@ def _summary(config: dict[str, Any], num_parameters: int) -> str:
         f"{', '.join(inputs)}. "
         f"{config['num_layers']} {_blocks(config)} of width {config['hidden_size']}, {num_parameters:,} parameters, "
         f"accept weight {config['accept_weight']:g}, reject weight {config['reject_weight']:g}.\n\n"
-        "Method: SpecDec++ (arXiv 2405.19715)."
+        f"Method: {_METHODS[config['timing']]}."
     )
 
 

@@ -77,3 +77,27 @@ def test_screens_follow_the_code():
     screen = screen_of("tune", "evaluation.tuning.command:tune", ("decode.num_dev", "pair.sampling.temperature"))
     assert "Prompts on which each policy's setting is chosen. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--data.num_trian", "5"], "did you mean --data.num_train?"),
+        (["--heads.depths", "2"], "a list is wanted: --heads.depths '[2]'"),
+        (["--heads.timings", "drawn"], "a list is wanted: --heads.timings '[drawn]'"),
+        (["--data.nothing_like_it", "5"], "--help lists every key"),
+    ],
+)
+def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--config", "tiny", *flags])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"({hint})")
+
+
+def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {num_trian: 5}\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--config", "tiny", "--config", str(path)])
+    assert capsys.readouterr().err.endswith("(did you mean data.num_train?)\n")
