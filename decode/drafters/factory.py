@@ -202,29 +202,3 @@ def check_micro(pair: PairConfig | Pair) -> None:
         raise ValueError(
             "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
         )
-
-
-def pair_decoder(
-    pair: Pair,
-    policy: Policy,
-    *,
-    sampling: Sampling,
-    max_draft_length: int,
-    shape: Shape | None = None,
-    compile: Compile = False,
-) -> SpeculativeDecoder:
-    """The loop of a pair under one policy, with models of its own.
-
-    Args:
-        pair: loaded; its EOS ids end a generation.
-        policy: when to stop drafting.
-        sampling: of target and draft.
-        max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
-        shape: of the trees that are drafted; None: chains.
-        compile: as `decode.compile`.
-
-    Raises:
-        ValueError: trees or a feature draft are to be compiled, or a model cannot hold a tree.
-    """
-    models = PairModels(pair, compile, holds_trees=shape is not None)
-    return models.decoder(models.drafter(policy, shape), sampling=sampling, max_draft_length=max_draft_length)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
 from decode.loop.reading import nothing_of
-from decode.loop.session import Session
+from decode.loop.session import Session, cached
 from decode.loop.signals import DeviceSignals, HostSignals, reader_of
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
 from lm import CachedModel, DraftModel, Draws, revealed_probs
@@ -94,11 +94,7 @@ class ModelDrafter:
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
+        self.model: DraftModel = cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         self.policy = policy
         self._takes_lessons = bool(policy.nothing_learned)
         self._may_stop_before = policy.stops_before

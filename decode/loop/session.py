@@ -11,7 +11,11 @@ first token. The ids fit where
 so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
 """
 
-from lm import DraftModel, Draws, GreedyDraws, Sampling
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling
 
 
 class Session:
@@ -77,6 +81,26 @@ class Session:
                 "give its vocab_size to "
                 "target and drafter alike"
             )
+
+
+def cached(
+    model: Any,
+    kind: type[CachedModel],
+    *,
+    vocab_size: int | None = None,
+    with_hidden: bool = False,
+) -> Any:
+    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a model of this kind, any other is one already.
+
+    Args:
+        model: as a caller hands it in.
+        kind: `CachedModel`, or one that holds trees.
+        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        with_hidden: keep hidden states, for heads.
+    """
+    if isinstance(model, PreTrainedModel):
+        return kind(model, vocab_size=vocab_size, with_hidden=with_hidden)
+    return model
 
 
 def check_free(model: DraftModel, role: str) -> None:

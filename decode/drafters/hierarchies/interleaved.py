@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Proposal
-from decode.loop.session import Session
+from decode.loop.session import Session, cached
 from lm import CachedModel, Draws, Verdict
 from lm.verification import num_accepted
 
@@ -56,10 +56,8 @@ class InterleavedDrafter:
         for name, value in (("m", m), ("n", n)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
-        self.small, self.medium = (
-            CachedModel(model, vocab_size=vocab_size) if isinstance(model, PreTrainedModel) else model
-            for model in (small, medium)
-        )
+        self.small: CachedModel = cached(small, CachedModel, vocab_size=vocab_size)
+        self.medium: CachedModel = cached(medium, CachedModel, vocab_size=vocab_size)
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.drafter import Drafter, Proposal
-from decode.loop.session import Session
+from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy, Seen, lessons_of
 from lm import CachedModel, next_law, num_accepted
@@ -82,11 +82,7 @@ class PreVerifiedDrafter:
         rounds: None is `InnerRounds()`, full HSDDW's.
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
+        self.model: CachedModel = cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         self.inner = inner
         self.policy = policy
         self.rounds = rounds or InnerRounds()

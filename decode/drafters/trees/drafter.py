@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from decode.drafters.trees.growth import Growth
 from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.loop.drafter import Proposal
-from decode.loop.session import Session
+from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
 from lm.entropy import entropy
@@ -77,12 +77,7 @@ class TreeDrafter:
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
-        with_hidden = bool(policy.heads)
-        self.model = (
-            TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden)
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
+        self.model: TreeDraft = cached(model, TreeModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
         if isinstance(self.model, GlideTreeModel) and self.shape.num_expanded > 1:
             raise ValueError(
