@@ -38,7 +38,7 @@ def target_of(
         target: loaded.
         drafting: the pair's draft.
         kind: class of the model; beside a feature draft it only says whether trees are verified.
-        vocab_size: as for `CachedModel`.
+        vocab_size: width that logits are cut to (`CachedModel`).
 
     Raises:
         ValueError: a model that cannot hold a tree, or does not keep what the feature draft reads; a feature draft of
@@ -92,7 +92,7 @@ class PairModels:
     ) -> None:
         """Args:
             pair: loaded, or what loads it when the first model is needed.
-            compile: as `decode.compile`.
+            compile: `decode.compile`: how much of the loop is compiled.
             holds_trees: models that hold trees, with which chains can be drafted too.
             with_hidden: draft and micro keep hidden states, as heads at any level of a hierarchy need; False: the draft
                 does for policies with heads.
@@ -171,7 +171,7 @@ class PairModels:
         """The loop of the pair's target with a drafter, of `drafter` or a hierarchy on these models.
 
         Args:
-            drafter: of chains or of trees.
+            drafter: a drafter of chains, or of trees where the models hold them.
             sampling: the one transform of all models.
             max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
             eos_ids: tokens that end a generation; None: those of the pair.

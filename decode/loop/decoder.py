@@ -174,8 +174,8 @@ class SpeculativeDecoder:
         if num_prompt_tokens + max_new_tokens - 1 > self.target.max_length:
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of "
-                f"{self.target.max_length}; "
-                f"shorten the prompt, or set max_new_tokens to at most {self.target.max_length + 1 - num_prompt_tokens}"
+                f"{self.target.max_length}; shorten the prompt, or set max_new_tokens to at most "
+                f"{self.target.max_length + 1 - num_prompt_tokens}"
             )
 
     @torch.inference_mode()

@@ -69,17 +69,14 @@ class Session:
         if model.num_logits > self._num_drafted:
             raise ValueError(
                 f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s "
-                "drafter "
-                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that the "
-                "others have probability 0"
+                f"drafter vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that "
+                "the others have probability 0"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(
                 f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some "
-                "of which it could "
-                "not go on; choose models of one vocabulary, or, where the tokenizer has no more ids than either, "
-                "give its vocab_size to "
-                "target and drafter alike"
+                "of which it could not go on; choose models of one vocabulary, or, where the tokenizer has no more ids "
+                "than either, give its vocab_size to target and drafter alike"
             )
 
 
@@ -108,6 +105,6 @@ def check_free(model: DraftModel, role: str) -> None:
     if model.session is not None and model.session.is_open:
         raise ValueError(
             f"the {role} is in use already, by another part of this generation or by another stream that is still "
-            "open, and its cache "
-            "holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
+            "open, and its cache holds one sequence; make a model object for each use, or exhaust or close() the other "
+            "stream first"
         )

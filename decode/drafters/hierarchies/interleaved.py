@@ -2,10 +2,9 @@
 target verifies all.
 
 Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
-that it was drawn
-from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by a draw from the
-residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so the output has the
-target's law although the proposals alternate.
+that it was drawn from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by
+a draw from the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so
+the output has the target's law although the proposals alternate.
 
 As printed, the replacement is drawn from plain p instead. Then a drafted position has, whatever proposed it, the law
 

@@ -17,8 +17,7 @@ further on that this inner round had verified are dropped unseen. What the polic
 the inner verification got) moves only later stops, never the token it is about.
 
 Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
-`num_micro_forwards`
-forwards of all levels below together.
+`num_micro_forwards` forwards of all levels below together.
 """
 
 from collections.abc import Iterator

@@ -70,7 +70,7 @@ class TreeDrafter(PolicyDrafter):
             model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.features.trees`)
                 reads the very target that verifies.
             policy: when to stop.
-            shape: how the tree branches; None: EAGLE-2's.
+            shape: the rule by which the tree branches; None: EAGLE-2's.
             read_every: levels after which the policy's stop is heeded.
             vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
 
