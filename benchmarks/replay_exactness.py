@@ -21,7 +21,7 @@ from data_gen.prompts.templates import encode
 from data_gen.responses.exchange import Exchange, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from decode import Recorder, SpeculativeDecoder, Trace, record_trace
-from decode.drafters.factory import pair_decoder
+from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.policies import (
     AdaEDL,
@@ -62,7 +62,8 @@ def compared_policies(config: Config) -> dict[str, Policy]:
 
 def decoder_of(pair: Pair, policy: Policy, sampling: Sampling, config: Config) -> SpeculativeDecoder:
     """The real loop of a pair under one policy and one sampling."""
-    return pair_decoder(pair, policy, sampling=sampling, max_draft_length=config.decode.max_draft_length)
+    models = PairModels(pair)
+    return models.decoder(models.drafter(policy), sampling=sampling, max_draft_length=config.decode.max_draft_length)
 
 
 def traced(

@@ -40,8 +40,8 @@ class Experiment:
 
     def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
         """Args:
-            config: of the command.
-            needs_micro: hierarchies are asked for.
+            config: the command's.
+            needs_micro: whether hierarchies are asked for.
 
         Raises:
             ValueError: hierarchies of no micro model, or with a draft that reads the target.
@@ -66,7 +66,7 @@ class Experiment:
         return released_layout_of(self.models.draft) is not None
 
     def with_feature_draft(self, path: str) -> "Experiment":
-        """The same with another draft, one that reads the target, which is not loaded a second time.
+        """This experiment with another draft, one that reads the target, which is not loaded a second time.
 
         Raises:
             ValueError: no feature draft, or one that does not fit the target.
@@ -78,12 +78,12 @@ class Experiment:
                 f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their "
                 "own"
             )
-        other, target = copy(self), self.pair.target
+        changed, target = copy(self), self.pair.target
         for name in ("has_feature_draft", "num_draft_weights", "heads"):
-            other.__dict__.pop(name, None)
-        other.models, other._described = replace(self.models, draft=source), {}
-        other.pair = replace(self.pair, drafting=feature_draft_of(other.models, target))
-        return other
+            changed.__dict__.pop(name, None)
+        changed.models, changed._described = replace(self.models, draft=source), {}
+        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, target))
+        return changed
 
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
@@ -144,11 +144,12 @@ class Experiment:
         return load_prompts(replace(data, split_weights=(0, 1, 1), split_ids=None), split, may_be_fewer=True)
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
-        """Token ids of the same prompts, as `encoded` has them."""
+        """Token ids of the prompts that `encoded` returns."""
         return [ids for _, ids in self.encoded(dataset, split, num=num)]
 
     def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
-        """The same prompts with their token ids, empty and over-long ones left out; none where none are asked for.
+        """The prompts of `prompts` with their token ids, empty and over-long ones left out; none where none are asked
+        for.
 
         Raises:
             ValueError: all of them are empty or over-long.
@@ -159,8 +160,7 @@ class Experiment:
         if prompts and not fitting:
             raise ValueError(
                 f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset].path}; "
-                "raise "
-                f"data.max_prompt_tokens or decode.num_{split}"
+                f"raise data.max_prompt_tokens or decode.num_{split}"
             )
         return fitting
 
@@ -174,19 +174,18 @@ class Experiment:
 
     @cached_property
     def heads(self) -> dict[str, AcceptanceHead]:
-        """The same, loaded and checked: those for chains.
+        """The heads of `head_paths` that serve chains, loaded and checked.
 
         Raises:
             FileNotFoundError: a head that is not there.
             ValueError: a head that does not fit this run; candidate heads alone.
         """
-        every = {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
-        chosen = {name: head for name, head in every.items() if head.timing != "candidate"}
-        if every and not chosen:
+        loaded = {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
+        chosen = {name: head for name, head in loaded.items() if head.timing != "candidate"}
+        if loaded and not chosen:
             raise ValueError(
-                f"{', '.join(every)} are candidate heads, which stop trees: give them to `evaluation tables --paper "
-                "svip-trees` (--stops) or "
-                "`decode generate` (--tree), or train heads of another timing"
+                f"{', '.join(loaded)} are candidate heads, which stop trees: give them to `evaluation tables --paper "
+                "svip-trees` (--stops) or `decode generate` (--tree), or train heads of another timing"
             )
         return chosen
 
@@ -223,14 +222,14 @@ def names_apart(paths: Sequence[str]) -> list[str]:
 
     a/best and b/best -> a/best and b/best;  runs/a/best and runs/b/worst -> best and worst
     """
-    every = [PurePath(path).parts for path in dict.fromkeys(paths)]
-    lengths = [1] * len(every)
+    split_paths = [PurePath(path).parts for path in dict.fromkeys(paths)]
+    lengths = [1] * len(split_paths)
     while True:
-        names = ["/".join(parts[-length:]) for parts, length in zip(every, lengths, strict=True)]
+        names = ["/".join(parts[-length:]) for parts, length in zip(split_paths, lengths, strict=True)]
         shared = Counter(names)
         longer = [
             min(length + (shared[name] > 1), len(parts))
-            for name, parts, length in zip(names, every, lengths, strict=True)
+            for name, parts, length in zip(names, split_paths, lengths, strict=True)
         ]
         if longer == lengths:
             return names

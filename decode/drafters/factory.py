@@ -39,7 +39,7 @@ def target_of(
         target: loaded.
         drafting: the pair's draft.
         kind: class of the model; beside a feature draft it only says whether trees are verified.
-        vocab_size: as for `CachedModel`.
+        vocab_size: width that logits are cut to (`CachedModel`).
 
     Raises:
         ValueError: a model that cannot hold a tree, or does not keep what the feature draft reads; a feature draft of
@@ -91,7 +91,7 @@ class PairModels:
     ) -> None:
         """Args:
             pair: loaded, or what loads it when the first model is needed.
-            compile: as `decode.compile`.
+            compile: `decode.compile`: how much of the loop is compiled.
             holds_trees: models that hold trees, with which chains can be drafted too.
             with_hidden: draft and micro keep hidden states, as heads at any level of a hierarchy need; False: the draft
                 does for policies with heads.
@@ -170,7 +170,7 @@ class PairModels:
         """The loop of the pair's target with a drafter, of `drafter` or a hierarchy on these models.
 
         Args:
-            drafter: of chains or of trees.
+            drafter: a drafter of chains, or of trees where the models hold them.
             sampling: the one transform of all models.
             max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
             eos_ids: tokens that end a generation; None: those of the pair.
@@ -201,29 +201,3 @@ def check_micro(pair: PairConfig | Pair) -> None:
         raise ValueError(
             "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
         )
-
-
-def pair_decoder(
-    pair: Pair,
-    policy: Policy,
-    *,
-    sampling: Sampling,
-    max_draft_length: int,
-    shape: Shape | None = None,
-    compile: Compile = False,
-) -> SpeculativeDecoder:
-    """The loop of a pair under one policy, with models of its own.
-
-    Args:
-        pair: loaded; its EOS ids end a generation.
-        policy: when to stop drafting.
-        sampling: of target and draft.
-        max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
-        shape: of the trees that are drafted; None: chains.
-        compile: as `decode.compile`.
-
-    Raises:
-        ValueError: trees or a feature draft are to be compiled, or a model cannot hold a tree.
-    """
-    models = PairModels(pair, compile, holds_trees=shape is not None)
-    return models.decoder(models.drafter(policy, shape), sampling=sampling, max_draft_length=max_draft_length)

@@ -15,11 +15,11 @@ from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
-from decode.drafters.factory import pair_decoder
+from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import SHAPES
 from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
-from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 from lm import Pair
 
@@ -55,9 +55,12 @@ def generate(
     logging.disable_progress_bar()
     pair = experiment.pair
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
-    decoder = decoder_for(experiment, stop, tree)
-    num_tokens = experiment.decode.max_new_tokens if max_new_tokens is None else max_new_tokens
-    rounds = decoder.stream(prompt_ids, num_tokens, generator=torch.Generator().manual_seed(experiment.decode.seed))
+    decode = experiment.decode
+    models = PairModels(pair, decode.compile, holds_trees=tree is not None)
+    drafter = models.drafter(stop, None if tree is None else SHAPES[tree])
+    decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)
+    num_tokens = decode.max_new_tokens if max_new_tokens is None else max_new_tokens
+    rounds = decoder.stream(prompt_ids, num_tokens, generator=torch.Generator().manual_seed(decode.seed))
     if json:
         print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=decoder.sampling))
         return
@@ -79,17 +82,6 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
     closing = summary(Generation.of(rounds_so_far), policy)
     transcript.console.print("\n" + closing, soft_wrap=True)
     return closing
-
-
-def decoder_for(experiment: Experiment, policy: Policy, tree: str | None = None) -> SpeculativeDecoder:
-    """The loop of an experiment: its pair, its sampling, its longest draft, compiled or not.
-
-    Raises:
-        ValueError: trees are asked for, and a model cannot hold them, or they are to be compiled.
-    """
-    decode, shape = experiment.decode, None if tree is None else SHAPES[tree]
-    how: dict[str, Any] = {"sampling": experiment.sampling, "max_draft_length": decode.max_draft_length}
-    return pair_decoder(experiment.pair, policy, shape=shape, compile=decode.compile, **how)
 
 
 def _document(generation: Generation, pair: Pair, **settings: Any) -> str:

@@ -11,23 +11,20 @@ one, and near ties may fall the other way: of 20 prompts with up to 128 new toke
 What is asked of it, one of three ways:
 
     means the same    EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, processors and stopping criteria of one's
-                      own, asked token
-                      by token. Criteria are given scores=None, as `generate` gives them unless `output_scores` is set.
-                      Processors must depend on their arguments alone: each is asked about drafted prefixes that may be
-                      discarded.
+                      own, asked token by token. Criteria are given scores=None, as `generate` gives them unless
+                      `output_scores` is set. Processors must depend on their arguments alone: each is asked about
+                      drafted prefixes that may be discarded.
     changes nothing   `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
-                      without guidance;
-                      `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses `stop_strings`
-                      itself: give `StopStringCriteria` among the stopping criteria.
+                      without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses
+                      `stop_strings` itself: give `StopStringCriteria` among the stopping criteria.
     is refused        with a ValueError that names it: every other keyword that is not None (`pixel_values`,
-                      `token_type_ids`, …);
-                      `streamer`, `assistant_model`, `synced_gpus`; batches, several sequences, beams and whatever else
-                      is neither greedy search nor sampling; encoder-decoders; padding, embedded prompts, positions of
-                      one's own; a cache handed in, or one that is not dynamic; classifier-free guidance and SynthID
-                      watermarks, which are not functions of the tokens; `output_scores` and its kin; a prompt and
-                      `max_new_tokens` that together exceed the target's `max_position_embeddings`, where plain
-                      `generate` goes on beyond what the model was made for; a head that was trained with another draft,
-                      target or sampling, unless `allow_foreign_heads`.
+                      `token_type_ids`, …); `streamer`, `assistant_model`, `synced_gpus`; batches, several sequences,
+                      beams and whatever else is neither greedy search nor sampling; encoder-decoders; padding, embedded
+                      prompts, positions of one's own; a cache handed in, or one that is not dynamic; classifier-free
+                      guidance and SynthID watermarks, which are not functions of the tokens; `output_scores` and its
+                      kin; a prompt and `max_new_tokens` that together exceed the target's `max_position_embeddings`,
+                      where plain `generate` goes on beyond what the model was made for; a head that was trained with
+                      another draft, target or sampling, unless `allow_foreign_heads`.
 
 With `return_dict_in_generate` the result holds the sequences and the rounds; its `past_key_values` is None.
 """

@@ -21,8 +21,7 @@ STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red",
 
 def legend() -> Text:
     """One line that names the colours."""
-    words = (word for name, style in STYLES.items() for word in ((name, style), "  "))
-    return Text.assemble(*words)
+    return Text.assemble(*(word for name, style in STYLES.items() for word in ((name, style), "  ")))
 
 
 class Transcript:

@@ -35,14 +35,6 @@ class Together(Protocol):
     def forward(self, asks: Sequence[Ask]) -> list[Tensor]: ...
 
 
-class BatchRequest(NamedTuple):
-    """One generation that is wanted, with its own source of uniforms."""
-
-    prompt_ids: Sequence[int]
-    max_new_tokens: int
-    draws: Draws
-
-
 class BatchRound(NamedTuple):
     """Cost of one round of the batch."""
 
@@ -67,8 +59,8 @@ class _Place:
 
     def __init__(self, drafter: ModelDrafter, target: CachedModel) -> None:
         self.drafter, self.target = drafter, target
-        self.request: int | None = None
-        """Number of the request that has the seat; None: it is free."""
+        self.number: int | None = None
+        """Number of the prompt that has the seat; None: it is free."""
 
     @property
     def num_planned(self) -> int:
@@ -77,7 +69,7 @@ class _Place:
 
 
 class Batch:
-    """Requests, decoded as a continuous batch: `rounds` plays them, `generations` collects what comes of them."""
+    """Prompts, decoded as a continuous batch: `rounds` plays them, `generations` collects what comes of them."""
 
     def __init__(
         self,
@@ -104,32 +96,40 @@ class Batch:
 
     @property
     def generations(self) -> list[Generation]:
-        """Generation of every request, in their order."""
+        """Generation of every prompt, in their order."""
         return [Generation.of(rounds) for rounds in self._rounds]
 
-    def rounds(self, requests: Sequence[BatchRequest], *, max_draft_length: int) -> Iterator[BatchRound]:
-        """Play all requests, as many at once as there are seats; the rest waits in its order."""
-        self._rounds = [[] for _ in requests]
-        waiting = iter(enumerate(requests))
+    def rounds(
+        self, prompts: Sequence[list[int]], limits: Sequence[int], draws: Sequence[Draws], *, max_draft_length: int
+    ) -> Iterator[BatchRound]:
+        """Play all prompts, as many at once as there are seats; the rest waits in its order.
+
+        Args:
+            prompts: token ids of each.
+            limits: the most new tokens of each; one that wants none takes no seat.
+            draws: source of uniforms of each.
+            max_draft_length: upper bound of every round.
+        """
+        self._rounds = [[] for _ in prompts]
+        asked = enumerate(zip(prompts, limits, draws, strict=True))
+        waiting = ((number, *prompt) for number, prompt in asked if prompt[1] > 0)
         while True:
-            num_joined = sum(self._seated(place, waiting) for place in self._places if place.request is None)
-            busy = [place for place in self._places if place.request is not None]
+            free = [place for place in self._places if place.number is None]
+            joining = list(zip(free, waiting, strict=False))
+            for place, prompt in joining:
+                self._seat(place, *prompt)
+            busy = [place for place in self._places if place.number is not None]
             if not busy:
                 return
-            yield self._round(busy, max_draft_length, num_joined)
+            yield self._round(busy, max_draft_length, len(joining))
 
-    def _seated(self, place: _Place, waiting: Iterator[tuple[int, BatchRequest]]) -> bool:
-        """The next request that wants any token takes this place, if there is one."""
-        for number, request in waiting:
-            if request.max_new_tokens > 0:
-                place.request, place.committed = number, list(request.prompt_ids)
-                place.end = len(place.committed) + request.max_new_tokens
-                place.session = Session(self._sampling, self._eos_ids, request.draws)
-                place.session.take(place.target, "target", verifies=True)
-                place.target.reset()
-                place.drafter.start(place.session)
-                return True
-        return False
+    def _seat(self, place: _Place, number: int, prompt_ids: list[int], limit: int, draws: Draws) -> None:
+        place.number, place.committed = number, list(prompt_ids)
+        place.end = len(prompt_ids) + limit
+        place.session = Session(self._sampling, self._eos_ids, draws)
+        place.session.take(place.target, "target", verifies=True)
+        place.target.reset()
+        place.drafter.start(place.session)
 
     @torch.inference_mode()
     def _round(self, busy: list[_Place], max_draft_length: int, num_joined: int) -> BatchRound:
@@ -196,8 +196,8 @@ class Batch:
         round_ = settle_round(
             place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
         )
-        assert place.request is not None
-        self._rounds[place.request].append(round_)
+        assert place.number is not None
+        self._rounds[place.number].append(round_)
         if round_.emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
-            place.request = None
+            place.number = None
         return round_

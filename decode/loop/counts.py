@@ -51,7 +51,7 @@ class Counts:
 
     @property
     def acceptance_length(self) -> Number:
-        """1 + accepted / rounds."""
+        """Mean number of tokens that a round emits, 1 + accepted / rounds."""
         return 1 + self.num_accepted / self.num_target
 
     def __add__(self, other: "Counts") -> "Counts":

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.asked import Ids, Limits, ids_of, integer_of, limits_of
-from decode.loop.batch import Batch, BatchRequest, BatchRound, Together
+from decode.loop.batch import Batch, BatchRound, Together
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
-from decode.loop.session import Session, check_free
+from decode.loop.session import Session, cached, check_free
 from decode.policies.batch import batched
 from lm import CachedModel, Draws, FeatureModel, RandomDraws, Sampling, Verdict, verify
 from lm.models.seats import Seats
@@ -47,7 +47,7 @@ class SpeculativeDecoder:
         """
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
-        self.target = CachedModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
+        self.target: CachedModel = cached(target, CachedModel, vocab_size=vocab_size)
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
@@ -113,7 +113,6 @@ class SpeculativeDecoder:
             if generator is None or isinstance(generator, torch.Generator)
             else generator
         )
-        requests = [BatchRequest(*arguments) for arguments in zip(all_ids, limits, draws, strict=True)]
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             check_free(model, role)  # it may be tried out, which takes its cache
             model.check_mode()
@@ -121,7 +120,7 @@ class SpeculativeDecoder:
         policy = batched(self.drafter.policy, num_seats)
         drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
-        return batch, batch.rounds(requests, max_draft_length=self.max_draft_length)
+        return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
 
     def _seats(self, model: CachedModel, num: int) -> Together:
         return Seats(model, num)
@@ -175,8 +174,8 @@ class SpeculativeDecoder:
         if num_prompt_tokens + max_new_tokens - 1 > self.target.max_length:
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of "
-                f"{self.target.max_length}; "
-                f"shorten the prompt, or set max_new_tokens to at most {self.target.max_length + 1 - num_prompt_tokens}"
+                f"{self.target.max_length}; shorten the prompt, or set max_new_tokens to at most "
+                f"{self.target.max_length + 1 - num_prompt_tokens}"
             )
 
     @torch.inference_mode()

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
 from decode.loop.reading import nothing_of
-from decode.loop.session import Session
-from decode.loop.signals import DeviceSignals, HostSignals, reader_of
+from decode.loop.session import Session, cached
+from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
 from lm import CachedModel, DraftModel, Draws, revealed_probs
 
@@ -84,7 +84,71 @@ class Drafter(Protocol):
         ...
 
 
-class ModelDrafter:
+class PolicyDrafter:
+    """A model that drafts under a policy: what the policy is asked and told of each token, and the proposal that grows
+    by its answers. Subclasses say where tokens come from; `begin` and `take` are for those whose drafts are chains.
+    """
+
+    role = "draft"
+    """Name of the model in messages."""
+    verifies = False
+    """Whether the model verifies what is drafted below it."""
+
+    def __init__(self, model: DraftModel, policy: Policy) -> None:
+        self.model, self.policy = model, policy
+        self._takes_lessons = bool(policy.nothing_learned)
+        self._may_stop_before = policy.stops_before
+        self._signals = reader_of(policy, model)
+
+    def start(self, session: Session) -> None:
+        session.take(self.model, self.role, verifies=self.verifies)
+        self.model.reset()
+        self._signals = reader_of(self.policy, self.model, self._signals)
+        self._session = session
+        self.state = self.policy.start()
+
+    def begin(self, committed: list[int], max_tokens: int) -> int:
+        """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
+        self.state = self.policy.begin(self.state)
+        self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
+        self._seen: list[Seen] = []
+        self._num_tokens = int(
+            min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1)
+        )
+        return self._num_tokens
+
+    def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
+        """A token goes into the proposal, unless the policy stops before it; True if the draft goes on.
+
+        Args:
+            token: what the model drew from q, or let pass as if it had.
+            drawn: the signals of the model at the token.
+            q: the law of the token.
+        """
+        proposal, eos_ids = self.proposal, self._session.eos_ids
+        if self._may_stop_before and self.policy.stop_before(self.state, drawn.before):
+            proposal.stop_reason = "policy"
+            return False
+        proposal.tokens.append(token)
+        proposal.laws.append(q)
+        proposal.entropies.append(drawn.entropy)
+        self._seen.append((self.state, drawn))
+        self.state, stop = self.policy.after(self.state, drawn)
+        if token in eos_ids or stop:
+            proposal.stop_reason = "eos" if token in eos_ids else "policy"
+            return False
+        return len(proposal.tokens) < self._num_tokens
+
+    def roll_back(self, length: int) -> None:
+        self.model.roll_back(length)
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self.roll_back(len(committed) - 1)
+        lesson = lessons_of(self.policy, self._seen, self.proposal.acceptance_probs)
+        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, lesson))
+
+
+class ModelDrafter(PolicyDrafter):
     """One model drafts token by token until its policy says stop. Once its context is full it drafts nothing."""
 
     def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
@@ -94,31 +158,22 @@ class ModelDrafter:
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
-        self.policy = policy
-        self._takes_lessons = bool(policy.nothing_learned)
-        self._may_stop_before = policy.stops_before
-        self._read_with(reader_of(policy, self.model))
+        super().__init__(cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
+        self.reads_at_end = self._may_read_at_end()
 
     def start(self, session: Session) -> None:
-        session.take(self.model, "draft")
-        self.model.reset()
-        if (signals := reader_of(self.policy, self.model, self._signals)) is not self._signals:
-            self._read_with(signals)
-        self._session = session
+        signals = self._signals
+        super().start(session)
+        if self._signals is not signals:  # the draft was moved
+            self.reads_at_end = self._may_read_at_end()
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
-        self.state = self.policy.start()
 
-    def _read_with(self, signals: HostSignals | DeviceSignals) -> None:
-        """Read signals where the draft is now."""
-        self._signals = signals
-        # of a policy that looks at nothing (fixed length, heuristic) the whole draft stays on the device until it ends
+    def _may_read_at_end(self) -> bool:
+        """Whether the draft stays on the device until it ends: its policy looks at nothing (fixed length,
+        heuristic).
+        """
         is_blind = type(self.policy).after is Policy.after and not (self._may_stop_before or self.policy.signals)
-        self.reads_at_end = self.model.device.type != "cpu" and is_blind
+        return self.model.device.type != "cpu" and is_blind
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
@@ -137,38 +192,9 @@ class ModelDrafter:
             num_committed, num_committed + num_tokens - 1
         )
 
-    def begin(self, committed: list[int], max_tokens: int) -> int:
-        """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
-        self.state = self.policy.begin(self.state)
-        self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
-        self._seen: list[Seen] = []
-        self._num_tokens = int(
-            min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1)
-        )
-        return self._num_tokens
-
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """One draft step's token goes into the proposal, unless the policy stops before it; True if the draft goes on.
-
-        Args:
-            token: drawn from q.
-            drawn: the signals of the step.
-            q: the law of the step.
-        """
-        proposal, eos_ids = self.proposal, self._session.eos_ids
-        proposal.num_draft_forwards += 1
-        if self._may_stop_before and self.policy.stop_before(self.state, drawn.before):
-            proposal.stop_reason = "policy"
-            return False
-        proposal.tokens.append(token)
-        proposal.laws.append(q)
-        proposal.entropies.append(drawn.entropy)
-        self._seen.append((self.state, drawn))
-        self.state, stop = self.policy.after(self.state, drawn)
-        if token in eos_ids or stop:
-            proposal.stop_reason = "eos" if token in eos_ids else "policy"
-            return False
-        return len(proposal.tokens) < self._num_tokens
+        self.proposal.num_draft_forwards += 1
+        return super().take(token, drawn, q)
 
     def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Draw a token after `ids`: it, the signals of the step, and the law that it was drawn from."""
@@ -217,11 +243,3 @@ class ModelDrafter:
         )
         proposal.num_draft_forwards = num_tokens
         self._seen = [(self.state, nothing_of(place)) for place in range(num_kept)]
-
-    def roll_back(self, length: int) -> None:
-        self.model.roll_back(length)
-
-    def conclude(self, committed: list[int], num_accepted: int) -> None:
-        self.model.roll_back(len(committed) - 1)
-        lesson = lessons_of(self.policy, self._seen, self.proposal.acceptance_probs)
-        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, lesson))

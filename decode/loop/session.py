@@ -11,7 +11,11 @@ first token. The ids fit where
 so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
 """
 
-from lm import DraftModel, Draws, GreedyDraws, Sampling
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling
 
 
 class Session:
@@ -65,18 +69,35 @@ class Session:
         if model.num_logits > self._num_drafted:
             raise ValueError(
                 f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s "
-                "drafter "
-                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that the "
-                "others have probability 0"
+                f"drafter vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that "
+                "the others have probability 0"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(
                 f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some "
-                "of which it could "
-                "not go on; choose models of one vocabulary, or, where the tokenizer has no more ids than either, "
-                "give its vocab_size to "
-                "target and drafter alike"
+                "of which it could not go on; choose models of one vocabulary, or, where the tokenizer has no more ids "
+                "than either, give its vocab_size to target and drafter alike"
             )
+
+
+def cached(
+    model: Any,
+    kind: type[CachedModel],
+    *,
+    vocab_size: int | None = None,
+    with_hidden: bool = False,
+) -> Any:
+    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a model of this kind, any other is one already.
+
+    Args:
+        model: as a caller hands it in.
+        kind: `CachedModel`, or one that holds trees.
+        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        with_hidden: keep hidden states, for heads.
+    """
+    if isinstance(model, PreTrainedModel):
+        return kind(model, vocab_size=vocab_size, with_hidden=with_hidden)
+    return model
 
 
 def check_free(model: DraftModel, role: str) -> None:
@@ -84,6 +105,6 @@ def check_free(model: DraftModel, role: str) -> None:
     if model.session is not None and model.session.is_open:
         raise ValueError(
             f"the {role} is in use already, by another part of this generation or by another stream that is still "
-            "open, and its cache "
-            "holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
+            "open, and its cache holds one sequence; make a model object for each use, or exhaust or close() the other "
+            "stream first"
         )

@@ -92,11 +92,11 @@ class Auto(ScoringPolicy):
         next_mean: mean acceptance of a token that follows an accepted one.
         index_offset: g(0).
         index_slope: g(1) - g(0).
-        first_index: of a fed-time head, g after the first token of a round.
+        first_index: g after the first token of a round, for a fed-time head.
         prior_tokens: weight of the prior of lambda.
         prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds;
             None: from `next_mean`.
-        prior_rounds: how many rounds that estimate counts for.
+        prior_rounds: number of rounds that the estimate counts for.
         probe_every: rounds without a draft before one is tried again.
         memory: the most weight that the past may have in the mean over drafting rounds, so that it follows the text.
         is_learning: refit the head's calibration on the job (`decode.policies.learning`).

@@ -66,7 +66,7 @@ class Curve:
         return within + np.maximum(number - b, 0.0) * (last_s - first_s) / (b - a)
 
     def plus(self, seconds: float) -> Curve:
-        """The curve, `seconds` higher everywhere."""
+        """This curve, raised by `seconds` everywhere."""
         return Curve(self.numbers, tuple(seconds_ + seconds for seconds_ in self.seconds))
 
 
@@ -103,7 +103,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
         costs: the two curves, this rule's own work included in t_draft.
         batch_size: sequences at once, of which the prior of lambda is made.
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.
-        next_mean, index_offset, index_slope, first_index: as of `Auto`.
+        next_mean, index_offset, index_slope, first_index: what they are in `Auto`.
         prior_rounds: rounds that the prior of lambda counts for, where lambda is learned.
         is_learning: refit the head's calibration on the job, for each sequence from its own rounds.
     """
@@ -168,8 +168,8 @@ class Pace:
         """The sequences that go on, bool [sequence].
 
         Args:
-            worth: [sequence] of those that may.
-            num_tokens: that the verification is to be fed so far, by the whole batch.
+            worth: [sequence] worth of those that may go on.
+            num_tokens: tokens that the whole batch feeds the verification so far.
         """
         sizes = np.arange(1, len(worth) + 1)
         costs = self.rule.costs

@@ -35,8 +35,8 @@ class HeadPolicy(ScoringPolicy):
             max_draft_length.
         is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where
             it can, a fixed threshold, which is for raw probabilities, does not.
-        keeps_newest: of a prefix head: draw that token all the same, keep it and stop after it (A in law 4.3). Its
-            forward is paid.
+        keeps_newest: whether a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
+            Its forward is paid.
     """
 
     head: AcceptanceHead

@@ -117,8 +117,8 @@ def parse_policy(spec: str, **how: Any) -> Policy:
     """The policy that `spec` writes down: `name`, or `name:parameter=value,parameter=value`.
 
     Args:
-        spec: as in this module's first lines.
-        how: passed on to `make_policy`.
+        spec: written like those in this module's first lines.
+        how: keywords of `make_policy`.
     """
     name, parameters = read_spec(spec)
     return make_policy(name, **parameters, **how)

@@ -8,8 +8,7 @@ prefix head         scores y_i before it is drawn, whichever it will be: the pro
                     the draw
 candidate head      as a drawn-time head, of the candidates of a tree
 both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest:
-                    its score
-                    takes part in this token's decision and is then dropped in favour of the fed-time head's
+                    its score takes part in this token's decision and is then dropped in favour of the fed-time head's
 """
 
 from __future__ import annotations

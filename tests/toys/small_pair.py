@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
@@ -31,6 +31,16 @@ def model(seed: int, layers: int = 1) -> LlamaForCausalLM:
         sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
         config = llama(**sizes, **ids, initializer_range=0.6)
         return LlamaForCausalLM(config).eval()
+
+
+class Words(PreTrainedTokenizerBase):
+    """As many ids as the pair has logits."""
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(VOCAB)}
 
 
 def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:

@@ -75,7 +75,7 @@ def hsddw(
         micro: drafts; the paper's is a 68M Llama.
         draft: pre-verifies; the paper's is Llama-2 7B. Wrap in a `CachedModel` with `vocab_size` where logits are
             padded.
-        configuration: how the levels alternate, and who stops.
+        configuration: name of the schedule by which levels alternate, and of the levels that stop themselves.
         window: K, the most tokens that a level drafts at a time.
         policies: (micro's, draft's), in place of the configuration's own.
         bonus: use the draft's free token after full inner acceptance.

@@ -2,10 +2,9 @@
 target verifies all.
 
 Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
-that it was drawn
-from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by a draw from the
-residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so the output has the
-target's law although the proposals alternate.
+that it was drawn from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by
+a draw from the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so
+the output has the target's law although the proposals alternate.
 
 As printed, the replacement is drawn from plain p instead. Then a drafted position has, whatever proposed it, the law
 
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Proposal
-from decode.loop.session import Session
+from decode.loop.session import Session, cached
 from lm import CachedModel, Draws, Verdict
 from lm.verification import num_accepted
 
@@ -56,10 +55,8 @@ class InterleavedDrafter:
         for name, value in (("m", m), ("n", n)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
-        self.small, self.medium = (
-            CachedModel(model, vocab_size=vocab_size) if isinstance(model, PreTrainedModel) else model
-            for model in (small, medium)
-        )
+        self.small: CachedModel = cached(small, CachedModel, vocab_size=vocab_size)
+        self.medium: CachedModel = cached(medium, CachedModel, vocab_size=vocab_size)
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:

@@ -17,22 +17,18 @@ further on that this inner round had verified are dropped unseen. What the polic
 the inner verification got) moves only later stops, never the token it is about.
 
 Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
-`num_micro_forwards`
-forwards of all levels below together.
+`num_micro_forwards` forwards of all levels below together.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.drafter import Drafter, Proposal
-from decode.loop.session import Session
-from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Policy, Seen, lessons_of
+from decode.loop.drafter import Drafter, PolicyDrafter, Proposal
+from decode.loop.session import Session, cached
+from decode.policies.base import Policy
 from lm import CachedModel, next_law, num_accepted
 
 
@@ -61,10 +57,12 @@ class InnerRounds:
         return chain(together, repeat(0, self.num_alone))
 
 
-class PreVerifiedDrafter:
+class PreVerifiedDrafter(PolicyDrafter):
     """Drafts the tokens that the inner drafter proposes and `model` lets pass, until the policy of this level says
     stop, or a context is full.
     """
+
+    role, verifies = "draft that pre-verifies", True
 
     def __init__(
         self,
@@ -78,97 +76,57 @@ class PreVerifiedDrafter:
         """Args:
         inner: any drafter, also one of these.
         model: verifies what `inner` proposes; a `PreTrainedModel` is wrapped in a `CachedModel`.
-        policy: of this level; its signals are `model`'s, a head in it reads `model`'s hidden states.
+        policy: when this level stops; its signals are `model`'s, a head in it reads `model`'s hidden states.
         rounds: None is `InnerRounds()`, full HSDDW's.
         vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
         """
-        self.model = (
-            CachedModel(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
-        self.inner = inner
-        self.policy = policy
-        self.rounds = rounds or InnerRounds()
-        self._signals = reader_of(policy, self.model)
+        wrapped = cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
+        super().__init__(wrapped, policy)
+        self.inner, self.rounds = inner, rounds or InnerRounds()
 
     def start(self, session: Session) -> None:
-        session.take(self.model, "draft that pre-verifies", verifies=True)
-        self.model.reset()
-        self._signals = reader_of(self.policy, self.model, self._signals)
+        super().start(session)
         self.inner.start(session)
-        self._session = session
-        self._state = self.policy.start()
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        self._state = self.policy.begin(self._state)
-        self._proposal = proposal = Proposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
-        self._seen: list[Seen] = []
-        limit = int(min(self.policy.limit(self._state), max_tokens, self.model.max_length - len(committed) + 1))
-        ids = list(committed)
+        limit = self.begin(committed, max_tokens)
         for window in self.rounds.lengths():
-            room = limit - len(proposal.tokens)
-            if room < 1 or proposal.stop_reason != "limit":
+            room = limit - len(self.proposal.tokens)
+            if room < 1 or self.proposal.stop_reason != "limit":
                 break
+            ids = committed + self.proposal.tokens
             # A bonus token may follow the inner draft, and needs room too; the model's forward over both must fit its
             # context.
             self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
-        return proposal
-
-    def conclude(self, committed: list[int], num_accepted: int) -> None:
-        self.roll_back(len(committed) - 1)
-        lesson = lessons_of(self.policy, self._seen, self._proposal.acceptance_probs)
-        self._state = self.policy.end(self._state, self._proposal.outcome(num_accepted, lesson))
+        return self.proposal
 
     def roll_back(self, length: int) -> None:
-        self.model.roll_back(length)
+        super().roll_back(length)
         self.inner.roll_back(length)
 
     def _inner_round(self, ids: list[int], window: int) -> None:
-        """Play one inner round; extends `ids` and the proposal by what it emits."""
+        """Play one inner round after `ids`; extends the proposal by what it emits."""
+        proposal, draws = self.proposal, self._session.draws
+        num_before = len(proposal.tokens)
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()
         fed = ids + inner.tokens
         logits = self.model.forward(fed, len(inner.tokens) + 1)
         q = self._session.sampling.laws_after(logits, fed)
-        count = num_accepted(inner.tokens, inner.laws, q, self._session.draws)
-        inner.reveal(count, q, self._session.draws)
-        for row, token_id in enumerate(inner.tokens[:count]):
-            if not self._emit(
-                ids, token_id, self._signals.read(len(self._proposal.tokens), logits[row], token_id, row=row), q[row]
-            ):
+        count = num_accepted(inner.tokens, inner.laws, q, draws)
+        inner.reveal(count, q, draws)
+        for row, token in enumerate(inner.tokens[:count]):
+            drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
+            if not self.take(token, drawn, q[row]):
                 break
         else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
-                law = next_law(count, inner.laws, q, self._session.draws)
-                token_id, drawn = self._signals.draw(
-                    len(self._proposal.tokens), logits[count], law, self._session.draws, row=count
-                )
-                self._emit(ids, token_id, drawn, q[count])
+                law = next_law(count, inner.laws, q, draws)
+                token, drawn = self._signals.draw(len(proposal.tokens), logits[count], law, draws, row=count)
+                self.take(token, drawn, q[count])
+        ids = ids + proposal.tokens[num_before:]
         self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)
         if window > 0:
             self.inner.conclude(ids, count)
-        self._count(inner)
-
-    def _emit(self, ids: list[int], token_id: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """Ask the policy about one position and, unless it stops before, add the token; False when the draft ends
-        here.
-        """
-        proposal = self._proposal
-        if self.policy.stop_before(self._state, drawn.before):
-            proposal.stop_reason = "policy"
-            return False
-        ids.append(token_id)
-        proposal.tokens.append(token_id)
-        proposal.laws.append(q)
-        proposal.entropies.append(drawn.entropy)
-        self._seen.append((self._state, drawn))
-        self._state, stop = self.policy.after(self._state, drawn)
-        if token_id in self._session.eos_ids or stop:
-            proposal.stop_reason = "eos" if token_id in self._session.eos_ids else "policy"
-        return proposal.stop_reason == "limit"
-
-    def _count(self, inner: Proposal) -> None:
-        proposal = self._proposal
         proposal.num_draft_forwards += 1
         proposal.num_micro += len(inner.tokens)
         proposal.num_micro_forwards += inner.num_draft_forwards + inner.num_micro_forwards

@@ -4,12 +4,11 @@ A step has both at work at once: the draft adds gamma tokens to the text, and th
 before them.
 
     pre-verify    no token waits. The target knows its law at the first new token, which is tested: rejected, it is
-                  replaced (residual) and
-                  the rest of the draft is dropped; accepted, it is emitted, and the others *wait*.
+                  replaced (residual) and the rest of the draft is dropped; accepted, it is emitted, and the others
+                  *wait*.
     post-verify   the tokens that wait are tested, and then the first new one. All pass: they are emitted, and the other
-                  new ones wait. At
-                  the first that fails: those before it and its replacement are emitted, whatever was drafted after it
-                  is dropped, and the next step pre-verifies.
+                  new ones wait. At the first that fails: those before it and its replacement are emitted, whatever was
+                  drafted after it is dropped, and the next step pre-verifies.
 
 Tests are law 4.2's, with the law that each token was drawn from; a step in which all pass has no bonus token, since the
 draft is ahead of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369):
@@ -73,13 +72,13 @@ class PearlDecoder(SpeculativeDecoder):
         is_parallel: bool = False,
     ) -> None:
         """Args:
-            target: as for `SpeculativeDecoder`.
+            target: verifies; a `PreTrainedModel` is wrapped in a `CachedModel`.
             draft: drafts `gamma` tokens a step.
             gamma: about t_target / t_draft, where both are busy all the time.
             sampling: the one transform of draft and target.
             eos_ids: tokens that end a generation; None: those of the target.
             vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
-            is_parallel: run both at once, as two devices can; else one after the other, to the same tokens.
+            is_parallel: whether both run at once, as two devices can; else one after the other, to the same tokens.
 
         Raises:
             ValueError: gamma below 1, one device for two models that are to work at once.
@@ -93,8 +92,7 @@ class PearlDecoder(SpeculativeDecoder):
         if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
                 f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set "
-                "pair.draft.device_map to "
-                "another one, or read the predicted times"
+                "pair.draft.device_map to another one, or read the predicted times"
             )
         # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.models.captured`), the
         # draft's to the caller's, and each is captured once

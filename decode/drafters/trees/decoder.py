@@ -18,6 +18,7 @@ from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter
 from decode.loop.rounds import Round
+from decode.loop.session import cached
 from lm import Draws, Sampling
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
@@ -82,7 +83,7 @@ class TreeDecoder(SpeculativeDecoder):
                 f"a {type(drafter).__name__} drafts chains, and a TreeDecoder verifies trees; use a "
                 "SpeculativeDecoder, or a TreeDrafter"
             )
-        model = TreeModel(target, vocab_size=vocab_size) if isinstance(target, PreTrainedModel) else target
+        model: TreeModel = cached(target, TreeModel, vocab_size=vocab_size)
         super().__init__(model, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
         self._tree_target = model
 

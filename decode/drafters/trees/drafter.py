@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from decode.drafters.trees.growth import Growth
 from decode.drafters.trees.shapes import Dynamic, Shape
-from decode.loop.drafter import Proposal
-from decode.loop.session import Session
-from decode.loop.signals import reader_of
+from decode.loop.drafter import PolicyDrafter, Proposal
+from decode.loop.session import cached
 from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
 from lm.entropy import entropy
 from lm.features.stepwise import GlideModel, TreeDraft
@@ -52,8 +51,11 @@ class _Path(NamedTuple):
     stops: bool = False
 
 
-class TreeDrafter:
+class TreeDrafter(PolicyDrafter):
     """One model drafts a tree level by level until its policy says stop. A `Drafter`, for a `TreeDecoder`."""
+
+    model: TreeDraft
+    proposal: TreeProposal
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class TreeDrafter:
             model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.feature_model`)
                 reads the very target that verifies.
             policy: when to stop.
-            shape: how the tree branches; None: EAGLE-2's.
+            shape: the rule by which the tree branches; None: EAGLE-2's.
             read_every: levels after which the policy's stop is heeded.
             vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
 
@@ -77,35 +79,22 @@ class TreeDrafter:
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
-        with_hidden = bool(policy.heads)
-        self.model = (
-            TreeModel(model, vocab_size=vocab_size, with_hidden=with_hidden)
-            if isinstance(model, PreTrainedModel)
-            else model
-        )
-        self.policy, self.shape, self.read_every = policy, shape or Dynamic(), read_every
+        super().__init__(cached(model, TreeModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
+        self.shape, self.read_every = shape or Dynamic(), read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(
                 f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
                 "use CaPE's tree"
             )
-        self._signals = reader_of(policy, self.model)
-        self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.nothing_learned)
-
-    def start(self, session: Session) -> None:
-        session.take(self.model, "draft")
-        self.model.reset()
-        self._signals = reader_of(self.policy, self.model, self._signals)
-        self._session = session
-        self.state = self.policy.start()
+        self._looks = type(policy).after is not Policy.after or self._may_stop_before or self._takes_lessons
 
     def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
         """Draft at most `max_tokens` levels after `committed`."""
         self.state = self.policy.begin(self.state)
-        self._seen = _Path([], [], self.state)
+        self._path = _Path([], [], self.state)
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
-        self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=bool(self.policy.nothing_learned))
+        self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
         most = max_tokens if self.shape.num_levels is None else min(max_tokens, self.shape.num_levels)
         num_levels = int(min(self.policy.limit(self.state), most, self.model.max_length - len(committed) + 1))
         fed: Tree | None = Tree()
@@ -115,12 +104,9 @@ class TreeDrafter:
         self._choose()
         return self.proposal
 
-    def roll_back(self, length: int) -> None:
-        self.model.roll_back(length)
-
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.model.roll_back(len(committed) - 1)
-        self.state = self.policy.end(self._seen.state, self._outcome(num_accepted))
+        self.state = self.policy.end(self._path.state, self._outcome(num_accepted))
 
     def _grow(self, committed: list[int], fed: Tree) -> bool:
         """Add a level; True if the policy lets the tree go on."""
@@ -134,7 +120,7 @@ class TreeDrafter:
         if not self._looks:
             return True
         is_heeded = growth.depth % self.read_every == 0
-        before, path = self._seen, growth.best_path()
+        before, path = self._path, growth.best_path()
         is_longer = path[:-1] == before.nodes
         seen = self._read(path[-1:], before) if is_longer else self._read(path, _Path([], [], self.state))
         state, drawn = seen.seen[-1]
@@ -142,7 +128,7 @@ class TreeDrafter:
             growth.drop_level()
             self.proposal.stop_reason = "policy"
             return False
-        self._seen = seen
+        self._path = seen
         if is_heeded and seen.stops:
             self.proposal.stop_reason = "policy"
             return False
@@ -164,7 +150,7 @@ class TreeDrafter:
         self._nodes = chosen
         self.proposal.tree = self._growth.tree()
         self.proposal.tokens = list(self.proposal.tree.tokens)
-        self.proposal.best = [places[node] for node in self._seen.nodes if node in places]
+        self.proposal.best = [places[node] for node in self._path.nodes if node in places]
 
     def _outcome(self, num_accepted: int) -> Outcome:
         """Outcome of the accepted path: it was rejected if it ends at a node whose children were refused."""
@@ -187,4 +173,4 @@ class TreeDrafter:
             (place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted),
             len(self.proposal.best),
         )
-        return lessons_of(self.policy, self._seen.seen[:num_revealed], self.proposal.acceptance_probs)
+        return lessons_of(self.policy, self._path.seen[:num_revealed], self.proposal.acceptance_probs)

@@ -20,14 +20,14 @@ class Growth:
 
     def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
         """Args:
-        shape: how the tree branches.
-        eos_ids: nothing is drafted after these.
+        shape: the rule by which the tree branches.
+        eos_ids: tokens that nothing is drafted after.
         """
         self._shape, self._eos_ids = shape, eos_ids
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
-        """Sum of log q along the path of each."""
+        """Sum of log q along the path of each candidate."""
         self.places: list[Place] = []
         self.depth = 0
         self.level: list[int] = []
@@ -37,7 +37,7 @@ class Growth:
         self._fed: list[int] = []
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
-        """The children of the expanded nodes, of which these are the draft's log probabilities.
+        """Add the children of the expanded nodes, whose rows of draft log probabilities these are.
 
         Raises:
             ValueError: they are not finite.
@@ -92,7 +92,7 @@ class Growth:
         return path[::-1]
 
     def best_path(self) -> list[int]:
-        """To the best candidate of the deepest level."""
+        """The path to the best candidate of the deepest level."""
         return self.path(self._best(self.level, 1)[0])
 
     def chosen(self) -> list[int]:

@@ -1,17 +1,14 @@
 """How a tree of drafts branches: EAGLE-1's static tree, EAGLE-2's dynamic one, and CaPE's expansion of a greedy chain.
 
-EAGLE-1 (arXiv 2401.15077; `mc_sim_7b_63` of SafeAILab/EAGLE at cb7e084)   25 candidates whose places never change: (0,
-    2) is the third most
-        probable child of the most probable token. The code draws them from q where the temperature is above 0; here
-        they are the most probable at any temperature, as in EAGLE-2.
-EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084)   every level offers the `width` most probable
-    children of each
-        expanded node; of these the `width` best by the sum of log q along their path are expanded next; of all
-        candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
-CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a)  a greedy chain (published: of 4); each of
-its tokens stands
-        beside siblings, the more the less sure the draft is: 8 candidates where the largest probability is below .3, 6
-        below .6, 4 below .8, else 2, the chain's own token among them. All are verified.
+EAGLE-1 (arXiv 2401.15077; `mc_sim_7b_63` of SafeAILab/EAGLE at cb7e084): 25 candidates whose places never change:
+    (0, 2) is the third most probable child of the most probable token. The code draws them from q where the temperature
+    is above 0; here they are the most probable at any temperature, as in EAGLE-2.
+EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
+    children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of
+    all candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
+CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a greedy chain (published: of 4); each of
+    its tokens stands beside siblings, the more the less sure the draft is: 8 candidates where the largest probability
+    is below .3, 6 below .6, 4 below .8, else 2, the chain's own token among them. All are verified.
 """
 
 from dataclasses import dataclass

@@ -64,16 +64,15 @@ def withheld(self, place, p):
     return SETTLED(self, place, p)
 
 
-def handed_on(self, place, waiting):
+def handed_on(self, place, *prompt):
     """A sequence begins with what the one before it in its seat has learned."""
     learned = getattr(place.drafter, "state", None)
-    is_seated = SEATED(self, place, waiting)
-    if is_seated and learned is not None:
+    SEAT(self, place, *prompt)
+    if learned is not None:
         place.drafter.state = learned
-    return is_seated
 
 
-SETTLED, SEATED = Batch._settled, Batch._seated
+SETTLED, SEAT = Batch._settled, Batch._seat
 LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": LearnedProb(0.5)}
 
 
@@ -82,7 +81,7 @@ def test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy):
     assert_as_alone(decoder_of(LEARNING[policy], eos_ids=(), length=5), PROMPTS, [30] * len(PROMPTS), 3)
 
 
-@pytest.mark.parametrize(("step", "mutant"), [("_settled", withheld), ("_seated", handed_on)])
+@pytest.mark.parametrize(("step", "mutant"), [("_settled", withheld), ("_seat", handed_on)])
 @pytest.mark.parametrize("policy", LEARNING)
 def test_lessons_withheld_or_handed_on_would_not_pass(policy, step, mutant, monkeypatch):
     monkeypatch.setattr(Batch, step, mutant)

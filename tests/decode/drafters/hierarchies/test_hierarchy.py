@@ -174,11 +174,11 @@ def test_the_printed_variant_is_exact_where_nothing_is_left_to_chance():
 class DropsByValue(PreVerifiedDrafter):
     """Illegal (law 4.3): looks at the emitted token, then throws it away."""
 
-    def _emit(self, ids, token_id, drawn, q):
-        if token_id == 0:
-            self._proposal.stop_reason = "policy"
+    def take(self, token, drawn, q):
+        if token == 0:
+            self.proposal.stop_reason = "policy"
             return False
-        return super()._emit(ids, token_id, drawn, q)
+        return super().take(token, drawn, q)
 
 
 def test_dropping_an_inner_token_by_its_value_is_caught():

@@ -1,0 +1,66 @@
+"""The one factory of decoders: what the decoders of a pair share, and what it refuses."""
+
+import pytest
+import torch
+
+from decode import ModelDrafter, TreeDecoder, TreeDrafter
+from decode.drafters.factory import PairModels
+from decode.drafters.trees.shapes import Dynamic
+from decode.policies import FixedLength, HeadPolicy
+from heads import AcceptanceHead
+from lm import Pair, Sampling
+from tests.toys.small_pair import Words, model
+
+GREEDY = Sampling(temperature=0.0)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(model(1, 2), model(2), model(3), Words())
+
+
+def test_nothing_is_loaded_before_a_model_is_asked_for(pair):
+    loaded = []
+    models = PairModels(lambda: loaded.append(pair) or pair)
+    assert not loaded
+    assert models.target.model is pair.target
+    assert models.micro.model is pair.micro
+    assert len(loaded) == 1
+
+
+def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states(pair):
+    models = PairModels(pair)
+    head = HeadPolicy(AcceptanceHead(models.target.hidden_size, 0, "drawn"), 0.5)
+    decoders = [
+        models.decoder(models.drafter(policy), sampling=GREEDY) for policy in (FixedLength(2), FixedLength(3), head)
+    ]
+    plain, other, scored = (decoder.drafter.model for decoder in decoders)
+    assert len({id(decoder.target) for decoder in decoders}) == 1
+    assert plain is other
+    assert plain is not scored
+    assert (plain.with_hidden, scored.with_hidden) == (False, True)
+    assert models.draft is plain
+    assert decoders[0].eos_ids == pair.eos_ids
+
+
+def test_chains_trees_and_pearl_write_what_the_target_says(pair):
+    models, trees = PairModels(pair), PairModels(pair, holds_trees=True)
+    shape = Dynamic(width=2, num_nodes=4)
+    decoders = [
+        models.decoder(models.drafter(FixedLength(3)), sampling=GREEDY, eos_ids=frozenset()),
+        trees.decoder(trees.drafter(FixedLength(3)), sampling=GREEDY, eos_ids=frozenset()),
+        trees.decoder(trees.drafter(FixedLength(3), shape), sampling=GREEDY, eos_ids=frozenset()),
+        models.decoder(models.drafter(FixedLength(0)), sampling=GREEDY, eos_ids=frozenset()),
+    ]
+    assert [type(decoder.drafter) for decoder in decoders] == [ModelDrafter, ModelDrafter, TreeDrafter, ModelDrafter]
+    assert [isinstance(decoder, TreeDecoder) for decoder in decoders] == [False, False, True, False]
+    written = [decoder.generate(PROMPT, 12).token_ids for decoder in decoders]
+    assert written == [written[-1]] * 4
+    pearl = models.pearl(2, sampling=GREEDY).generate(PROMPT, 12, generator=torch.Generator()).token_ids
+    assert pearl == written[0][: len(pearl)]
+
+
+def test_trees_are_not_compiled(pair):
+    with pytest.raises(ValueError, match="drafted eagerly"):
+        PairModels(pair, True, holds_trees=True)
