@@ -30,25 +30,23 @@ class Draws(Protocol):
         ...
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same as a tensor on the device of the law, for a loop that reads it together with other numbers."""
+        """A token id as `token` draws it, on the device of the law, for a loop that reads it with other numbers."""
         return torch.tensor([self.token(law)], device=law.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
-        first that fails.
-
-        Those after it need not be looked at.
+        first that fails; probabilities after that one need not be asked for.
         """
         ...
 
 
 @runtime_checkable
 class Chance(Protocol):
-    """Draws that a compiled step can make itself."""
+    """Draws whose random number a compiled step can turn into a token by itself."""
 
     def chance(self) -> tuple[float, int]:
         """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps
-        use neither.
+        read neither.
         """
         ...
 
@@ -67,8 +65,8 @@ class RandomDraws(Draws):
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's global
-            generator.
+        source: what seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's
+            global generator.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(
@@ -97,7 +95,9 @@ class RandomDraws(Draws):
         return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        """A token id as `token` draws it, without a transfer to the host; len(law), which is no token, where the law
+        has NaN.
+        """
         if law.device.type == "mps":  # which has no float64
             return self.draw(law.cpu()).to(law.device)
         return inverted(law, self._tokens.next())
@@ -143,7 +143,7 @@ class GreedyDraws:
         return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        """The most probable token, with no transfer to the host; len(law), which is no token, if the law has NaN."""
         return greedy_token(law)
 
     def chance(self) -> tuple[float, int]:

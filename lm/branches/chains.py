@@ -35,14 +35,14 @@ class Told(NamedTuple):
     cache: DynamicCache
     """A cache that holds the text, at least."""
     hidden: Float[Tensor, "token hidden"]
-    """After the final norm."""
+    """State of each token, after the final norm."""
     features: Float[Tensor, "1 token feature"]
     """Features of each token that its draft reads; of width 0 where that is the cache alone."""
 
 
 @torch.inference_mode()
 def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> Told:
-    """One forward of the target."""
+    """What one forward of the target gives for a text."""
     with watched(read_modules(target, draft)) as seen:
         cache, hidden = trunk(target, list(ids))
     parts = [part.to(draft.device) for _, part in sorted(seen.items())]
@@ -54,8 +54,8 @@ class Chains:
 
     def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
         """Args:
-            draft: bound to the target.
-            told: what the target says of the text.
+            draft: a draft that is bound to the target.
+            told: cache, states and features of the target for the text.
             ids: the text, of two tokens at least.
 
         Raises:

@@ -35,18 +35,18 @@ class FeatureModel:
 
     Attributes:
         hidden: [rows, hidden] what the output head read in the last forward, which has one row; a tree's has more.
-        outputs: of the last forward, whose states deeper nodes are fed; None once they are rolled back.
+        outputs: outputs of the last forward, whose states deeper nodes are fed; None once they are rolled back.
     """
 
     with_hidden = True
     session: Any = None
-    """The generation that has it, as `CachedModel.session`."""
+    """The generation that uses this model, or did last (`decode.loop.session`)."""
 
     def __init__(self, draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None) -> None:
         """Args:
-        draft: bound to the target's model.
+        draft: a draft that is bound to the target's model.
         target: the very object that verifies, since its states are read.
-        vocab_size: width that logits are cut to, as for `CachedModel`.
+        vocab_size: width that logits are cut to; None keeps all.
         """
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self.reset()

@@ -3,9 +3,9 @@
 One forward feeds what the cache lacks of the text, and nodes. A node sees the text and the nodes of its own path (a
 mask of four dimensions), and has the position that it would have in its path. Nodes may be added level by level, as a
 draft does, or all at once, as the target does; then the accepted path's keys and values are moved together behind the
-text, and the other nodes are forgotten. That is exact for full attention with positions that are told; other models are
-refused, by their kind of cache, or because their logits differ from those of each path by itself, which is tried once
-per model.
+text, and the other nodes are forgotten. That is exact for full attention with positions that are given; other models
+are refused, by their kind of cache, or because their logits differ from those of each path by itself, which is tried
+once per model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class TreeModel(CachedModel):
         """Args are those of `CachedModel`.
 
         Raises:
-            ValueError: as `CachedModel`; a model that has more than full attention.
+            ValueError: a model that a `CachedModel` refuses, or that has more than full attention.
         """
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not BufferLayer}
