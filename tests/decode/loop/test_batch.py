@@ -162,9 +162,9 @@ def test_a_batch_may_be_as_small_as_one(batch_size):
 
 MUTANTS = {
     "seen_padding": (
-        Seats,
-        "_mask",
-        lambda self, places, end: torch.zeros(len(places), 1, places.shape[1], end, dtype=self.model.dtype),
+        seats,
+        "visible",
+        lambda places, end: torch.ones(*places.shape, end, dtype=torch.bool),
     ),
     "rejected_tokens_stay": (
         seats.Seat,
