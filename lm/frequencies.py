@@ -112,7 +112,7 @@ def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
 
 
 def _reads_again(model: PreTrainedModel, bound: int) -> bool:
-    """Does `generate` drop a cache of `bound` tokens before it feeds the next? It asks this method of the model."""
+    """Does `generate` drop a cache of `bound` tokens before it feeds the next? The model's inputs for it tell."""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, bound, 1), torch.zeros(1, 1, bound, 1), 0)
     ids = torch.zeros(1, bound + 1, dtype=torch.long)
@@ -133,7 +133,7 @@ class Feed(NamedTuple):
 
 @dataclass
 class Keys:
-    """The cached keys of one text, as far as frequencies go."""
+    """The frequencies of the keys that are cached of one text."""
 
     frequencies: Frequencies
     num_prompt: int | None = None
@@ -163,14 +163,13 @@ class Keys:
         return self.frequencies.reads_again and feed.is_far != self.is_far
 
     def begin(self, feed: Feed) -> bool:
-        """`feed` comes next; True where the cache is to be emptied for it."""
+        """Note that `feed` comes next: True where the cache is to be emptied for it."""
         is_other = self.is_other(feed)
         self.is_far = self.is_far != is_other
         return is_other
 
     def begin_at_once(self, num_text: int, deepest: int) -> bool:
-        """Begin like `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it,
-        share one forward.
+        """`begin` for a tree of drafts, whose tokens share one forward with those of the text that are fed with it.
 
         Args:
             num_text: tokens of the text, the last of which may be fed with the tree.

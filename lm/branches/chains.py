@@ -74,10 +74,10 @@ class Chains:
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " chain"]) -> Float[Tensor, "chain hidden"]:
-        """Leave the chains that were there, and begin others.
+        """Begin chains, and forget those before: the hidden state that gives each its first distribution.
 
         Args:
-            lengths: how many tokens of the text are committed when each begins; more than the draft's `lag`.
+            lengths: how many tokens of the text are committed when each chain begins; more than the draft's `lag`.
         """
         num_kept = self._length - self.draft.lag
         roll_back(self._cache, num_kept)
@@ -89,7 +89,7 @@ class Chains:
 
     @torch.inference_mode()
     def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        """One more token of some chains, no chain twice.
+        """Feed one more token to some chains, to none twice: the hidden state after each.
 
         Args:
             tokens: tokens drawn from what their chains said last.

@@ -107,7 +107,7 @@ def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -
 
 
 def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    """An EAGLE-3 draft of either layout."""
+    """An EAGLE-3 draft, of SafeAILab's layout or of speculators'."""
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
     ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))

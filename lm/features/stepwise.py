@@ -1,13 +1,14 @@
-"""Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads.
+"""Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads; or
+level by level with a tree's nodes, like a `TreeModel`.
 
 Its cache holds, of the committed tokens, a prefix that was fed with what the target said (`kept`), and during a draft
 an extension that was fed with the draft's own outputs. Rolling back always drops the extension: what of it was accepted
 is fed again with the target's features, as it was in training. So the next forward feeds committed[kept:], whatever
 happened since.
 
-In the first round of a generation the target has said nothing, and there is nothing to read: `max_length` is then 0, so
-that a drafter proposes nothing, and the verification of the empty draft is the target's reading of the prompt (law 4.4
-counts it as any other).
+In the first round of a generation the target has read nothing, and the draft has nothing to read: `max_length` is then
+0, so that a drafter proposes nothing, and the verification of the empty draft is the target's reading of the prompt
+(law 4.4 counts it as any other).
 """
 
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class FeatureModel:
 
     @property
     def max_length(self) -> float:
-        """The most tokens that may be fed: none before the target has said anything."""
+        """The most tokens that may be fed: none before the target has read anything."""
         return float(self.draft.config.max_position_embeddings) if self.target.num_features else 0.0
 
     def check_mode(self) -> None:
@@ -81,7 +82,7 @@ class FeatureModel:
 
     @property
     def num_logits(self) -> int:
-        """Ids that its distributions have."""
+        """Width of its distributions."""
         return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
 
     @property
@@ -101,7 +102,7 @@ class FeatureModel:
         self.roll_back(0)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens: the cache grows by itself."""
+        """Make room for `length` tokens now; does nothing here, where the cache grows as it is fed."""
 
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
@@ -131,7 +132,7 @@ class FeatureModel:
         return self._fed(token.view(1, 1).to(self.device), self._length + 1)
 
     def _fed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
-        """Feed tokens, after which `end` are fed."""
+        """Feed tokens, the last of which is number `end` of the text: the logits that follow it."""
         last = end - self.draft.lag
         positions = torch.arange(last - tokens.shape[1], last, device=self.device)[None]
         self.outputs = self._outputs(tokens, positions, last)
@@ -140,7 +141,7 @@ class FeatureModel:
         return self._cut(self.draft.logits(self.hidden))
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        """Outputs of entries up to before position `last`."""
+        """Outputs of the entries of these tokens, which end before position `last`."""
         raise NotImplementedError
 
     def _cut(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:
@@ -216,7 +217,7 @@ class GlideModel(FeatureModel):
 def feature_model(
     draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None
 ) -> EagleModel | GlideModel:
-    """The model for this draft's kind."""
+    """One sequence through `draft`, beside the target whose states it reads; args are those of `FeatureModel`."""
     return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
 
 

@@ -61,7 +61,7 @@ class TappedModel(CachedModel):
         return self._features.length
 
     def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
-        """Features of the tokens from `start` to before `end`."""
+        """Features of the tokens from place `start` up to, but not including, `end`."""
         assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
         return self._features.keys[0, :, start:end]
 
@@ -138,6 +138,6 @@ def watched(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "t
 
 
 def _note(seen: dict[int, Tensor], place: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook; what it notes are rows of the one sequence."""
+    """A forward hook that notes the output's rows for the one sequence of the batch."""
     output = getattr(output, "last_hidden_state", output)
     seen[place] = (output[0] if isinstance(output, tuple) else output)[0]

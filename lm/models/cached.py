@@ -111,7 +111,7 @@ class CachedModel:
 
     @property
     def num_logits(self) -> int:
-        """Ids that its distributions have."""
+        """Width of its distributions."""
         width = num_logits_of(self.model)
         return width if self.vocab_size is None else min(width, self.vocab_size)
 
@@ -125,7 +125,7 @@ class CachedModel:
         return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
 
     def reset(self) -> None:
-        """Empty the cache, for a new sequence; what has been done to the model since the last one is seen."""
+        """Empty the cache, for a new sequence, and look at the model again, which may have moved or changed."""
         self._device = device_of(self.model)
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._positions = torch.arange(_CAPACITY, device=self._device)[None]
@@ -193,7 +193,7 @@ class CachedModel:
         return self._keys is not None and self._keys.reads_again(start, end)
 
     def _forward_apart(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """`_forward`, in as many parts as the text has frequencies."""
+        """The rows of `_forward`, in one forward for each set of frequencies that the text is read with."""
         assert self._keys is not None
         parts = []
         for feed in self._keys.feeds(self._length, len(token_ids), num_rows):
@@ -214,7 +214,7 @@ class CachedModel:
         return self._logits(ids, num_rows)
 
     def _forward_stepwise(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """A prompt at once, as `generate` feeds it, and what is drafted after it one by one."""
+        """Feed a prompt at once, as `generate` does, and what is drafted after it one by one."""
         num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
         first = torch.tensor([fed[:num_first]], device=self._device)
         steps = [(self._logits(first, 1), self.hidden)]
@@ -229,7 +229,7 @@ class CachedModel:
     def _logits_at(
         self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int
     ) -> Float[Tensor, "rows vocab"]:
-        """Feed tokens whose positions, and perhaps mask, are as `placed` says in the words of the model's forward."""
+        """Feed tokens with the positions, and perhaps the mask, of `placed`: keywords of the model's forward."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
         if self._halves is None:

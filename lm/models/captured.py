@@ -30,7 +30,7 @@ def holder(device: torch.device) -> tuple[int, Thread | None]:
 
 
 class Captured:
-    """The function, compiled at its first call; one for each `holder`."""
+    """A function, compiled at its first call; every `holder` needs one of its own."""
 
     def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:
         """Args:

@@ -122,8 +122,8 @@ class Seats:
         return [torch.cat([logits for logits, _ in rows]) for rows in parts]
 
     def _forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
-        """Logits that follow each of the last `num_rows` tokens, in one forward and another for those that lack many
-        tokens.
+        """Logits that follow each of the last `num_rows` tokens, in one forward; sequences that lack many tokens have
+        another before it.
         """
         for ask in asks:
             num_fed = len(ask.token_ids) - len(ask.seat)
@@ -195,7 +195,7 @@ def _wanted(asks: Sequence[Ask], width: int) -> list[int]:
 def _fed_pairs(
     seats: Seats, cached: CachedModel
 ) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
-    """The logits that two sequences get in one batch, and alone."""
+    """(logits of a sequence in a batch of two, its logits alone), for both sequences of every feed."""
     pair = [Seat(seats, row, cached) for row in range(2)]
     num_ids = seats.model.config.get_text_config().vocab_size
     for feed in _FEEDS:

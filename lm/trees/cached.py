@@ -111,7 +111,7 @@ class TreeModel(CachedModel):
 
 
 def _fed_paths(cached: TreeModel) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
-    """The logits of each path in a tree and by itself, before and after a path is kept."""
+    """(logits of a path in a tree, its logits alone), for every path, and for one after it was kept."""
     num_ids = cached.model.config.get_text_config().vocab_size
     text = [token % num_ids for token in _TEXT]
     tree = (
