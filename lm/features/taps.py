@@ -63,6 +63,7 @@ class TappedModel(CachedModel):
     def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
         """Features of the tokens from place `start` up to, but not including, `end`."""
         assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
+        assert self._features.keys is not None, "nothing has been fed yet"
         return self._features.keys[0, :, start:end]
 
     def keys_values(self) -> list[KeysValues]:
@@ -84,7 +85,7 @@ class TappedModel(CachedModel):
         has_states = self._reads_states and self._halves is not None  # the body runs in two halves, and leaves them
         with watched([] if has_states else self._read) as seen:
             logits = super()._logits_at(placed, ids, num_rows)
-        parts = [self.states] if has_states else [seen[place] for place in sorted(seen)]
+        parts: list[Any] = [self.states] if has_states else [seen[place] for place in sorted(seen)]
         features = torch.cat([part.to(parts[0].device) for part in parts] or [logits.new_empty(ids.shape[1], 0)], -1)
         self._features.roll_back(start)
         self._features.update(features[None, None], features.new_empty(1, 1, len(features), 0))
