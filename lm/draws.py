@@ -7,7 +7,7 @@ test's draws walk every branch with its probability, and so compute the exact la
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Protocol, runtime_checkable
 
@@ -75,7 +75,7 @@ class RandomDraws(Draws):
             seeds = [high << 62 | low for high, low in halves]
         else:
             seeds = [2 * source, 2 * source + 1]
-        self._tokens, self._accepts = map(_Uniforms, seeds)
+        self._tokens, self._accepts = map(_stream, seeds)
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
 
@@ -89,7 +89,7 @@ class RandomDraws(Draws):
         if law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
             rising, numbers = self._cumulative.get(law.shape[-1]) or self._prepared(law.shape[-1])
             torch.cumsum(law.detach() if law.requires_grad else law, -1, dtype=torch.float64, out=rising)
-            token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * BELOW_ONE))
+            token = bisect_right(numbers, numbers[-1] * (next(self._tokens) * BELOW_ONE))
         else:
             token = int(self.draw(law))
         return refuse_no_token(token, law)
@@ -100,11 +100,11 @@ class RandomDraws(Draws):
         """
         if law.device.type == "mps":  # which has no float64
             return self.draw(law.cpu()).to(law.device)
-        return inverted(law, self._tokens.next())
+        return inverted(law, next(self._tokens))
 
     def chance(self) -> tuple[float, int]:
         """The uniform that `token` would have used."""
-        return self._tokens.next(), -1
+        return next(self._tokens), -1
 
     def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
         with torch.inference_mode(False):  # one made in inference mode could not be written to outside it
@@ -118,7 +118,7 @@ class RandomDraws(Draws):
         """
         count = 0
         for acceptance_prob in acceptance_probs:
-            if not self._accepts.next() < acceptance_prob:
+            if not next(self._accepts) < acceptance_prob:
                 break
             count += 1
         return count
@@ -181,14 +181,10 @@ def refuse_no_token(token: int, law: Float[Tensor, " vocab"]) -> int:
     return token
 
 
-class _Uniforms:
-    """Uniform float64 numbers in [0, 1), made in blocks because one at a time costs a tensor each."""
-
-    def __init__(self, seed: int) -> None:
-        self._bits = Bits(seed)
-        self._block: list[float] = []
-
-    def next(self) -> float:
-        if not self._block:
-            self._block = self._bits.uniforms(_BLOCK).tolist()
-        return self._block.pop()
+def _stream(seed: int) -> Iterator[float]:
+    """Uniforms in [0, 1) without end, made in blocks because one at a time costs an array each; each block is read from
+    its end.
+    """
+    bits = Bits(seed)
+    while True:
+        yield from reversed(bits.uniforms(_BLOCK).tolist())

@@ -82,7 +82,9 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
 def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     config = released.llama(released.config)
     _check_fits(released, config, target, config.hidden_size)
-    return Eagle(config, has_embedding=released.has("embed_tokens.weight"), has_fc_bias=released.has("fc.bias"))
+    return Eagle(
+        config, has_embedding="embed_tokens.weight" in released.tensors, has_fc_bias="fc.bias" in released.tensors
+    )
 
 
 def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
@@ -117,7 +119,7 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
             f"it reads the target behind layers {list(ids)}, and the target has {num_layers}",
             f"{remedy}, or {_ELSEWHERE}",
         )
-    has_embedding, has_head = (released.has(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
     if not has_embedding and config.hidden_size != target.config.get_text_config().hidden_size:
         raise released.refusal(
             "it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own"
@@ -133,7 +135,7 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
 def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("model.", "")
     config = released.llama({"large_num_attention_heads": 32} | released.config)
-    config.tie_word_embeddings = config.tie_word_embeddings and not released.has("lm_head.weight")
+    config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     of_target = target.config.get_text_config()
     head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // of_target.num_attention_heads
     _check_fits(released, config, target, config.large_hidden_size, of_target.num_attention_heads * head_size)

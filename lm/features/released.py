@@ -44,10 +44,6 @@ class Released:
             except SafetensorError as error:
                 raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
-    def has(self, name: str) -> bool:
-        """Does the file have this tensor?"""
-        return name in self.tensors
-
     def rename(self, old: str, new: str) -> None:
         """Put `new` in the place of `old` where names of tensors begin with it."""
         for name in [name for name in self.tensors if name.startswith(old)]:

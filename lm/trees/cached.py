@@ -66,6 +66,7 @@ class TreeModel(CachedModel):
             what = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
             raise self._keys.frequencies.refusal(what, "lower max_new_tokens, or draft chains instead of trees")
 
+    @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.
 
@@ -76,28 +77,25 @@ class TreeModel(CachedModel):
         Raises:
             ValueError: a text and a tree on both sides of a model's change of frequencies (`lm.frequencies`).
         """
-        with torch.inference_mode():
-            deepest = len(token_ids) + max(tree.depths, default=0)
-            if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
-                self._empty()
-            num_pending = len(token_ids) - (len(self) - len(self._tree))
-            assert num_pending == 0 or not len(self._tree), (
-                "a text that has grown leaves its tree behind: roll back first"
-            )
-            if num_pending > _MOST_PENDING:
-                self.forward(token_ids[:-1])
-                num_pending = 1
-            num_known = len(self._tree)
-            ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
-            depths = torch.tensor(tree.depths[num_known:], dtype=torch.long)
-            sees = torch.from_numpy(tree.sees()[num_known:])
-            positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
-            mask = additive(seen, self.model.dtype)[None, None].to(self._device)
-            placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
-            num_rows = len(tree) - num_known + bool(num_pending)
-            logits = self._logits_at(placed, torch.tensor([ids], device=self._device), num_rows)
-            self._tree = tree
-            return logits
+        deepest = len(token_ids) + tree.depth
+        if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
+            self._empty()
+        num_pending = len(token_ids) - (len(self) - len(self._tree))
+        assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
+        if num_pending > _MOST_PENDING:
+            self.forward(token_ids[:-1])
+            num_pending = 1
+        num_known = len(self._tree)
+        ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
+        depths = torch.tensor(tree.depths[num_known:], dtype=torch.long)
+        sees = torch.from_numpy(tree.sees()[num_known:])
+        positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
+        mask = additive(seen, self.model.dtype)[None, None].to(self._device)
+        placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
+        num_rows = len(tree) - num_known + bool(num_pending)
+        logits = self._logits_at(placed, torch.tensor([ids], device=self._device), num_rows)
+        self._tree = tree
+        return logits
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
