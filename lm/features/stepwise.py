@@ -182,14 +182,13 @@ class EagleModel(FeatureModel):
             assert self.outputs is not None
             self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
         if new.stop > new.start:
-            parents, depths, tokens = (
-                torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.depths, tree.tokens)
-            )
+            parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
             num_text = self._length - self.draft.lag
             assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
-            positions, seen = tree_feed(depths, torch.from_numpy(tree.sees()[new]).to(self.device), num_text)
-            states, mask = self._states[parents + 1][None], seen[None, None]
-            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
+            fed = tree_feed(tree.depths[new], tree.sees()[new], num_text)
+            positions, mask = fed[0][None].to(self.device), fed[1][None, None].to(self.device)
+            states = self._states[parents + 1][None]
+            outputs = self.draft(tokens[None], states, positions, cache=self._cache, mask=mask)
             self._states = torch.cat([self._states, outputs.states[0]])
             logits.append(self._cut(self.draft.logits(outputs.hidden[0])))
             hidden.append(outputs.hidden[0])

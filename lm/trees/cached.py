@@ -87,8 +87,7 @@ class TreeModel(CachedModel):
             num_pending = 1
         num_known = len(self._tree)
         ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
-        depths = torch.tensor(tree.depths[num_known:], dtype=torch.long)
-        sees = torch.from_numpy(tree.sees()[num_known:])
+        depths, sees = tree.depths[num_known:], tree.sees()[num_known:]
         positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
         mask = additive(seen, self.model.dtype)[None, None].to(self._device)
         placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
