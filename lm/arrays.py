@@ -6,6 +6,6 @@ from torch import Tensor
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """The same memory, or float32 where numpy has no such dtype."""
+    """The memory of a tensor as an array; a copy in float32 where numpy has no such dtype."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()

@@ -7,7 +7,7 @@ test's draws walk every branch with its probability, and so compute the exact la
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Protocol, runtime_checkable
 
@@ -30,25 +30,23 @@ class Draws(Protocol):
         ...
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same as a tensor on the device of the law, for a loop that reads it together with other numbers."""
+        """A token id as `token` draws it, on the device of the law, for a loop that reads it with other numbers."""
         return torch.tensor([self.token(law)], device=law.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
-        first that fails.
-
-        Those after it need not be looked at.
+        first that fails; probabilities after that one need not be asked for.
         """
         ...
 
 
 @runtime_checkable
 class Chance(Protocol):
-    """Draws that a compiled step can make itself."""
+    """Draws whose random number a compiled step can turn into a token by itself."""
 
     def chance(self) -> tuple[float, int]:
         """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps
-        use neither.
+        read neither.
         """
         ...
 
@@ -67,8 +65,8 @@ class RandomDraws(Draws):
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's global
-            generator.
+        source: what seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's
+            global generator.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(
@@ -77,7 +75,7 @@ class RandomDraws(Draws):
             seeds = [high << 62 | low for high, low in halves]
         else:
             seeds = [2 * source, 2 * source + 1]
-        self._tokens, self._accepts = map(_Uniforms, seeds)
+        self._tokens, self._accepts = map(_stream, seeds)
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
         """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
 
@@ -91,20 +89,22 @@ class RandomDraws(Draws):
         if law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
             rising, numbers = self._cumulative.get(law.shape[-1]) or self._prepared(law.shape[-1])
             torch.cumsum(law.detach() if law.requires_grad else law, -1, dtype=torch.float64, out=rising)
-            token = bisect_right(numbers, numbers[-1] * (self._tokens.next() * BELOW_ONE))
+            token = bisect_right(numbers, numbers[-1] * (next(self._tokens) * BELOW_ONE))
         else:
             token = int(self.draw(law))
         return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        """A token id as `token` draws it, without a transfer to the host; len(law), which is no token, where the law
+        has NaN.
+        """
         if law.device.type == "mps":  # which has no float64
             return self.draw(law.cpu()).to(law.device)
-        return inverted(law, self._tokens.next())
+        return inverted(law, next(self._tokens))
 
     def chance(self) -> tuple[float, int]:
         """The uniform that `token` would have used."""
-        return self._tokens.next(), -1
+        return next(self._tokens), -1
 
     def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
         with torch.inference_mode(False):  # one made in inference mode could not be written to outside it
@@ -118,7 +118,7 @@ class RandomDraws(Draws):
         """
         count = 0
         for acceptance_prob in acceptance_probs:
-            if not self._accepts.next() < acceptance_prob:
+            if not next(self._accepts) < acceptance_prob:
                 break
             count += 1
         return count
@@ -143,7 +143,7 @@ class GreedyDraws:
         return refuse_no_token(token, law)
 
     def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The same without a transfer to the host; len(law), which is no token, where the law has NaN."""
+        """The most probable token, with no transfer to the host; len(law), which is no token, if the law has NaN."""
         return greedy_token(law)
 
     def chance(self) -> tuple[float, int]:
@@ -181,14 +181,10 @@ def refuse_no_token(token: int, law: Float[Tensor, " vocab"]) -> int:
     return token
 
 
-class _Uniforms:
-    """Uniform float64 numbers in [0, 1), made in blocks because one at a time costs a tensor each."""
-
-    def __init__(self, seed: int) -> None:
-        self._bits = Bits(seed)
-        self._block: list[float] = []
-
-    def next(self) -> float:
-        if not self._block:
-            self._block = self._bits.uniforms(_BLOCK).tolist()
-        return self._block.pop()
+def _stream(seed: int) -> Iterator[float]:
+    """Uniforms in [0, 1) without end, made in blocks because one at a time costs an array each; each block is read from
+    its end.
+    """
+    bits = Bits(seed)
+    while True:
+        yield from reversed(bits.uniforms(_BLOCK).tolist())

@@ -94,7 +94,7 @@ def _silent_copy(layer: nn.Module, config: PretrainedConfig, place: int) -> nn.M
 
 
 def _lengthen(config: PretrainedConfig, num_own: int, num_layers: int) -> None:
-    """Count the new layers, and say of each what is said of the one it copies: caches are made from this."""
+    """Enter the new layers in the config, each as the layer that it copies: caches are made from it."""
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list) and len(value) == num_own:
             setattr(config, name, [*value, *(value[place % num_own] for place in range(num_layers))])

@@ -7,7 +7,7 @@ REMEDY = "load it as float32 or bfloat16, or check its weights"
 
 
 class NonFiniteError(ValueError):
-    """A model yields what is no number."""
+    """A model yields logits that are no numbers."""
 
 
 def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
@@ -23,7 +23,7 @@ def refuse_non_finite(values: Tensor, whose: str, where: str) -> None:
     Args:
         values: the logits.
         whose: the model, for the message.
-        where: what it was doing, for the message.
+        where: what the model was doing, for the message.
     """
     if non_finite(values).any():
         kind = "NaN" if values.amax(-1).isnan().any() else "infinite"

@@ -70,17 +70,12 @@ def hidden_states(
         for place in places:
             # the text before the first wanted state has been read in one forward, or with the same frequencies
             num_prompt = starts[place] + frequencies.reads_again
-            what = (
-                f"a sequence of {len(rows[place])} tokens, of which {len(rows[place]) - starts[place]} are looked at, "
-                "is read at once"
-            )
-            refuse_crossing(model, num_prompt, len(rows[place]), what=what, remedy=SHORTER)
-        states = (
-            _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
-            if places
-            else []
-        )
-        parts |= dict(zip(places, states, strict=True))
+            length = len(rows[place])
+            what = f"a sequence of {length} tokens, of which {length - starts[place]} are looked at, is read at once"
+            refuse_crossing(model, num_prompt, length, what=what, remedy=SHORTER)
+        if places:
+            states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
+            parts |= dict(zip(places, states, strict=True))
     return torch.cat([parts[place] for place in range(len(rows))])
 
 
@@ -90,9 +85,8 @@ def _hidden_states(
     """Final hidden states of each sequence, in one forward."""
     width = max(map(len, rows))
     # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states
-    # will do. Attention
-    # multiplies the hidden states of other ids by 0, and 0 * NaN is NaN: so a row is padded with an id of its own, not
-    # with another's.
+    # will do. Attention multiplies the hidden states of what it does not see by 0, and 0 * NaN is NaN: so a row is
+    # padded with an id that it has, not with one of another row.
     ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
@@ -141,22 +135,19 @@ def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
     """Raise ValueError where accelerate has offloaded the output layer or the embeddings, whose weights are read
     directly.
     """
-    for part, layer in (
-        ("output layer", model.get_output_embeddings()),
-        ("input embeddings", model.get_input_embeddings()),
-    ):
+    layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
+    for part, layer in layers.items():
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.device.type == "meta":
             raise ValueError(
                 f"the weight of the {part} of {source.path} found no room and was offloaded (device_map "
-                f"{source.device_map!r}; it is on "
-                "meta), and every position needs it; give it a device of its own in device_map, free memory, or "
-                "choose a smaller dtype"
+                f"{source.device_map!r}; it is on meta), and every position needs it; give it a device of its own in "
+                "device_map, free memory, or choose a smaller dtype"
             )
 
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError if the model yields numbers for none of some ids; ids of their own may be broken (untrained,
+    """Raise ValueError if the model yields numbers for none of some ids; single ids may be broken (untrained,
     overflowing).
     """
     ids = sorted({place * (vocab_size - 1) // (_NUM_PROBES - 1) for place in range(_NUM_PROBES)})
@@ -183,6 +174,5 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and "
-            "probabilities "
-            "would be wrong; choose models of another family"
+            "probabilities would be wrong; choose models of another family"
         )

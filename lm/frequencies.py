@@ -8,8 +8,7 @@ one token at a time. The reference is plain `generate`:
 
     near    the forward that reads a token before the bound, and all before it, uses the near frequencies
     far     one that reads a token at the bound or beyond uses the far ones. What was cached before keeps the near ones,
-            unless the model is
-            one that reads its whole text again there (`reads_again`: Phi-3, PhiMoE, Phi-4-multimodal)
+            unless the model reads its whole text again there (`reads_again`: Phi-3, PhiMoE, Phi-4-multimodal)
     prompt  the prompt is one forward: one that ends beyond the bound is far as a whole
 
 Worked example: bound 16, a text of 14 tokens whose last row is asked with 4 drafted tokens after it. Rows 13, 14, 15
@@ -54,7 +53,7 @@ class Frequencies(NamedTuple):
         return num_fed > self.bound and (self.is_dynamic or num_prompt <= self.bound)
 
     def refusal(self, what: str, remedy: str) -> ValueError:
-        """One line for what crosses the bound."""
+        """The error for what crosses the bound: what it is, and what to do."""
         return ValueError(
             f"{what}, and {self.model} changes the rotary frequencies of all tokens of a forward beyond {self.bound} "
             f"(rope_type {self.rope_type}): {remedy}"
@@ -71,16 +70,13 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
         bounds = dict(_bounds(model.config.get_text_config()))
         if len(bounds) > 1:
             lengths = " and ".join(map(str, sorted(bounds)))
-            raise ValueError(
-                f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens; choose "
-                "another"
-            )
-        found = None
-        for bound, rope_type in bounds.items():
-            found = Frequencies(
-                type(model).__name__, rope_type, bound, rope_type == "longrope" and _reads_again(model, bound)
-            )
-        _KNOWN[model] = found
+            what = f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens"
+            raise ValueError(f"{what}; choose another")
+        found = [
+            Frequencies(type(model).__name__, rope_type, bound, rope_type == "longrope" and _reads_again(model, bound))
+            for bound, rope_type in bounds.items()
+        ]
+        _KNOWN[model] = found[0] if found else None
     return _KNOWN[model]
 
 
@@ -88,11 +84,11 @@ def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, wh
     """Raise ValueError where a text is read with several frequencies, for those who read several of its tokens at once.
 
     Args:
-        model: reads it.
+        model: the model that reads the text.
         num_prompt: tokens that `generate` would read in its first forward.
         num_fed: the most tokens that are read.
-        what: has so many tokens, in words.
-        remedy: a clause that says what to do.
+        what: the clause that begins the refusal: what has so many tokens.
+        remedy: the clause that ends the refusal: what to do.
     """
     frequencies = frequencies_of(model)
     if frequencies is not None and frequencies.crosses(num_prompt, num_fed):
@@ -116,7 +112,7 @@ def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
 
 
 def _reads_again(model: PreTrainedModel, bound: int) -> bool:
-    """Does `generate` drop a cache of `bound` tokens before it feeds the next? It asks this method of the model."""
+    """Does `generate` drop a cache of `bound` tokens before it feeds the next? The model's inputs for it tell."""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, bound, 1), torch.zeros(1, 1, bound, 1), 0)
     ids = torch.zeros(1, bound + 1, dtype=torch.long)
@@ -129,15 +125,15 @@ class Feed(NamedTuple):
     """One forward of a text, all with the same frequencies."""
 
     end: int
-    """Tokens of the text that are fed after it."""
+    """Length of the text that is cached after it."""
     num_rows: int
-    """Its last rows that are asked for; perhaps none."""
+    """How many of its last rows are asked for; perhaps none."""
     is_far: bool
 
 
 @dataclass
 class Keys:
-    """The cached keys of one text, as far as frequencies go."""
+    """The frequencies of the keys that are cached of one text."""
 
     frequencies: Frequencies
     num_prompt: int | None = None
@@ -167,14 +163,13 @@ class Keys:
         return self.frequencies.reads_again and feed.is_far != self.is_far
 
     def begin(self, feed: Feed) -> bool:
-        """`feed` comes next; True where the cache is to be emptied for it."""
+        """Note that `feed` comes next: True where the cache is to be emptied for it."""
         is_other = self.is_other(feed)
         self.is_far = self.is_far != is_other
         return is_other
 
     def begin_at_once(self, num_text: int, deepest: int) -> bool:
-        """Begin like `begin`, before a tree of drafts is fed: its tokens, and those of the text that are fed with it,
-        share one forward.
+        """`begin` for a tree of drafts, whose tokens share one forward with those of the text that are fed with it.
 
         Args:
             num_text: tokens of the text, the last of which may be fed with the tree.

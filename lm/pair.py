@@ -43,10 +43,10 @@ class Pair:
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft, a model of its own.
+        """The draft where it is a language model.
 
         Raises:
-            ValueError: it is a feature draft.
+            ValueError: the draft is a feature draft.
         """
         if isinstance(self.drafting, FeatureDraft):
             raise ValueError(_reads_the_target(type(self.drafting).__name__))
@@ -108,13 +108,13 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
 
 
 def _sources(config: PairConfig) -> dict[str, ModelSource]:
-    """The models of their own, which have tokenizers."""
+    """The models with tokenizers: all but a feature draft."""
     sources = {"target": config.target} | ({} if released_layout_of(config.draft) else {"draft": config.draft})
     return sources | ({"micro": config.micro} if config.micro else {})
 
 
 def refuse_feature_draft(config: PairConfig) -> None:
-    """Raise ValueError where pair.draft is one."""
+    """Raise ValueError where pair.draft is a feature draft."""
     if layout := released_layout_of(config.draft):
         raise ValueError(_reads_the_target(f"{layout} directory ({config.draft.path})"))
 
@@ -122,8 +122,7 @@ def refuse_feature_draft(config: PairConfig) -> None:
 def _reads_the_target(what: str) -> str:
     return (
         f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; this "
-        "takes a draft "
-        "that is a model of its own: set pair.draft.path"
+        "takes a draft that is a model of its own: set pair.draft.path"
     )
 
 
@@ -142,9 +141,9 @@ def load_model(
     checkpoint is refused.
 
     Args:
-        source: where it is.
-        trust_remote_code: as in the config.
-        device: where it goes, whatever `source.device_map` says.
+        source: directory or hub repository of the model, and how it is loaded.
+        trust_remote_code: run code that comes with the model.
+        device: the device that the model goes to, whatever `source.device_map` says.
     """
     device_map = source.device_map if device is None else str(device)
     if device_map is None:
@@ -187,7 +186,7 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
     """The config.json of a model, which says everything of it but the weights.
 
     Raises:
-        FileNotFoundError: no model there.
+        FileNotFoundError: the source has no model.
     """
     with _reading(source, "config.json"):
         return AutoConfig.from_pretrained(
@@ -199,7 +198,7 @@ def without_weights(source: ModelSource, *, trust_remote_code: bool = False) -> 
     """A model's layers on the device `meta`, by its config alone: every shape and method, no numbers.
 
     Raises:
-        FileNotFoundError: no model there.
+        FileNotFoundError: the source has no model.
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
     with torch.device("meta"), _reading(source, "config.json"):
@@ -220,13 +219,16 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FileNotFoundError(_not_found(source)) from error
+        where = f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'})"
+        raise FileNotFoundError(
+            f"{where}: neither a local model directory nor a hub id that can be reached; check the path, or "
+            "`hf download` it first"
+        ) from error
     except Exception as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(
             f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
-            "again, and check the "
-            "settings of this model"
+            "again, and check the settings of this model"
         ) from error
 
 
@@ -236,28 +238,19 @@ def emitted_vocab_size(config: PairConfig) -> int:
     return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
 
 
-def _not_found(source: ModelSource) -> str:
-    return (
-        f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'}): neither a "
-        "local model directory "
-        "nor a hub id that can be reached; check the path, or `hf download` it first"
-    )
-
-
 def _check_same_ids(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
 ) -> None:
     """Raise unless both map the same tokens to the same ids."""
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours == theirs:
+    ids, other_ids = tokenizer.get_vocab(), other.get_vocab()
+    if ids == other_ids:
         return
-    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    differing = sorted(token for token in ids.keys() | other_ids.keys() if ids.get(token) != other_ids.get(token))
     token = differing[0]
     raise ValueError(
         f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first "
-        f"{token!r}: "
-        f"id {ours.get(token)} against {theirs.get(token)}; speculative decoding needs one token -> id map, choose "
-        "models of one family"
+        f"{token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding needs one token -> id "
+        "map, choose models of one family"
     )
 
 

@@ -68,7 +68,7 @@ def probe(
 
 @contextmanager
 def refusing(refusal: Refusal, failure: str) -> Iterator[None]:
-    """A forward that fails in it refuses the model; one that finds no memory says nothing about the model."""
+    """Turn the failure of a forward into a refusal of its model; lack of memory says nothing about the model."""
     try:
         yield
     except torch.OutOfMemoryError:

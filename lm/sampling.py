@@ -63,8 +63,8 @@ class Sampling:
         """The distribution that tokens are drawn from, one row per position.
 
         Args:
-            logits: as the model gives them, any float dtype; -inf marks impossible tokens.
-            dtype: of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64
+            logits: logits as the model gives them, any float dtype; -inf marks impossible tokens.
+            dtype: dtype of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64
                 logits, else float32.
         """
         dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)

@@ -47,7 +47,7 @@ class Bits:
 
     def __init__(self, seed: int) -> None:
         """Args:
-        seed: at least 0, of any size; two seeds below 2^128 give different streams.
+        seed: a number of any size from 0 on; two seeds below 2^128 give different streams.
         """
         self._bits = np.random.PCG64DXSM(seed)
 

@@ -64,8 +64,8 @@ def num_accepted(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not look
-            at it.
+        q: the law that each token was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not
+            look at it.
         p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
@@ -108,7 +108,7 @@ def verify(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each was drawn from, each on any device; one narrower than p gets zeros.
+        q: the law that each token was drawn from, each on any device; one narrower than p gets zeros.
         p: the target's laws at the same positions and at the one after.
         generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
 

@@ -1,4 +1,4 @@
-"""A model that reads many continuations of one text side by side: branches, each from a place of its own.
+"""A model that reads many continuations of one text side by side: branches, each from some place of the text.
 
 A branch that begins at a place has the text before it as its context, which is in the model's KV cache already: it is
 stored once, and each branch attends to the part before its place and to its own earlier tokens, by a four-dimensional
@@ -25,6 +25,8 @@ class Branched:
     """A model with a text in its cache, and branches that grow from it.
 
     Attributes:
+        vocab_size: width of the distributions that callers make of hidden states.
+        cache: holds the text, and behind it what is fed.
         roots: how many tokens of the text each branch sees.
     """
 
@@ -44,9 +46,9 @@ class Branched:
         """Final hidden states after each token.
 
         Args:
-            tokens: in any order in which no token comes before an earlier one of its branch.
-            owners: the branch of each.
-            depths: its place in its branch, 0 first.
+            tokens: tokens of any branches; those of one branch in their order.
+            owners: the branch of each token.
+            depths: the place of each token in its branch, 0 first.
         """
         positions, seen = self._branching.feed(owners, depths)
         output = self.model.base_model(

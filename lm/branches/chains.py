@@ -35,14 +35,14 @@ class Told(NamedTuple):
     cache: DynamicCache
     """A cache that holds the text, at least."""
     hidden: Float[Tensor, "token hidden"]
-    """After the final norm."""
+    """State of each token, after the final norm."""
     features: Float[Tensor, "1 token feature"]
     """Features of each token that its draft reads; of width 0 where that is the cache alone."""
 
 
 @torch.inference_mode()
 def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> Told:
-    """One forward of the target."""
+    """What one forward of the target gives for a text."""
     with watched(read_modules(target, draft)) as seen:
         cache, hidden = trunk(target, list(ids))
     parts = [part.to(draft.device) for _, part in sorted(seen.items())]
@@ -54,8 +54,8 @@ class Chains:
 
     def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
         """Args:
-            draft: bound to the target.
-            told: what the target says of the text.
+            draft: a draft that is bound to the target.
+            told: cache, states and features of the target for the text.
             ids: the text, of two tokens at least.
 
         Raises:
@@ -74,10 +74,10 @@ class Chains:
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " chain"]) -> Float[Tensor, "chain hidden"]:
-        """Leave the chains that were there, and begin others.
+        """Begin chains, and forget those before: the hidden state that gives each its first distribution.
 
         Args:
-            lengths: how many tokens of the text are committed when each begins; more than the draft's `lag`.
+            lengths: how many tokens of the text are committed when each chain begins; more than the draft's `lag`.
         """
         num_kept = self._length - self.draft.lag
         roll_back(self._cache, num_kept)
@@ -89,7 +89,7 @@ class Chains:
 
     @torch.inference_mode()
     def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        """One more token of some chains, no chain twice.
+        """Feed one more token to some chains, to none twice: the hidden state after each.
 
         Args:
             tokens: tokens drawn from what their chains said last.

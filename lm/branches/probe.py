@@ -64,7 +64,7 @@ def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> Non
 
 @torch.inference_mode()
 def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], Float[Tensor, "1 state"]]]:
-    """All hidden states of each branch as one row: in the tree, and on its own."""
+    """(hidden states of a branch beside the others, those of the branch alone), as one row each, for every branch."""
     device, num_ids = device_of(model), model.config.get_text_config().vocab_size
     prefix = [token % num_ids for token in _TRUNK]
     cache, _ = trunk(model, prefix)

@@ -56,7 +56,7 @@ class BufferLayer(DynamicLayer):
         self.length = min(self.length, length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """transformers' way to say it: minus the number of tokens to forget."""
+        """Roll back as transformers says it: by minus the number of tokens to forget."""
         self.roll_back(max(self.length - abs(tokens_to_remove), 0))
 
     def reset(self) -> None:
@@ -80,8 +80,8 @@ class BufferLayer(DynamicLayer):
         as 0 * NaN is NaN.
 
         Args:
-            other: of at most as many positions, unless this layer is empty.
-            rows: which sequences of this layer, one for each of the other.
+            other: a layer of at most as many positions, unless this one is empty.
+            rows: the sequences of this layer that are overwritten, one for each of the other.
             num_rows: sequences of this layer, if it is empty.
         """
         if not self.is_initialized:
@@ -164,7 +164,7 @@ class WindowLayer(BufferLayer):
 
     def __init__(self, capacity: int, sliding_window: int) -> None:
         """Args:
-        capacity: as for `BufferLayer`.
+        capacity: positions to begin with; doubled whenever it does not suffice.
         sliding_window: the window of sliding attention, or the chunk of chunked attention.
         """
         super().__init__(capacity)

@@ -19,7 +19,7 @@ class RaggedFeed(NamedTuple):
     rows: Int[Tensor, " fed_rows"]
     """Row of the buffer of each sequence that is fed."""
     are_first: bool
-    """They are the first rows, in their order, and need not be gathered."""
+    """Are these the first rows, in their order? Then they need not be gathered."""
     places: Int[Tensor, "fed_rows width"]
     """Place of each token in its row, padding included."""
     end: int
@@ -55,7 +55,7 @@ class RaggedLayer(DynamicLayer):
         return shown[0], shown[1]
 
     def get_seq_length(self) -> int:
-        """No one number: rows have lengths of their own, and models are told positions and mask."""
+        """Always 0, since rows differ in length: models are given positions and mask instead."""
         return 0
 
     def _grow(self, needed: int, *states: Tensor) -> None:

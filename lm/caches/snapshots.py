@@ -22,7 +22,7 @@ than the others is going back to the prompt, which is then fed as it was.
 
 
 class Snapshots:
-    """Earlier states of the layers of one cache, but for those that roll back by counting."""
+    """Earlier states of the layers of one cache, without the layers that roll back by counting."""
 
     def __init__(self, cache: DynamicCache) -> None:
         self._cache = cache

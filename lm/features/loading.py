@@ -24,7 +24,7 @@ _ELSEWHERE = "use it with the target that it was trained for"
 
 
 def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
-    """pair.draft, as `load_feature_draft` has it."""
+    """The feature draft that pair.draft names, loaded by `load_feature_draft`."""
     num_layers = target.config.get_text_config().num_hidden_layers - pair.target.extra_layers
     dtype = None if pair.draft.dtype == "auto" else getattr(torch, pair.draft.dtype)
     return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
@@ -36,10 +36,10 @@ def load_feature_draft(
     """The draft in evaluation mode, on the device of the target's output head, bound to the target.
 
     Args:
-        source: where it is; its place is the target's, whatever `device_map` says.
-        target: whose states it reads.
-        num_layers: the target's, without those that change nothing (`ModelSource.extra_layers`).
-        dtype: of its numbers; None: as stored.
+        source: directory or hub repository of the draft; its device is the target's, whatever `device_map` says.
+        target: the model whose states the draft reads.
+        num_layers: layers of the target, without those that change nothing (`ModelSource.extra_layers`).
+        dtype: dtype of the draft's weights; None: as stored.
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
@@ -47,14 +47,11 @@ def load_feature_draft(
     """
     released = Released(source)
     if source.extra_layers:
-        raise released.refusal(
-            f"extra_layers is {source.extra_layers}", "only models of their own take extra layers: leave it out"
-        )
-    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}[
-        released.layout or "eagle"
-    ]
+        remedy = "only models of their own take extra layers: leave it out"
+        raise released.refusal(f"extra_layers is {source.extra_layers}", remedy)
+    makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}
     with init_empty_weights():
-        draft = make(released, target, num_layers)
+        draft = makers[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
     device = next(target.get_output_embeddings().parameters()).device
     draft.name_or_path = source.path
@@ -85,7 +82,9 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
 def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     config = released.llama(released.config)
     _check_fits(released, config, target, config.hidden_size)
-    return Eagle(config, has_embedding=released.has("embed_tokens.weight"), has_fc_bias=released.has("fc.bias"))
+    return Eagle(
+        config, has_embedding="embed_tokens.weight" in released.tensors, has_fc_bias="fc.bias" in released.tensors
+    )
 
 
 def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
@@ -110,19 +109,17 @@ def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -
 
 
 def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    """An EAGLE-3 draft of either layout."""
+    """An EAGLE-3 draft, of SafeAILab's layout or of speculators'."""
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
     ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))
     if not all(1 <= layer_id <= num_layers for layer_id in ids):
-        remedy = (
-            f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or "
-            f"{_ELSEWHERE}"
-        )
+        remedy = f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json"
         raise released.refusal(
-            f"it reads the target behind layers {list(ids)}, and the target has {num_layers}", remedy
+            f"it reads the target behind layers {list(ids)}, and the target has {num_layers}",
+            f"{remedy}, or {_ELSEWHERE}",
         )
-    has_embedding, has_head = (released.has(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
     if not has_embedding and config.hidden_size != target.config.get_text_config().hidden_size:
         raise released.refusal(
             "it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own"
@@ -138,16 +135,13 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
 def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("model.", "")
     config = released.llama({"large_num_attention_heads": 32} | released.config)
-    config.tie_word_embeddings = config.tie_word_embeddings and not released.has("lm_head.weight")
+    config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     of_target = target.config.get_text_config()
     head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // of_target.num_attention_heads
     _check_fits(released, config, target, config.large_hidden_size, of_target.num_attention_heads * head_size)
     if config.large_num_attention_heads != of_target.num_attention_heads:
-        what = (
-            f"its queries have {config.large_num_attention_heads} heads and the target's "
-            f"{of_target.num_attention_heads}"
-        )
-        raise released.refusal(what, _ELSEWHERE)
+        num_heads = f"{config.large_num_attention_heads} heads and the target's {of_target.num_attention_heads}"
+        raise released.refusal(f"its queries have {num_heads}", _ELSEWHERE)
     if config.num_hidden_layers > num_layers:
         raise released.refusal(f"it has {config.num_hidden_layers} layers and the target {num_layers}", _ELSEWHERE)
     return Glide(config, num_layers)
@@ -158,13 +152,13 @@ def _check_fits(
 ) -> None:
     """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
     of_target = target.config.get_text_config()
-    for what, ours, theirs in (
+    for what, read, given in (
         ("states", width, expected or of_target.hidden_size),
         ("a vocabulary", config.vocab_size, of_target.vocab_size),
     ):
-        if ours != theirs:
+        if read != given:
             raise released.refusal(
-                f"it is made for a target with {what} of {ours}, and this one has {theirs}", _ELSEWHERE
+                f"it is made for a target with {what} of {read}, and this one has {given}", _ELSEWHERE
             )
 
 

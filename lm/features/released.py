@@ -26,7 +26,7 @@ _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 
 
 class Released:
-    """Contents of such a directory."""
+    """What a released directory holds."""
 
     def __init__(self, source: ModelSource) -> None:
         """Read config.json and every tensor.
@@ -44,17 +44,13 @@ class Released:
             except SafetensorError as error:
                 raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
-    def has(self, name: str) -> bool:
-        """Does the file have this tensor?"""
-        return name in self.tensors
-
     def rename(self, old: str, new: str) -> None:
-        """Begin the names of tensors that begin with `old` with `new`."""
+        """Put `new` in the place of `old` where names of tensors begin with it."""
         for name in [name for name in self.tensors if name.startswith(old)]:
             self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
 
     def llama(self, keys: dict[str, Any]) -> LlamaConfig:
-        """The config of its layer."""
+        """The config of the draft's layer, from these keys of config.json."""
         kind = keys.get("model_type", "llama")
         if kind not in ("llama", "eagle", "qwen2"):  # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
             raise self.refusal(f"its layer is of model_type {kind}", "Llama's is the one that is known here")
@@ -66,15 +62,15 @@ class Released:
             ) from error
 
     def refusal(self, what: str, remedy: str) -> ValueError:
-        """One line that refuses the directory."""
+        """The error that refuses the directory: what is wrong, and what to do."""
         return ValueError(f"the feature draft {self.path} cannot be used: {what}; {remedy}")
 
 
 def released_layout_of(source: ModelSource) -> str | None:
-    """Layout of a directory or hub repository, by its config.json; None: a model of its own, or nothing to be had.
+    """Layout of a directory or hub repository, by its config.json; None: a language model, or nothing that can be read.
 
     Raises:
-        ValueError: a config.json that is broken, or weights that have to tell and are pickled.
+        ValueError: a config.json that is broken, or weights that would have to be looked at and are pickled.
     """
     config = _config_of(source)
     if config is None:
@@ -86,11 +82,8 @@ def released_layout_of(source: ModelSource) -> str | None:
     if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
         return "eagle3"
     # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
-    return (
-        "eagle"
-        if config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
-        else None
-    )
+    is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
+    return "eagle" if is_eagle else None
 
 
 def commit_of(source: ModelSource) -> str | None:
@@ -100,13 +93,10 @@ def commit_of(source: ModelSource) -> str | None:
 
 
 def width_of(source: ModelSource) -> int | None:
-    """Width of what a feature draft's head reads, by its config.json; None: a model of its own."""
+    """Width of what a feature draft's head reads, by its config.json; None: the source is no feature draft."""
     config = _config_of(source) or {}
-    return (
-        None
-        if released_layout_of(source) is None
-        else config.get("transformer_layer_config", config).get("hidden_size")
-    )
+    is_draft = released_layout_of(source) is not None
+    return config.get("transformer_layer_config", config).get("hidden_size") if is_draft else None
 
 
 def max_positions_of(source: ModelSource) -> int:
@@ -140,7 +130,7 @@ def _names(file: Path) -> set[str]:
 
 
 def _files(source: ModelSource) -> list[Path]:
-    """The files of safetensors."""
+    """The files of weights; ValueError where there are pickled ones alone."""
     directory = Path(source.path)
     if not directory.is_dir():
         directory = Path(
@@ -153,7 +143,6 @@ def _files(source: ModelSource) -> list[Path]:
     if pickled and not files:
         raise ValueError(
             f"the weights of {source.path} are pickled ({pickled[0]}), which can run code when they are read; convert "
-            "them: "
-            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+            "them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         )
     return files

@@ -1,13 +1,14 @@
-"""Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads.
+"""Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads; or
+level by level with a tree's nodes, like a `TreeModel`.
 
 Its cache holds, of the committed tokens, a prefix that was fed with what the target said (`kept`), and during a draft
 an extension that was fed with the draft's own outputs. Rolling back always drops the extension: what of it was accepted
 is fed again with the target's features, as it was in training. So the next forward feeds committed[kept:], whatever
 happened since.
 
-In the first round of a generation the target has said nothing, and there is nothing to read: `max_length` is then 0, so
-that a drafter proposes nothing, and the verification of the empty draft is the target's reading of the prompt (law 4.4
-counts it as any other).
+In the first round of a generation the target has read nothing, and the draft has nothing to read: `max_length` is then
+0, so that a drafter proposes nothing, and the verification of the empty draft is the target's reading of the prompt
+(law 4.4 counts it as any other).
 """
 
 from collections.abc import Sequence
@@ -35,18 +36,18 @@ class FeatureModel:
 
     Attributes:
         hidden: [rows, hidden] what the output head read in the last forward, which has one row; a tree's has more.
-        outputs: of the last forward, whose states deeper nodes are fed; None once they are rolled back.
+        outputs: outputs of the last forward, whose states deeper nodes are fed; None once they are rolled back.
     """
 
     with_hidden = True
     session: Any = None
-    """The generation that has it, as `CachedModel.session`."""
+    """The generation that uses this model, or did last (`decode.loop.session`)."""
 
     def __init__(self, draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None) -> None:
         """Args:
-        draft: bound to the target's model.
+        draft: a draft that is bound to the target's model.
         target: the very object that verifies, since its states are read.
-        vocab_size: width that logits are cut to, as for `CachedModel`.
+        vocab_size: width that logits are cut to; None keeps all.
         """
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self.reset()
@@ -72,7 +73,7 @@ class FeatureModel:
 
     @property
     def max_length(self) -> float:
-        """The most tokens that may be fed: none before the target has said anything."""
+        """The most tokens that may be fed: none before the target has read anything."""
         return float(self.draft.config.max_position_embeddings) if self.target.num_features else 0.0
 
     def check_mode(self) -> None:
@@ -81,7 +82,7 @@ class FeatureModel:
 
     @property
     def num_logits(self) -> int:
-        """Ids that its distributions have."""
+        """Width of its distributions."""
         return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
 
     @property
@@ -101,7 +102,7 @@ class FeatureModel:
         self.roll_back(0)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens: the cache grows by itself."""
+        """Make room for `length` tokens now; does nothing here, where the cache grows as it is fed."""
 
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
@@ -131,7 +132,7 @@ class FeatureModel:
         return self._fed(token.view(1, 1).to(self.device), self._length + 1)
 
     def _fed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
-        """Feed tokens, after which `end` are fed."""
+        """Feed tokens, the last of which is number `end` of the text: the logits that follow it."""
         last = end - self.draft.lag
         positions = torch.arange(last - tokens.shape[1], last, device=self.device)[None]
         self.outputs = self._outputs(tokens, positions, last)
@@ -140,7 +141,7 @@ class FeatureModel:
         return self._cut(self.draft.logits(self.hidden))
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        """Outputs of entries up to before position `last`."""
+        """Outputs of the entries of these tokens, which end before position `last`."""
         raise NotImplementedError
 
     def _cut(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:
@@ -181,14 +182,13 @@ class EagleModel(FeatureModel):
             assert self.outputs is not None
             self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
         if new.stop > new.start:
-            parents, depths, tokens = (
-                torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.depths, tree.tokens)
-            )
+            parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
             num_text = self._length - self.draft.lag
             assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
-            positions, seen = tree_feed(depths, torch.from_numpy(tree.sees()[new]).to(self.device), num_text)
-            states, mask = self._states[parents + 1][None], seen[None, None]
-            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
+            fed = tree_feed(tree.depths[new], tree.sees()[new], num_text)
+            positions, mask = fed[0][None].to(self.device), fed[1][None, None].to(self.device)
+            states = self._states[parents + 1][None]
+            outputs = self.draft(tokens[None], states, positions, cache=self._cache, mask=mask)
             self._states = torch.cat([self._states, outputs.states[0]])
             logits.append(self._cut(self.draft.logits(outputs.hidden[0])))
             hidden.append(outputs.hidden[0])
@@ -216,7 +216,7 @@ class GlideModel(FeatureModel):
 def feature_model(
     draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None
 ) -> EagleModel | GlideModel:
-    """The model for this draft's kind."""
+    """One sequence through `draft`, beside the target whose states it reads; args are those of `FeatureModel`."""
     return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
 
 

@@ -1,8 +1,9 @@
 """A target whose states are kept for a draft that reads them: what a verification computes anyway, at no extra forward.
 
-Features follow law 4.5 as the cache does: one row for every token that was fed and not rolled back. They stay as long
-as the cache does, at a few percent of its size, since an outer level may roll a draft back to a token whose features it
-read long ago. A cache that goes back further than asked (`lm.caches.snapshots`) leaves the features where they are.
+Features follow law 4.5 as the cache does, in a layer of the same kind: one row for every token that was fed and not
+rolled back. They stay as long as the cache does, at a few percent of its size, since an outer level may roll a draft
+back to a token whose features it read long ago. A cache that goes back further than asked (`lm.caches.snapshots`)
+leaves the features where they are, until the tokens in between are fed again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from lm.models.cached import CachedModel
 from lm.trees.cached import TreeModel
 
 _CAPACITY = 256
-"""Rows that there is room for at first."""
+"""Rows that features start with room for."""
 _REMEDY = "a draft that reads the target's states needs them; use a draft that is a model of its own"
 
 
@@ -45,9 +46,7 @@ class TappedModel(CachedModel):
         self._read = read_modules(model, draft)
         self._reads_states = draft.target_layer_ids is None
         self._cached_layer_ids = draft.cached_layer_ids if isinstance(draft, Glide) else ()
-        self._features: Tensor | None = None
-        self.num_features = 0
-        """Tokens whose features are there: as many as are cached, or more."""
+        self._features = BufferLayer(_CAPACITY)
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         for place in self._cached_layer_ids:
             if not isinstance(self._cache.layers[place], BufferLayer):
@@ -56,31 +55,28 @@ class TappedModel(CachedModel):
                     f"the draft reads keys and values of the target's layer {place}, which keeps a {kind}; {_REMEDY}"
                 )
 
-    def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
-        """Features of the tokens from `start` to before `end`."""
-        assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
-        assert self._features is not None, "a draft that reads the cache alone has no features"
-        return self._features[None, start:end]
+    @property
+    def num_features(self) -> int:
+        """Tokens whose features are kept: as many as are cached, or more."""
+        return self._features.length
 
-    @torch.inference_mode()
-    def move_features(self, start: int, places: Int[Tensor, " kept"]) -> None:
-        """Keep those of the first `start` tokens, and behind them those at these places."""
-        if self._features is not None:
-            self._features[start : start + len(places)] = self._features[places.to(self._features.device)]
-        self.num_features = start + len(places)
+    def features(self, start: int, end: int) -> Float[Tensor, "1 token feature"]:
+        """Features of the tokens from place `start` up to, but not including, `end`."""
+        assert end <= self.num_features, f"features up to {end} asked of {self.num_features}"
+        assert self._features.keys is not None, "nothing has been fed yet"
+        return self._features.keys[0, :, start:end]
 
     def keys_values(self) -> list[KeysValues]:
         """Cached keys and values of the layers that the draft attends to."""
         return cached_keys_values(self._cache, self._cached_layer_ids, len(self))
 
     def reset(self) -> None:
-        self.num_features = 0
+        self._features.reset()
         super().reset()
 
     def roll_back(self, length: int) -> None:
-        num_kept = min(self.num_features, length)
         super().roll_back(length)
-        self.num_features = num_kept
+        self._features.roll_back(length)
 
     def _logits_at(
         self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int
@@ -89,34 +85,11 @@ class TappedModel(CachedModel):
         has_states = self._reads_states and self._halves is not None  # the body runs in two halves, and leaves them
         with watched([] if has_states else self._read) as seen:
             logits = super()._logits_at(placed, ids, num_rows)
-        if has_states:
-            assert self.states is not None
-            seen = {0: self.states}
-        self._keep(start, ids.shape[1], [seen[place] for place in sorted(seen)])
+        parts: list[Any] = [self.states] if has_states else [seen[place] for place in sorted(seen)]
+        features = torch.cat([part.to(parts[0].device) for part in parts] or [logits.new_empty(ids.shape[1], 0)], -1)
+        self._features.roll_back(start)
+        self._features.update(features[None, None], features.new_empty(1, 1, len(features), 0))
         return logits
-
-    def _keep(self, start: int, num_fed: int, parts: list[Tensor]) -> None:
-        """Write the features of the tokens just fed."""
-        end = start + num_fed
-        if parts:
-            width = sum(part.shape[-1] for part in parts)
-            self._make_room(end, parts[0].new_empty(0, width))
-            assert self._features is not None
-            torch.cat([part.to(parts[0].device) for part in parts], -1, out=self._features[start:end])
-        self.num_features = max(self.num_features, end)
-
-    def _make_room(self, length: int, like: Tensor) -> None:
-        old = self._features
-        if (
-            old is not None
-            and (old.dtype, old.device, old.shape[1]) == (like.dtype, like.device, like.shape[1])
-            and length <= len(old)
-        ):
-            return
-        capacity = max(_CAPACITY, 2 * length)
-        self._features = like.new_empty(capacity, like.shape[1])
-        if old is not None and self.num_features:
-            self._features[: self.num_features] = old[: self.num_features]
 
 
 class TappedTreeModel(TappedModel, TreeModel):
@@ -127,9 +100,10 @@ class TappedTreeModel(TappedModel, TreeModel):
     def roll_back(self, length: int) -> None:
         super().roll_back(min(length, len(self) - len(self._tree)))
 
+    @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         start = len(self) - len(self._tree)
-        self.move_features(start, torch.tensor(path, dtype=torch.long) + start)
+        self._features.gather(start, torch.tensor(path, dtype=torch.long) + start)
         super().keep(path)
 
 
@@ -165,6 +139,6 @@ def watched(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "t
 
 
 def _note(seen: dict[int, Tensor], place: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook; what it notes are rows of the one sequence."""
+    """A forward hook that notes the output's rows for the one sequence of the batch."""
     output = getattr(output, "last_hidden_state", output)
     seen[place] = (output[0] if isinstance(output, tuple) else output)[0]

@@ -37,7 +37,8 @@ class CachedModel:
     Attributes:
         hidden: [rows, hidden] the final hidden states (after the final norm, as `lm_head` receives them) of the rows
             that the last `forward` returned; may be None unless `with_hidden`.
-        states: [fed, hidden] those of every row that it fed, where the model is its halves (`lm.models.halves`).
+        states: [fed, hidden] the final hidden states of every row that it fed, where the model is its halves
+            (`lm.models.halves`).
     """
 
     remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
@@ -45,7 +46,7 @@ class CachedModel:
     _keys: Keys | None = None
     """Keys of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
     session: Any = None
-    """The generation that has it, or had it last (`decode.loop.session`)."""
+    """The generation that uses this model, or did last (`decode.loop.session`)."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
         """Args:
@@ -86,7 +87,7 @@ class CachedModel:
 
     @property
     def output_device(self) -> torch.device:
-        """Device that logits and hidden states come out on: another one, if the model is spread over several."""
+        """Device that logits and hidden states come out on, which differs if the model is spread over several."""
         return next(head_of(self.model).parameters()).device
 
     @property
@@ -110,7 +111,7 @@ class CachedModel:
 
     @property
     def num_logits(self) -> int:
-        """Ids that its distributions have."""
+        """Width of its distributions."""
         width = num_logits_of(self.model)
         return width if self.vocab_size is None else min(width, self.vocab_size)
 
@@ -124,15 +125,15 @@ class CachedModel:
         return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
 
     def reset(self) -> None:
-        """Empty the cache, for a new sequence; what has been done to the model since the last one is seen."""
+        """Empty the cache, for a new sequence, and look at the model again, which may have moved or changed."""
         self._device = device_of(self.model)
-        self._one = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._positions = torch.arange(_CAPACITY, device=self._device)[None]
         self._keys = keys_of(self.model)
         self._empty()
 
     def _empty(self) -> None:
-        """An empty cache: the one there is, where it can be emptied."""
+        """Empty the cache, or make another where it cannot be emptied."""
         self._halves = halves_of(self.model)
         if self._is_plain:
             self.roll_back(0)
@@ -169,7 +170,7 @@ class CachedModel:
 
         Args:
             token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
-            num_rows: at most the number of tokens fed.
+            num_rows: how many rows are asked for, at most the number of tokens fed.
         """
         forward = self._forward if self._keys is None else self._forward_apart
         if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
@@ -192,7 +193,7 @@ class CachedModel:
         return self._keys is not None and self._keys.reads_again(start, end)
 
     def _forward_apart(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """`_forward`, in as many parts as the text has frequencies."""
+        """The rows of `_forward`, in one forward for each set of frequencies that the text is read with."""
         assert self._keys is not None
         parts = []
         for feed in self._keys.feeds(self._length, len(token_ids), num_rows):
@@ -209,15 +210,15 @@ class CachedModel:
         assert 1 <= num_rows <= len(fed), f"{num_rows} rows asked of {len(fed)} fed tokens"
         if self.is_stepwise and len(fed) > 1:
             return self._forward_stepwise(fed, num_rows)
-        ids = self._one.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+        ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
         return self._logits(ids, num_rows)
 
     def _forward_stepwise(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """A prompt at once, as `generate` feeds it, and what is drafted after it one by one."""
+        """Feed a prompt at once, as `generate` does, and what is drafted after it one by one."""
         num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
         first = torch.tensor([fed[:num_first]], device=self._device)
         steps = [(self._logits(first, 1), self.hidden)]
-        steps += [(self._logits(self._one.fill_(token), 1), self.hidden) for token in fed[num_first:]]
+        steps += [(self._logits(self._single.fill_(token), 1), self.hidden) for token in fed[num_first:]]
         steps = steps[-num_rows:]
         self.hidden = None if self.hidden is None else torch.cat([hidden for _, hidden in steps if hidden is not None])
         return torch.cat([logits for logits, _ in steps])
@@ -228,7 +229,7 @@ class CachedModel:
     def _logits_at(
         self, placed: Mapping[str, Tensor], ids: Int[Tensor, "1 fed"], num_rows: int
     ) -> Float[Tensor, "rows vocab"]:
-        """Feed tokens whose positions, and perhaps mask, are as `placed` says in the words of the model's forward."""
+        """Feed tokens with the positions, and perhaps the mask, of `placed`: keywords of the model's forward."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
         if self._halves is None:
@@ -249,7 +250,7 @@ class CachedModel:
             "past_key_values": self._cache,
             "cache_params": self._cache,
             "logits_to_keep": num_rows,
-            # some families count from 0 in every forward unless they are told, as `generate` tells them
+            # some families count from 0 in every forward unless positions are given, as `generate` gives them
             **placed,
         }
         taken = {name: value for name, value in known.items() if name in self._parameters}
@@ -263,7 +264,7 @@ class CachedModel:
             hook.remove()
 
     def _check_lengths(self) -> None:
-        """Law 4.5 on every layer that counts its tokens; one that was never written to shares the keys of another."""
+        """Law 4.5 on every layer that counts its tokens; one that was never written to shares another layer's keys."""
         for place, layer in self._counted:
             if layer.get_seq_length() != self._length and layer.is_initialized:
                 held = f"layer {place} ({type(layer).__name__}) of the cache holds {layer.get_seq_length()} tokens"

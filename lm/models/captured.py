@@ -22,22 +22,21 @@ Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int
 
 
 def holder(device: torch.device) -> tuple[int, Thread | None]:
-    """Whose a `Captured` is: it was compiled for so many threads, and its CUDA graphs belong to the thread that
-    captured them.
-
-    A manager of each thread's own captures graphs, replays them and keeps their memory: another thread needs others.
+    """What a `Captured` belongs to: (the number of threads that it was compiled for, the thread that captured its CUDA
+    graphs). Each thread has a manager that captures graphs, replays them and keeps their memory: another thread needs
+    others.
     """
     return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
 
 
 class Captured:
-    """The function, compiled at its first call; one for each `holder`."""
+    """A function, compiled at its first call; every `holder` needs one of its own."""
 
     def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:
         """Args:
         function: every tensor that it reads is found through its closure; returns new tensors, and has no effects but
             on tensors.
-        device: of these tensors; on a GPU the kernels become a CUDA graph.
+        device: device of these tensors; on a GPU the kernels become a CUDA graph.
 
         Raises:
             torch._dynamo.exc.TorchDynamoException: at the first call, if it cannot be compiled.

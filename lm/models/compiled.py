@@ -99,11 +99,11 @@ class CompiledModel(CachedModel):
             self._set_length(length)
 
     def forward_then(self, token_ids: Sequence[int], tail: Tail) -> Tensors:
-        """tail of the last token's forward, both in one compiled step; `hidden` is not kept.
+        """What the tail makes of the last token's forward, both in one compiled step; `hidden` is not kept.
 
         Args:
             token_ids: the whole sequence, of which the cache holds the beginning.
-            tail: reads tensors that stay where they are. Keep it: each is compiled anew.
+            tail: a function of tensors that stay where they are. Keep it: a new one is compiled anew.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
@@ -160,7 +160,7 @@ class CompiledModel(CachedModel):
         return super()._forward_apart(token_ids, num_rows)
 
     def _is_apart(self, token_ids: Sequence[int]) -> bool:
-        """Does what is fed take more than a forward over all but the last token, and a step of the last?"""
+        """Is one forward over all but the last token, and a step of the last, not enough for these tokens?"""
         if self._keys is None:
             return False
         first, *others = self._keys.feeds(self._length, len(token_ids), 1)
@@ -179,7 +179,7 @@ class CompiledModel(CachedModel):
         return logits
 
     def _stepped(self, fed: Sequence[int] | Int[Tensor, "1 1"], tail: Tail | None = None) -> Tensors:
-        """`_step` of these ids, compiled."""
+        """What `_step` gives for these ids, compiled."""
         width = len(fed)
         ids, row = self._fed.get(width) or self._prepared(width)
         if row is not None and not isinstance(fed, Tensor):

@@ -32,11 +32,11 @@ class CompiledTailModel(CachedModel):
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
 
     def forward_then(self, token_ids: Sequence[int], tail: Tail) -> Tensors:
-        """tail of the last token's forward.
+        """What the tail makes of the last token's forward.
 
         Args:
             token_ids: the whole sequence, of which the cache holds the beginning.
-            tail: reads tensors that stay where they are. Keep it: each is compiled anew.
+            tail: a function of tensors that stay where they are. Keep it: a new one is compiled anew.
         """
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
@@ -56,7 +56,7 @@ class CompiledTailModel(CachedModel):
         return step()
 
     def _inputs_like(self, logits: Float[Tensor, "1 vocab"]) -> Inputs:
-        """The memory of before, or a new one with which tails are compiled anew where it does not fit."""
+        """Memory for what tails read; where that of before does not fit, another, and tails are compiled anew."""
         if self._inputs is not None:
             kept = self._inputs[0]
             if (logits.shape, logits.dtype, logits.device) == (kept.shape, kept.dtype, kept.device):

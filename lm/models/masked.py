@@ -5,10 +5,12 @@ old ones first, then those of the feed itself, in their order: first a text, who
 and behind it whatever branches off. A token sees the text up to some place, and some of what is behind it.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
 
 
 def visible(
@@ -31,9 +33,9 @@ def additive(seen: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Flo
 
 
 def tree_feed(
-    depths: Int[Tensor, " new"], sees: Bool[Tensor, "new node"], num_text: int, *, num_pending: int = 0
+    depths: Sequence[int], sees: Bool[np.ndarray, "new node"], num_text: int, *, num_pending: int = 0
 ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
-    """Feed the end of a text and nodes of a tree behind it: (position of each, the entries that each sees).
+    """Feed the end of a text and nodes of a tree behind it: (position of each, the entries that each sees), on the CPU.
 
     With a text of 3 entries, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
     and the rows of the mask 11100, 11110 and 11101.
@@ -44,9 +46,13 @@ def tree_feed(
         num_text: entries of the text, pending ones included.
         num_pending: how many of the last entries of the text are fed, before the nodes.
     """
-    pending = torch.arange(num_text - num_pending, num_text, device=depths.device)
-    positions = torch.cat([pending, num_text - 1 + depths])
-    return positions, visible(positions, num_text, functional.pad(sees, (0, 0, num_pending, 0)))
+    # numpy's calls on so few numbers take half as long as torch's
+    pending, new = np.arange(num_text - num_pending, num_text), num_text - 1 + np.asarray(depths, dtype=np.int64)
+    positions = np.concatenate([pending, new])
+    seen = np.zeros((len(positions), num_text + sees.shape[1]), dtype=bool)
+    seen[:, :num_text] = np.arange(num_text) <= positions[:, None]
+    seen[num_pending:, num_text:] = sees
+    return torch.from_numpy(positions), torch.from_numpy(seen)
 
 
 class Branching:

@@ -2,14 +2,14 @@
 
 from torch import nn
 
-_OF_ONE_MODE = nn.Linear, nn.Embedding
+_ALIKE_IN_BOTH_MODES = nn.Linear, nn.Embedding
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise ValueError if any part of the model is in train mode, but for those that have one mode (a head that was put
-    in).
+    """Raise ValueError if any part of the model is in train mode, but for parts that are alike in both modes (a head
+    that was put in).
     """
-    if any(module.training and not isinstance(module, _OF_ONE_MODE) for module in model.modules()):
+    if any(module.training and not isinstance(module, _ALIKE_IN_BOTH_MODES) for module in model.modules()):
         name = " ".join(filter(None, (type(model).__name__, getattr(model, "name_or_path", ""))))
         raise ValueError(
             f"{name} is in train mode, in which dropout changes what it says; call .eval() on it before it decodes"

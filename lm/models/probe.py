@@ -127,7 +127,7 @@ def _check_choice_of_keys(cached: _Cached) -> None:
 
 
 def _must_be_stepwise(cached: _Cached) -> bool:
-    """Must tokens be fed one at a time? Raises ValueError where that does not help either."""
+    """Must tokens be fed one at a time? Raises ValueError where the logits are wrong even so."""
     error, most = _tried(cached, 0), _most(cached)
     if not any(map(is_written, cached._cache.layers)):
         raise _refusal(cached)("its forward ignores the cache")
@@ -145,15 +145,15 @@ def _must_be_stepwise(cached: _Cached) -> bool:
 
 
 def _tried(cached: _Cached, seed: int) -> float:
-    """The error of feeds of all lengths."""
+    """The error of feeds of all lengths, with the text of this seed."""
     with refusing(_refusal(cached), _FAILURE), torch.inference_mode():
         tokens = _text(cached, _LENGTH, seed)
         return _largest(cached, list(_errors(cached, tokens, _logits(cached, tokens, 0, use_cache=False))))
 
 
 def _tried_stepwise(cached: _Cached) -> tuple[float, float]:
-    """The errors of single tokens against transformers' own cache, which `generate` feeds like this, and of those
-    against none.
+    """(the error of single tokens against transformers' own cache, which `generate` feeds like this; the error of that
+    cache against none)
     """
     with refusing(_refusal(cached), _FAILURE), torch.inference_mode():
         tokens = _text(cached, _STEPWISE_LENGTH, 0)
@@ -176,7 +176,9 @@ def _most(cached: _Cached) -> float:
 
 
 def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
-    """The error that counts among those of some feeds."""
+    """The error of some feeds that is held against the limit: that of the worst row or, in half precision and without
+    states, the median row of the worst feed.
+    """
     if cached.model.dtype in FULL_PRECISION or _has_states(cached):
         return max((float(error.max()) for error in errors), default=0.0)
     short = [error for error in errors if len(error) < _MANY_ROWS]
@@ -187,7 +189,9 @@ def _largest(cached: _Cached, errors: Sequence[Tensor]) -> float:
 def _errors(
     cached: _Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]
 ) -> Iterator[Float[Tensor, " row"]]:
-    """The error of each row that follows right tokens only, feed by feed; the prompt's say nothing of the cache."""
+    """The error of each row that follows right tokens only, feed by feed; rows of the prompt say nothing of the cache,
+    and are left out.
+    """
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
     cached.reserve(len(tokens))
@@ -241,9 +245,7 @@ def _generated(cached: _Cached, tokens: Sequence[int]) -> Float[Tensor, "positio
 
 
 def _logits(cached: _Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
-    """The model's own forward of tokens that begin at position `start`, which is said to a model that takes
-    positions.
-    """
+    """Logits of a plain forward of tokens from position `start` on; a model that takes positions is given them."""
     ids = torch.tensor([tokens], device=cached.device)
     positions = torch.arange(start, start + len(tokens), device=cached.device)[None]
     placed = {"position_ids": positions} if "position_ids" in signature(type(cached.model).forward).parameters else {}

@@ -1,9 +1,9 @@
-"""Law 4.5 for every sequence of a batch: one causal model, many sequences, each with its own length and its own
-roll-back.
+"""Law 4.5 for every sequence of a batch: one causal model, many sequences, each with a length and a roll-back of its
+own.
 
 One padded forward feeds each sequence the tokens that its row of the cache lacks. Padding stands on the right; queries
 see the places of their own row up to their own position, so neither padding nor what was rolled back is ever seen. That
-is exact for full attention with positions that are told. Other models (windows, recurrent states, positions read off
+is exact for full attention with positions that are given. Other models (windows, recurrent states, positions read off
 the mask) are refused, by kind of cache or because their logits in a batch are not those of each sequence alone, which
 is tried once per model.
 """
@@ -63,7 +63,7 @@ class Seat(CachedModel):
 
 
 class Ask(NamedTuple):
-    """Request of one sequence to a forward, like the arguments of `CachedModel.forward`."""
+    """What one sequence asks of a forward: the arguments of `CachedModel.forward`."""
 
     seat: CachedModel
     token_ids: Sequence[int]
@@ -75,7 +75,7 @@ class Seats:
 
     def __init__(self, cached: CachedModel, num: int) -> None:
         """Args:
-        cached: the model, for one sequence; its own cache is not touched.
+        cached: the model, for one sequence; the cache in it is not touched.
         num: the most sequences at once.
 
         Raises:
@@ -111,10 +111,10 @@ class Seats:
             for place, feed in going:
                 if asks[place].seat._keys.begin(feed):  # type: ignore[union-attr]
                     asks[place].seat._length = 0
-            some = [
+            alike = [
                 Ask(asks[place].seat, asks[place].token_ids[: feed.end], max(1, feed.num_rows)) for place, feed in going
             ]
-            for (place, feed), logits in zip(going, self._forward(some) if some else (), strict=True):
+            for (place, feed), logits in zip(going, self._forward(alike) if alike else (), strict=True):
                 if feed.num_rows:
                     parts[place].append((logits, asks[place].seat.hidden))
         for ask, rows in zip(asks, parts, strict=True):
@@ -122,8 +122,8 @@ class Seats:
         return [torch.cat([logits for logits, _ in rows]) for rows in parts]
 
     def _forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
-        """Logits that follow each of the last `num_rows` tokens, in one forward and another for those that lack many
-        tokens.
+        """Logits that follow each of the last `num_rows` tokens, in one forward; sequences that lack many tokens have
+        another before it.
         """
         for ask in asks:
             num_fed = len(ask.token_ids) - len(ask.seat)
@@ -153,7 +153,7 @@ class Seats:
         return list(logits.split(sizes))
 
     def _spans(self, ask: Ask) -> bool:
-        """Would what is fed before its rows have other frequencies than they have?"""
+        """Would the tokens that are fed before an ask's rows have other frequencies than the rows?"""
         return self._frequencies is not None and len(ask.token_ids) - ask.num_rows <= self._frequencies.bound < len(
             ask.token_ids
         )
@@ -195,7 +195,7 @@ def _wanted(asks: Sequence[Ask], width: int) -> list[int]:
 def _fed_pairs(
     seats: Seats, cached: CachedModel
 ) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
-    """The logits that two sequences get in one batch, and alone."""
+    """(logits of a sequence in a batch of two, its logits alone), for both sequences of every feed."""
     pair = [Seat(seats, row, cached) for row in range(2)]
     num_ids = seats.model.config.get_text_config().vocab_size
     for feed in _FEEDS:

@@ -3,9 +3,9 @@
 One forward feeds what the cache lacks of the text, and nodes. A node sees the text and the nodes of its own path (a
 mask of four dimensions), and has the position that it would have in its path. Nodes may be added level by level, as a
 draft does, or all at once, as the target does; then the accepted path's keys and values are moved together behind the
-text, and the other nodes are forgotten. That is exact for full attention with positions that are told; other models are
-refused, by their kind of cache, or because their logits differ from those of each path by itself, which is tried once
-per model.
+text, and the other nodes are forgotten. That is exact for full attention with positions that are given; other models
+are refused, by their kind of cache, or because their logits differ from those of each path by itself, which is tried
+once per model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class TreeModel(CachedModel):
         """Args are those of `CachedModel`.
 
         Raises:
-            ValueError: as `CachedModel`; a model that has more than full attention.
+            ValueError: a model that a `CachedModel` refuses, or that has more than full attention.
         """
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not BufferLayer}
@@ -66,6 +66,7 @@ class TreeModel(CachedModel):
             what = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
             raise self._keys.frequencies.refusal(what, "lower max_new_tokens, or draft chains instead of trees")
 
+    @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.
 
@@ -76,28 +77,24 @@ class TreeModel(CachedModel):
         Raises:
             ValueError: a text and a tree on both sides of a model's change of frequencies (`lm.frequencies`).
         """
-        with torch.inference_mode():
-            deepest = len(token_ids) + max(tree.depths, default=0)
-            if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
-                self._empty()
-            num_pending = len(token_ids) - (len(self) - len(self._tree))
-            assert num_pending == 0 or not len(self._tree), (
-                "a text that has grown leaves its tree behind: roll back first"
-            )
-            if num_pending > _MOST_PENDING:
-                self.forward(token_ids[:-1])
-                num_pending = 1
-            num_known = len(self._tree)
-            ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
-            depths = torch.tensor(tree.depths[num_known:], dtype=torch.long)
-            sees = torch.from_numpy(tree.sees()[num_known:])
-            positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
-            mask = additive(seen, self.model.dtype)[None, None].to(self._device)
-            placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
-            num_rows = len(tree) - num_known + bool(num_pending)
-            logits = self._logits_at(placed, torch.tensor([ids], device=self._device), num_rows)
-            self._tree = tree
-            return logits
+        deepest = len(token_ids) + tree.depth
+        if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
+            self._empty()
+        num_pending = len(token_ids) - (len(self) - len(self._tree))
+        assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
+        if num_pending > _MOST_PENDING:
+            self.forward(token_ids[:-1])
+            num_pending = 1
+        num_known = len(self._tree)
+        ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_known:]]
+        depths, sees = tree.depths[num_known:], tree.sees()[num_known:]
+        positions, seen = tree_feed(depths, sees, len(token_ids), num_pending=num_pending)
+        mask = additive(seen, self.model.dtype)[None, None].to(self._device)
+        placed = {"position_ids": positions[None].to(self._device), "attention_mask": mask}
+        num_rows = len(tree) - num_known + bool(num_pending)
+        logits = self._logits_at(placed, torch.tensor([ids], device=self._device), num_rows)
+        self._tree = tree
+        return logits
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
@@ -111,7 +108,7 @@ class TreeModel(CachedModel):
 
 
 def _fed_paths(cached: TreeModel) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
-    """The logits of each path in a tree and by itself, before and after a path is kept."""
+    """(logits of a path in a tree, its logits alone), for every path, and for one after it was kept."""
     num_ids = cached.model.config.get_text_config().vocab_size
     text = [token % num_ids for token in _TEXT]
     tree = (

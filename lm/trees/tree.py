@@ -12,7 +12,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Tree:
-    """Tokens and, for each, the node before it.
+    """Tokens, and for each the node that it follows.
 
     Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7".
 
@@ -69,7 +69,7 @@ class Tree:
         return [self.tokens[node] for node in path]
 
     def sees(self) -> Bool[np.ndarray, "node node"]:
-        """Row by node: the nodes that it may attend to, which are those of its path, itself included."""
+        """For each node a row: True at the nodes that it may attend to, those of its path, itself included."""
         seen = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != ROOT:

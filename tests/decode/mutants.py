@@ -154,14 +154,14 @@ class _SharedUniforms(RandomDraws):
     def __init__(self, generator=None):
         super().__init__(generator)
         seed = int(torch.randint(2**62, (1,), generator=generator))
-        self._tokens, self._accepts = (lm.draws._Uniforms(seed) for _ in range(2))
+        self._tokens, self._accepts = (lm.draws._stream(seed) for _ in range(2))
 
 
 class _Reseeded(RandomDraws):
     """Every verification starts its acceptance uniforms anew from one seed."""
 
     def num_accepted(self, acceptance_probs):
-        self._accepts = lm.draws._Uniforms(1)
+        self._accepts = lm.draws._stream(1)
         return super().num_accepted(acceptance_probs)
 
 
@@ -169,7 +169,7 @@ class _CountAll(RandomDraws):
     """Counts every token that passes, and not only those before the first that fails."""
 
     def num_accepted(self, acceptance_probs):
-        return sum(self._accepts.next() < acceptance_prob for acceptance_prob in acceptance_probs)
+        return sum(next(self._accepts) < acceptance_prob for acceptance_prob in acceptance_probs)
 
 
 def _uncut_forward(self, token_ids, num_rows=1):
