@@ -183,8 +183,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("dir", "split_ids", "responses"):
             check_local(getattr(self, name), f"data.{name}")
-        for source in self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,):
-            check_local(source.path if isinstance(source, PromptSource) else source, "data.prompts", may_be_on_hub=True)
+        for source in self.prompt_sources:
+            check_local(source.path, "data.prompts", may_be_on_hub=True)
+
+    @property
+    def prompt_sources(self) -> tuple[PromptSource, ...]:
+        """`prompts` as a list of sets, however it is written."""
+        given = self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,)
+        return tuple(PromptSource(path=source) if isinstance(source, str) else source for source in given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,19 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of `path` once the block has ended."""
+    partial = path.with_name(f".{path.name}.partial")  # a rename is atomic, a directory of files is not
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.iterdir():
+        file.chmod(0o644)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
 def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     """The facts about a shard; `keys`: those that the caller reads, beside size and sha256."""
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))

@@ -16,7 +16,6 @@ ones there are SpecForge and speculators, whose drafts load.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -34,6 +33,7 @@ from checkpoints.recipes.training import Optimiser, StoryBatch
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
+from store.shards import atomic_directory
 
 FEATURE_DRAFTS = ("eagle", "glide")
 _BLOCK_SIZE = 5
@@ -212,18 +212,12 @@ def _glide_says(
 
 
 def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
-    """Write it in bfloat16 in its released layout; the directory appears whole or not at all."""
-    partial = directory.with_name(f".{directory.name}.partial")  # a rename is atomic, a directory of files is not
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Write a draft in bfloat16 in its released layout; the directory appears whole or not at all."""
     is_glide = isinstance(draft, Glide)
     config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     config |= {} if is_glide else {"bias": True}
-    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     prefix = "model." if is_glide else ""
     tensors = {prefix + name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    for file in partial.iterdir():
-        file.chmod(0o644)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with atomic_directory(directory) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -19,7 +19,6 @@ spread. On a CPU a forward of one token costs one fixed part and one part per la
 Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
 """
 
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -43,6 +42,7 @@ from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories, story_stream
 from lm import load_model, load_tokenizer
+from store.shards import atomic_directory
 
 _FILES = {
     "config.json",
@@ -229,14 +229,9 @@ def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaFo
 def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
     """Each model directory appears whole or not at all."""
     for name, model in models.items():
-        partial = out_dir / f".{name}.partial"  # a rename is atomic, a directory of files is not
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        for file in partial.iterdir():
-            file.chmod(0o644)
-        shutil.rmtree(out_dir / name, ignore_errors=True)
-        partial.rename(out_dir / name)
+        with atomic_directory(out_dir / name) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
 
 
 def _progress() -> Progress:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.schema import DataConfig, ModelSource, PromptSource, RayConfig
+from configs.schema import DataConfig, ModelSource, RayConfig
 from data_gen.pipeline.code import folders, refuse_other_code, running
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
@@ -198,16 +198,14 @@ def _same_everywhere(job: Job) -> Job:
 
 def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
     """The section with absolute paths; `target`, the path as it was, remains the name of the target on a server."""
-    files: dict[str, Any] = {
-        name: value and os.path.abspath(value) for name in ("split_ids", "responses") for value in [getattr(data, name)]
-    }
-    given = data.prompts if isinstance(data.prompts, tuple | list) else (data.prompts,)
-    prompts = tuple(
-        replace(path, path=_placed(path.path)) if isinstance(path, PromptSource) else _placed(path) for path in given
+    return replace(
+        data,
+        dir=os.path.abspath(data.dir),
+        split_ids=data.split_ids and os.path.abspath(data.split_ids),
+        responses=data.responses and os.path.abspath(data.responses),
+        prompts=tuple(replace(source, path=_placed(source.path)) for source in data.prompt_sources),
+        server=replace(data.server, model=data.server.model or target),
     )
-    server = replace(data.server, model=data.server.model or target)
-    single = prompts[0] if not isinstance(data.prompts, tuple | list) else prompts
-    return replace(data, dir=os.path.abspath(data.dir), server=server, prompts=single, **files)
 
 
 def _placed(path: str) -> str:

@@ -215,7 +215,7 @@ def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, 
     """Read what `save_responses` and `save_drafted` saved."""
     path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
-        problems = [Problem(**problem) for problem in json.loads((file.metadata() or {}).get("problems", "[]"))]
+        problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
         columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, as the file is no mapping
     exchanges, gone = load_responses(spec, data).exchanges, {problem.id for problem in problems}
     return Answers([exchange for exchange in exchanges if exchange.id not in gone], problems), columns

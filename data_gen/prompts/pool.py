@@ -55,8 +55,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     Raises:
         ValueError: no set, two of one name, or a weight that is no share.
     """
-    given = config.prompts if isinstance(config.prompts, tuple | list) else (config.prompts,)
-    sources = [PromptSource(path=source) if isinstance(source, str) else source for source in given]
+    sources = config.prompt_sources
     names = [Path(source.path).stem for source in sources]
     if not names:
         raise ValueError("data.prompts is an empty list; name at least one set")
