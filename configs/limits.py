@@ -157,6 +157,5 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
     if is_on_cpu and isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores:
         raise ValueError(
             f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it "
-            "to at most "
-            f"{_PROCESSES_PER_CORE * cores}"
+            f"to at most {_PROCESSES_PER_CORE * cores}"
         )

@@ -87,8 +87,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
                 f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some "
-                "space and run the same "
-                "command again: it keeps what is whole"
+                "space and run the same command again: it keeps what is whole"
             ) from error
         raise
     finally:
@@ -135,7 +134,7 @@ def verify_shard(path: Path, *, command: str = "data_gen") -> None:
     """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
 
     Args:
-        path: of the shard.
+        path: the path of the shard.
         command: the part after `python -m` of the command that makes it, for the message.
     """
     again = f"run `python -m {command}` again"
@@ -195,8 +194,8 @@ def clean_partial(directory: str | Path, *folders: str) -> None:
     (`store.lock`).
 
     Args:
-        directory: what this process alone writes to.
-        folders: patterns of the folders in it that hold shards. Others may belong to another process, or to the user.
+        directory: the folder, to which this process alone writes.
+        folders: patterns of the folders in it that hold shards; others may belong to another process, or to the user.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         if path.with_suffix("").suffix[1:].isdigit():  # .{name}.{pid}.partial

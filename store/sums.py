@@ -27,7 +27,7 @@ def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:
     """Compare shards with their sidecars before any is read.
 
     Args:
-        paths: of the shards.
+        paths: the paths of the shards.
         command: the part after `python -m` of the command that makes them, for the message.
 
     Raises:

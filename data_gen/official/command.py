@@ -161,9 +161,9 @@ def _check_fit(row: json_file.Row, worker: Worker | None) -> None:
         )
 
 
-def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
+def _check_draft(log_q: Tensor, log_q_in_file: Tensor, path: str) -> None:
     """Raise ValueError unless the draft at `path` gives the log q of the file."""
-    difference = float((ours - theirs).abs().median())
+    difference = float((log_q - log_q_in_file).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
             f"log q of the draft at {path} differs from the file's by {difference:.2f} nats in the median (at most "

@@ -24,7 +24,7 @@ class Order(NamedTuple):
     """The splits and shards that a run is to make."""
 
     split: dict[Split, Parts]
-    """For the manifest."""
+    """The entry `split` of the manifest."""
     specs: list[ShardSpec]
     """Shards with prompts that are asked for, in the order in which they are made."""
     others: list[ShardSpec]

@@ -37,7 +37,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     Raises:
         ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a
             user's mistake.
-        FileNotFoundError: likewise, from a worker.
+        FileNotFoundError: what a worker raised for a path that is not there.
     """
     import ray  # an extra: data_gen.pipeline.command.check_settings says so where it is missing
 
@@ -65,10 +65,8 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
         )
         raise ValueError(
             f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: "
-            f"{_why(error)}; most often the "
-            "memory does not suffice: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or choose "
-            "data.mode sequential; what "
-            "was written stays"
+            f"{_why(error)}; most often the memory does not suffice: lower data.ray.num_workers, data.batch_size or "
+            "data.chunk_mb, or choose data.mode sequential; what was written stays"
         ) from error
     finally:
         if is_own:
@@ -136,8 +134,8 @@ class _Actor:
 
 def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
     """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
-    asked = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
-    wanted = {name: count for name, count in asked.items() if count > 0}
+    needs = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    wanted = {name: count for name, count in needs.items() if count > 0}
     room = [
         min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
         for machine in machines
@@ -151,11 +149,8 @@ def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[
         )
         raise ValueError(
             f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs "
-            "each, and the cluster "
-            f"has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
-            "data.ray.num_workers, num_cpus or "
-            "num_gpus, or add "
-            "machines to the cluster first"
+            f"each, and the cluster has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
+            "data.ray.num_workers, num_cpus or num_gpus, or add machines to the cluster first"
         )
 
 

@@ -71,10 +71,10 @@ def label_and_mix(
 
     Args:
         spec: the shard.
-        exchanges: its rows.
-        labeller: with the draft, and perhaps the target.
+        exchanges: the rows of the shard.
+        labeller: a labeller that has the draft, and perhaps the target.
         data: the section of the config.
-        progress: is told of every row once.
+        progress: a function that is called with the rows of each batch.
         known_columns: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = layout_of(exchanges)
@@ -110,9 +110,9 @@ def without_broken(
     if not labelled.broken:
         return answers, labelled.columns
     layout = layout_of(answers.exchanges)
-    kept = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
-    once = layout.positions(kept)
-    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in kept for mix in range(mixes)])
+    sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
+    once = layout.positions(sound)
+    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
     positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
     return _failed(spec, answers, labelled.broken), {
         name: values[positions[name]] for name, values in labelled.columns.items()

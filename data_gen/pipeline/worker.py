@@ -153,9 +153,8 @@ class Worker:
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
-                f"({data.max_new_tokens}) "
-                f"or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode sequential; what was "
-                "written stays"
+                f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode "
+                "sequential; what was written stays"
             )
         gc.collect()
         torch.cuda.empty_cache()
@@ -201,7 +200,7 @@ class Worker:
         """Raise ValueError if the models of this stage failed on nearly all of the latest rows.
 
         Args:
-            answers: of a shard that is written.
+            answers: the answers of a shard that is written.
             num_known: errors among them that were there before these models ran.
         """
         errors = _errors(answers)

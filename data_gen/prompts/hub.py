@@ -29,7 +29,7 @@ class PromptSet:
     test_part: str | None = None
     """A hub split of its own for test."""
     data_files: str | None = None
-    """For repositories that hold plain files."""
+    """The files that are read, where a repository holds plain files."""
     weights: tuple[int, int, int] | None = None
     """Shares of train, dev and test for a set that prescribes them; None: those of the run."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -92,10 +92,10 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
     A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs
     to its own part.
     """
-    found = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
+    prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
     if source.split not in (_DEFAULT_PART, known.part):
-        found = replace(found, part=source.split, test_part=None, weights=None)
-    return found if source.test_split is None else replace(found, test_part=source.test_split)
+        prompt_set = replace(prompt_set, part=source.split, test_part=None, weights=None)
+    return prompt_set if source.test_split is None else replace(prompt_set, test_part=source.test_split)
 
 
 def load(place: PromptSet, split: Split) -> list[Prompt]:

@@ -16,7 +16,7 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
     shorter one.
 
     Args:
-        config: of the run.
+        config: the `data` section of the run.
         split: train, dev or test.
         may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
 

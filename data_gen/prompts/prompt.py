@@ -76,7 +76,7 @@ def prompts_of(
             )
         try:
             prompt = prompt_of(
-                record | {ours: record[theirs] for ours, theirs in (columns or {}).items()}, default_id=default_id
+                record | {name: record[column] for name, column in (columns or {}).items()}, default_id=default_id
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error

@@ -42,10 +42,10 @@ def ask(
 
     Args:
         spec: the shard.
-        source: answers all conversations' turn k together, then their turn k + 1.
+        source: the source, which answers all conversations' turn k together, then their turn k + 1.
         tokenizer: the pair's.
-        data: its seed, its template and its limit on prompts count.
-        progress: is called with the number of turns that have been dealt with.
+        data: the section of the config, of which seed, template and limit on prompts count.
+        progress: a function that is called with the number of turns that have been dealt with.
         kept: responses that are there already, by row id; the source is not asked for them.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})

@@ -52,8 +52,7 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
     if rows.empty:
         raise ValueError(
             f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, "
-            "so make the data "
-            "with data.mode together"
+            "so make the data with data.mode together"
         )
     lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
     positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}

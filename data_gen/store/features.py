@@ -38,10 +38,10 @@ def to_safetensors(
     """The safetensors file of one shard.
 
     Args:
-        hidden: [token, hidden] in the layout of every mixing.
-        columns: [token] of each row once; repeated here for each mixing.
-        is_drafted: [token] in the layout of every mixing.
-        layout: of the rows, once.
+        hidden: [token, hidden] states in the layout of every mixing.
+        columns: [token] columns of each row once; they are repeated here for each mixing.
+        is_drafted: [token] flags in the layout of every mixing.
+        layout: the layout of the rows, each once.
         mixes: rows per response.
     """
     order = layout.order(mixes)
