@@ -13,6 +13,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,32 +105,25 @@ class _Actor:
     """A worker in an actor's process."""
 
     def __init__(self, job: Job, specs: list[ShardSpec], driver: dict[str, str]) -> None:
-        self.specs, self.worker = specs, None
-        try:
+        self.specs, self.error, self.reason = specs, "", ""
+        with self._errors_as_values():
             refuse_other_code(driver, machine=platform.node())
             self.worker = Worker(job)
-        except (ValueError, OSError) as error:  # what an actor raises here reaches the driver as a text with tracebacks
-            self.error: ValueError | OSError = error
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        error = self._error(batch["index"])
-        name = "" if error is None else "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
-        return {
-            "index": batch["index"],
-            "error": [name],
-            "reason": ["" if error is None else " ".join(str(error).split())],
-        }
-
-    def _error(self, indices: Sequence[int]) -> ValueError | OSError | None:
-        """Make the shards; what a user can mend, if it goes wrong."""
-        if self.worker is None:
-            return self.error
-        try:
-            for index in indices:
+        with self._errors_as_values():
+            for index in batch["index"] if not self.error else ():
                 self.worker.make(self.specs[int(index)], lambda count: None)
+        return {"index": batch["index"], "error": [self.error], "reason": [self.reason]}
+
+    @contextmanager
+    def _errors_as_values(self) -> Iterator[None]:
+        """Keep what a user can mend: raised here, it would reach the driver as a text with tracebacks."""
+        try:
+            yield
         except (ValueError, OSError) as error:
-            return error
-        return None
+            self.error = "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
+            self.reason = " ".join(str(error).split())
 
 
 def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:

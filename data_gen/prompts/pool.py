@@ -98,8 +98,8 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     place = set_of(source)
     prompts = load(place, split)
-    if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
+    if split == "test" and place.test_split is not None:  # all of the set's own test part, which needs no splitting
         return in_hash_order(prompts, config.seed)
     return split_by_id(
-        prompts, weights=place.weights or config.split_weights, seed=config.seed, split_ids=config.split_ids
+        prompts, weights=place.shares or config.split_weights, seed=config.seed, split_ids=config.split_ids
     )[split]
