@@ -59,7 +59,7 @@ def order_of(data: DataConfig) -> Order:
 
 
 def _part(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """A split up to some size, as the manifest tells it; with the prompts of each set, where there are several."""
+    """A split up to some size, for the manifest; with the prompts of each set, where there are several."""
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
     return {"prompts": len(prompts), "sha256": digest(repr(prompts)), **({"sets": dict(sets)} if sets else {})}
 

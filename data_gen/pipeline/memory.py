@@ -177,7 +177,7 @@ def _responses(target: Size, data: DataConfig) -> dict[str, float]:
 
 
 def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
-    """While every position of a batch is labelled; the models take their turns."""
+    """What is held while every position of a batch is labelled, by one model after the other."""
     positions = data.max_prompt_tokens + data.max_new_tokens
     per_sequence = {
         "activations": max(size.activations_per_position for size in sizes.values()) * positions,

@@ -37,7 +37,7 @@ _SAFETENSORS_BYTES_PER_TOKEN = 29
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Means per row, measured on a sample; or upper bounds."""
+    """What a row takes: means that were measured on a sample, or upper bounds."""
 
     prompt_tokens: float
     response_tokens: float
@@ -103,7 +103,6 @@ def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
 
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    """The numbers of the report."""
     num_shards = math.ceil(num_rows / data.rows_per_shard)
     # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has
     # ended

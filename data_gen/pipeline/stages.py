@@ -193,7 +193,7 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
-    """Read what `save_responses` saved."""
+    """The answers that `save_responses` saved."""
     content = read_json(
         _stage_path(spec, data, "respond"),
         remedy="delete it and run the same command again",
@@ -212,7 +212,7 @@ def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], 
 
 
 def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
-    """Read what `save_responses` and `save_drafted` saved."""
+    """The answers and the columns that `save_responses` and `save_drafted` saved."""
     path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
         problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
@@ -246,5 +246,4 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
 
 
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
-    """Path of a stage's result on a shard."""
     return Path(data.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{_SUFFIXES[stage]}"

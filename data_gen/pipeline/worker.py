@@ -97,7 +97,7 @@ class Worker:
         self._prepare(data)
 
     def _prepare(self, data: DataConfig) -> None:
-        """The source and the labeller, for some batch size."""
+        """Make the source and the labellers anew, for the batch size of `data`."""
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
         has_source = self.stage in ("together", "respond")
         self.source = (
@@ -121,7 +121,8 @@ class Worker:
             self.chains = ChainLabeller(draft=self._feature_draft, **kept, **how)
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
-        """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`).
+        """Run the stage on one shard; `progress` is called with the number of requests that a step has dealt with
+        (`steps_of`).
 
         Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of
         the shard, not of its batches, so nothing but rounding depends on it.
@@ -146,7 +147,6 @@ class Worker:
             self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
-        """Go on with half the batch."""
         data = self.data
         size = min(data.batch_size, spec.num_requests) // 2
         where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"

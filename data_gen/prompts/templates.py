@@ -61,7 +61,6 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
 
 
 def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str]) -> str:
-    """The tokenizer's own chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "

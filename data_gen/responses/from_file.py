@@ -45,7 +45,6 @@ class ResponseFile:
         return answers
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
-        """The response of one line."""
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
             other = (
                 f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and "

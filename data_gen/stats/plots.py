@@ -124,7 +124,6 @@ def bins_of(x: Array, y: Array) -> pd.DataFrame:
 
 
 def _figure(num_axes: int, title: str) -> tuple[Figure, list[Axes]]:
-    """A figure with axes side by side."""
     figure = Figure(figsize=(6 * num_axes, 4.2), layout="constrained")
     axes = [figure.add_subplot(1, num_axes, number + 1) for number in range(num_axes)]
     figure.suptitle(title)

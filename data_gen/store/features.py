@@ -11,7 +11,7 @@
 With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a
 sequential run.
 
-Of a feature draft (`data_gen.labels.chains`) a row has the tokens of all its drafts, draft after draft, and there is
+A row of a feature draft (`data_gen.labels.chains`) has the tokens of all its drafts, draft after draft, and there is
 one tensor more:
 
     draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
