@@ -22,7 +22,7 @@ from store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
-_COUNTS = {"bytes", "rows", "tokens"}
+_COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Facts that are whole numbers."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
