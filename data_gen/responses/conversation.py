@@ -56,8 +56,9 @@ def ask(
             request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
             if isinstance(request, Problem):
                 answers[request.id] = request
-            else:
-                requests[request.id] = request
+                progress(1)
+                continue
+            requests[request.id] = request
             if request.id in answers:
                 progress(1)
             else:
