@@ -4,9 +4,8 @@ Three Llama-architecture models with one tokenizer, trained on `data_gen.stories
 
     target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
     draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a
-             word up in the prompt
-             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves
-             little to predict.)
+             word up in the prompt takes two layers. A draft with a second layer learns that too, is accepted 95 % of
+             the time, and leaves little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
 Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`checkpoints.recipes.feature_drafts`).

@@ -58,7 +58,7 @@ def import_(
         features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on
             them.
         draft_key: field with the draft's log probabilities of the draft tokens.
-        target_key: field with the target's.
+        target_key: field with the target's log probabilities of the draft tokens.
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     _check_asked(pair, data, split, features=features)

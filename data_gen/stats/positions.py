@@ -3,8 +3,8 @@
     KL_i = H(q_i, p_i) - H(q_i)                                 of untruncated temperature-1 distributions
     acceptance_rate_i >= 1 - sqrt(KL_i / 2)                     Pinsker
     acceptance_rate_i >= 1 - sqrt(1 - exp(-KL_i))               Bretagnolle-Huber
-    rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's
-        stopping rule
+    rho = H(q, p) / H(q)                                        one rho for all positions: Pinsker is then
+                                                                1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's rule
 
 The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's
 `Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product

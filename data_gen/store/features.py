@@ -2,9 +2,9 @@
 
     hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which
                                  produced q_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate [token] float32, token
-        [token] int32
-                                 all of Y_i, both timings
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every field of `Scalars`, acceptance_rate
+                                 [token] float32, numbers of Y_i, both timings
+    token [token] int32          Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
