@@ -4,8 +4,8 @@ released ones are.
     eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) and KL(p || q); and, as in HASS and
             EAGLE-3's "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the
             outputs of depth k, which is what drafting meets. Departures: the divergence weighs as much as the
-            distance, not a tenth of it; features are not noised, since deeper ones err by themselves; depths weigh .8^k as in EAGLE-3,
-            which has no distance; and HASS's loss on the likeliest tokens alone is left out.
+            distance, not a tenth of it; features are not noised, since deeper ones err by themselves; depths weigh
+            .8^k as in EAGLE-3, which has no distance; and HASS's loss on the likeliest tokens alone is left out.
     glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure:
             KL(p || q) in place of the text's own tokens, which makes free choices of wording agree, as for the draft
             of the trio.
