@@ -135,12 +135,12 @@ def make_feature_drafts(
     torch.manual_seed(seed)
     drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
     num_stories = recipe.feature_draft_batch_size * recipe.feature_draft_steps
-    how = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    batching = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
     rows = [encode_story(story, tokenizer) for story in _new_stories(seed, num_stories)]
     steps = teach(
         list(drafts.values()),
         target,
-        story_batches(rows, **how),
+        story_batches(rows, **batching),
         num_steps=recipe.feature_draft_steps,
         learning_rate=recipe.feature_draft_learning_rate,
     )
@@ -148,7 +148,9 @@ def make_feature_drafts(
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
     held_out = list(
-        islice(story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8)
+        islice(
+            story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **batching), 8
+        )
     )
     rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
     figures = {

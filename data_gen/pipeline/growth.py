@@ -39,7 +39,7 @@ def order_of(data: DataConfig) -> Order:
     """
     order = Order({}, [], [])
     for split in SPLITS:
-        made, num_asked = _ends_there(data, split), getattr(data, f"num_{split}")
+        made, num_asked = _ends_on_disk(data, split), getattr(data, f"num_{split}")
         ends = made if made and num_asked <= made[-1] else [*made, num_asked]
         size: dict[str, Any] = {f"num_{split}": ends[-1]}
         try:
@@ -80,7 +80,7 @@ def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], siz
     return specs
 
 
-def _ends_there(data: DataConfig, split: Split) -> list[int]:
+def _ends_on_disk(data: DataConfig, split: Split) -> list[int]:
     """Number of prompts up to the end of each part of a split, as data.dir was made; empty where nothing was made."""
     if not (Path(data.dir) / "manifest.json").is_file():
         return []

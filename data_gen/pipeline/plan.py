@@ -131,10 +131,10 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
     """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
-        here = replace(data, dir=folder)
+        sampled = replace(data, dir=folder)
         seconds = 0.0
         for stage in stages_of(data):
-            worker = Worker(Job(pair=pair, data=here, stage=stage))
+            worker = Worker(Job(pair=pair, data=sampled, stage=stage))
             worker.make(ShardSpec("train", 0, tuple(prompts[:2])), lambda count: None)
             start = time.perf_counter()
             worker.make(ShardSpec("test", 0, tuple(prompts)), lambda count: None)

@@ -21,7 +21,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Answers, Problem, Progress
+from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.source import make_source
 from lm import (
@@ -99,26 +99,23 @@ class Worker:
     def _prepare(self, data: DataConfig) -> None:
         """Make the source and the labellers anew, for the batch size of `data`."""
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
-        has_source = self.stage in ("together", "respond")
-        self.source = (
-            make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
-            if has_source
-            else None
-        )
-        how: dict[str, Any] = {
+        self.source: ResponseSource | None = None
+        self.chains: ChainLabeller | None = None
+        if self.stage in ("together", "respond"):
+            self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
+        settings: dict[str, Any] = {
             "sampling": Sampling(**vars(pair.sampling)),
             "vocab_size": vocab_size,
             "chunk_mb": data.chunk_mb,
+            "feature_dtype": FEATURE_DTYPES[data.feature_dtype],
         }
-        how["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
-        self.labeller = Labeller(
-            draft=models.get("draft"), target=models.get("target"), batch_size=data.batch_size, **how
-        )
-        self.chains = None
+        draft, target = models.get("draft"), models.get("target")
+        self.labeller = Labeller(draft=draft, target=target, batch_size=data.batch_size, **settings)
         if self._feature_draft is not None:
-            eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
-            kept: dict[str, Any] = {"target": models["target"], "eos_ids": eos_ids, "draft_length": data.draft_length}
-            self.chains = ChainLabeller(draft=self._feature_draft, **kept, **how)
+            target = models["target"]
+            eos_ids = Pair(target, self._feature_draft, None, self.tokenizer).eos_ids
+            settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length}
+            self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
         """Run the stage on one shard; `progress` is called with the number of requests that a step has dealt with

@@ -82,7 +82,7 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
     return prompt_set if source.test_split is None else replace(prompt_set, test_split=source.test_split)
 
 
-def load(place: PromptSet, split: Split) -> list[Prompt]:
+def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
     """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that
     all splits share.
 
@@ -90,11 +90,13 @@ def load(place: PromptSet, split: Split) -> list[Prompt]:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: a record without any of the expected fields, or a file that cannot be read.
     """
-    part = place.test_split if split == "test" and place.test_split is not None else place.split
-    if place.path == "json" and place.data_files is not None and Path(place.data_files).is_file():
-        return prompts_of(_json_records(Path(place.data_files)), place.columns)
-    where, records = f"{place.data_files or place.path} [{part}]", enumerate(_records(place, part))
-    return prompts_of(((f"{where} record {index}", str(index), record) for index, record in records), place.columns)
+    part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
+    if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
+        return prompts_of(_json_records(Path(prompt_set.data_files)), prompt_set.columns)
+    where, records = f"{prompt_set.data_files or prompt_set.path} [{part}]", enumerate(_records(prompt_set, part))
+    return prompts_of(
+        ((f"{where} record {index}", str(index), record) for index, record in records), prompt_set.columns
+    )
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -118,17 +120,19 @@ def _begins_with(path: Path, sign: bytes) -> bool:
         return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(sign)
 
 
-def _records(place: PromptSet, part: str) -> Iterable[dict[str, Any]]:
+def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
     """The set's records, in its order."""
     from datasets import load_dataset  # seconds to import, and only runs on such a set need it
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # retries are told by the error that ends them
-    name = f"prompt set {place.data_files or place.path}"
-    options = {"sep": "\t"} if str(place.data_files).endswith(".tsv") else {}
+    name = f"prompt set {prompt_set.data_files or prompt_set.path}"
+    options = {"sep": "\t"} if str(prompt_set.data_files).endswith(".tsv") else {}
     try:
-        return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files, **options))
+        return list(
+            load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
+        )
     except OSError as error:
         raise FileNotFoundError(
             f"{name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"

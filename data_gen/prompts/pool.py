@@ -96,10 +96,12 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     """All prompts of a set from which the split takes its first."""
     if source.path == "stories" and not Path(source.path).exists():
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    place = set_of(source)
-    prompts = load(place, split)
-    if split == "test" and place.test_split is not None:  # all of the set's own test part, which needs no splitting
+    prompt_set = set_of(source)
+    prompts = load(prompt_set, split)
+    if (
+        split == "test" and prompt_set.test_split is not None
+    ):  # all of the set's own test part, which needs no splitting
         return in_hash_order(prompts, config.seed)
     return split_by_id(
-        prompts, weights=place.shares or config.split_weights, seed=config.seed, split_ids=config.split_ids
+        prompts, weights=prompt_set.shares or config.split_weights, seed=config.seed, split_ids=config.split_ids
     )[split]
