@@ -126,7 +126,7 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
-        _fail(_told(error))
+        _fail(_in_one_line(error))
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
@@ -152,7 +152,7 @@ def one_line(error: ArgumentError) -> str:
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
-def _told(error: ValueError | OSError) -> str:
+def _in_one_line(error: ValueError | OSError) -> str:
     """The problem in one line; of an error that the system raised, also the file and the remedy."""
     text = " ".join(str(error).split())
     if not isinstance(error, OSError) or error.strerror is None:
@@ -171,11 +171,13 @@ def _fail(problem: str) -> NoReturn:
 
 def _list_commands(commands: dict[str, Command], argv: list[str]) -> NoReturn:
     """Print what there is; exit 0 when that was asked for, else 2."""
-    asked = bool(argv) and argv[0] in {"-h", "--help"}
+    is_help = bool(argv) and argv[0] in {"-h", "--help"}
     lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
-    problem = [] if asked else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
+    problem = (
+        [] if is_help else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
+    )
     print(
         "\n".join([*problem, *lines, "  --help after a command lists its options"]),
-        file=sys.stdout if asked else sys.stderr,
+        file=sys.stdout if is_help else sys.stderr,
     )
-    raise SystemExit(0 if asked else 2)
+    raise SystemExit(0 if is_help else 2)

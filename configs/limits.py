@@ -36,13 +36,8 @@ class Limit(NamedTuple):
 
 
 _MOST = 10**9
-_COUNT, _COUNT_OR_NONE, _POSITIVE, _AT_LEAST_ZERO, _SHARE = (
-    Limit(1, _MOST),
-    Limit(0, _MOST),
-    Limit(0, is_open=True),
-    Limit(0),
-    Limit(0, 1),
-)
+_COUNT, _COUNT_OR_NONE = Limit(1, _MOST), Limit(0, _MOST)
+_POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(0, is_open=True), Limit(0), Limit(0, 1)
 _SEED = Limit(0, 2**32 - 1)
 _EXTRA_LAYERS, _THREADS, _CONNECTIONS = Limit(0, 1000), Limit(1, 1024), Limit(1, 4096)
 LIMITS = {
@@ -106,11 +101,11 @@ def check_limits(config: Config) -> None:
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
     for section in _FOLDERS:
         _check_folder(f"{section}.dir", values[section]["dir"])
-    for model in ("target", "draft", "micro"):
-        if (values["pair"][model] or {}).get("path") == "":
+    pair, url = config.pair, config.data.server.url
+    for model, source in (("target", pair.target), ("draft", pair.draft), ("micro", pair.micro)):
+        if source is not None and source.path == "":
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
-    url = config.data.server.url
-    if not str(url).startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")):
         raise ValueError(
             f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1"
         )
@@ -132,7 +127,7 @@ def _entry(values: Mapping[str, Any], name: str) -> Any:
 
 def _check_folder(name: str, folder: str) -> None:
     """Raise ValueError unless a folder of this path is there or can be made."""
-    if not isinstance(folder, str) or not folder.strip() or "\0" in folder:
+    if not folder.strip() or "\0" in folder:
         raise ValueError(f"{name} is {folder!r}; name a directory")
     path = Path(folder)
     try:
@@ -162,6 +157,5 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
     if is_on_cpu and isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores:
         raise ValueError(
             f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it "
-            "to at most "
-            f"{_PROCESSES_PER_CORE * cores}"
+            f"to at most {_PROCESSES_PER_CORE * cores}"
         )

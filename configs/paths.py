@@ -15,8 +15,8 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
     """Raise ValueError for a URL.
 
     Args:
-        value: what is checked; anything but a string or a path (a setting that is null) passes.
-        name: of the setting or flag, for the message.
+        value: a path, perhaps; anything but a string or a path (a setting that is null) passes.
+        name: the name of the setting or flag, for the message.
         may_be_on_hub: the setting takes owner/name, too.
     """
     url = _URL.match(str(value)) if isinstance(value, str | PurePath) else None

@@ -71,8 +71,8 @@ class ServerConfig:
     model: str | None = None
     """The name under which the server knows the target; null: pair.target.path."""
     kind: Literal["openai", "vllm", "transformers"] = "openai"
-    """How it is told the sampling. vllm also for SGLang; transformers for `transformers serve`; openai knows no
-    top_k.
+    """Dialect in which the server is told the sampling: vllm, also for SGLang; transformers, for `transformers serve`;
+    openai, which knows no top_k.
     """
     prompt_as: Literal["auto", "text", "token_ids"] = "auto"
     """token_ids is exact, where the server takes lists; auto: token_ids for vllm, else text."""
@@ -83,8 +83,9 @@ class ServerConfig:
     concurrency: int = 32
     """Requests in flight at once."""
     max_retries: int = 5
-    """Per request, as timeout_s, with exponential back-off, on time-outs, refused connections, 429 and 5xx."""
+    """Retries of a request, with exponential back-off, after time-outs, refused connections, 429 and 5xx."""
     timeout_s: float = 600.0
+    """Seconds that a request may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +109,14 @@ class PromptSource:
     name: str | None = None
     """Configuration of the set, where it has several."""
     split: str = "train"
-    """Its part that is read, and split here; train of a known set: the part that it prescribes (of humaneval test, its
-    only one).
+    """Part of the set that is read, and split here; for a known set, train means the part that the set prescribes (for
+    humaneval test, its only one).
     """
     test_split: str | None = None
-    """Its part that is test alone; null: test is split off `split`, of a known set as it prescribes."""
+    """Part of the set that is test alone; null: test is split off `split`, or is what a known set prescribes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name; of a known set besides its
-    own.
+    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name of it, which for a known set
+    comes on top of those that are known.
     """
     weight: float = 1.0
     """Share of the prompts, where there are several sets."""
@@ -148,7 +149,7 @@ class DataConfig:
     source: Literal["transformers", "server", "file"] = "transformers"
     """Who writes the responses: the target in process, a completions server, or a file that is already there."""
     responses: str | None = None
-    """For source: file. JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
+    """File of `source: file`: JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
     max_error_share: float = 0.05
     """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries
@@ -177,14 +178,20 @@ class DataConfig:
     """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     engine: Literal["local", "ray"] = "local"
-    """Both write the same bytes."""
+    """Where shards are made: in this process, or by actors of Ray; both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
         for name in ("dir", "split_ids", "responses"):
             check_local(getattr(self, name), f"data.{name}")
-        for source in self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,):
-            check_local(source.path if isinstance(source, PromptSource) else source, "data.prompts", may_be_on_hub=True)
+        for source in self.prompt_sources:
+            check_local(source.path, "data.prompts", may_be_on_hub=True)
+
+    @property
+    def prompt_sources(self) -> tuple[PromptSource, ...]:
+        """`prompts` as a list of sets, however it is written."""
+        given = self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,)
+        return tuple(PromptSource(path=source) if isinstance(source, str) else source for source in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +261,7 @@ class DecodeConfig:
     num_dev: int = 50
     """Prompts on which each policy's setting is chosen."""
     num_test: int = 50
-    """Prompts on which it is reported."""
+    """Prompts on which each policy is reported."""
     datasets: tuple[str, ...] = ()
     """Prompt sets, as data.prompts takes them; empty: data.prompts alone."""
     seed: int = 0

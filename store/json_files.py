@@ -12,9 +12,9 @@ def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[st
     """The object in a file.
 
     Args:
-        path: of the file.
-        remedy: what the user can do about a broken one, the end of the message.
-        keys: that the object must have.
+        path: the path of the file.
+        remedy: a clause that says what the user can do about a broken file, the end of the message.
+        keys: the keys that the object must have.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -22,9 +22,9 @@ class KeyedStore:
 
     def __init__(self, path: Path, *, remedy: str, fields: Collection[str] = ()) -> None:
         """Args:
-        path: of the file, which need not be there.
-        remedy: what a user can do about a broken line, the end of the message.
-        fields: that every value, a JSON object, must have.
+        path: the path of the file, which need not be there.
+        remedy: a clause that says what a user can do about a broken line, the end of the message.
+        fields: the keys that every value, a JSON object, must have.
         """
         self.path, self._remedy, self._fields = path, remedy, fields
 
@@ -34,13 +34,13 @@ class KeyedStore:
         Raises:
             ValueError: a line that is no entry, which is named.
         """
-        found = {}
+        kept = {}
         for number, line in enumerate(self._finished().splitlines(), start=1):
             about: dict[str, Any] = {"place": f"{self.path}:{number}", "remedy": self._remedy}
             entry = parse_json(line, keys=("key", "value"), **about)
             key, value = (checked_object(entry[name], **about) for name in ("key", "value"))
-            found[_name_of(key)] = key, checked_object(value, keys=self._fields, **about)
-        return list(found.values())
+            kept[_name_of(key)] = key, checked_object(value, keys=self._fields, **about)
+        return list(kept.values())
 
     def get(self, key: Key) -> dict[str, Any] | None:
         """The value of a key; None where nothing is kept under it."""
@@ -60,5 +60,5 @@ class KeyedStore:
 
 
 def _name_of(key: Key) -> str:
-    """The same text for equal keys."""
+    """A text that is the same for equal keys."""
     return json.dumps(key, sort_keys=True)

@@ -32,7 +32,7 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
     """While the block runs no other process enters it with this directory; nothing of the lock is left afterwards.
 
     Args:
-        directory: made if it is not there; removed again if the block leaves it empty.
+        directory: the folder, which is made if it is not there, and removed again if the block leaves it empty.
         setting: the key of the config that names the directory, for the message.
 
     Raises:
@@ -77,10 +77,8 @@ def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
     _remove(path)
     return ValueError(
         f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), so that two runs "
-        "there could destroy "
-        "each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; Lustre: flock), or "
-        f"choose a {setting} on "
-        "another disk"
+        "there could destroy each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; "
+        f"Lustre: flock), or choose a {setting} on another disk"
     )
 
 

@@ -22,7 +22,7 @@ from store.json_files import read_json
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
-_COUNTS = {"bytes", "rows", "tokens"}
+_COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Facts that are whole numbers."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -87,8 +87,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
                 f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some "
-                "space and run the same "
-                "command again: it keeps what is whole"
+                "space and run the same command again: it keeps what is whole"
             ) from error
         raise
     finally:
@@ -98,6 +97,19 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of `path` once the block has ended."""
+    partial = path.with_name(f".{path.name}.partial")  # a rename is atomic, a directory of files is not
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.iterdir():
+        file.chmod(0o644)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
 
 
 def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -122,7 +134,7 @@ def verify_shard(path: Path, *, command: str = "data_gen") -> None:
     """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
 
     Args:
-        path: of the shard.
+        path: the path of the shard.
         command: the part after `python -m` of the command that makes it, for the message.
     """
     again = f"run `python -m {command}` again"
@@ -182,8 +194,8 @@ def clean_partial(directory: str | Path, *folders: str) -> None:
     (`store.lock`).
 
     Args:
-        directory: what this process alone writes to.
-        folders: patterns of the folders in it that hold shards. Others may belong to another process, or to the user.
+        directory: the folder, to which this process alone writes.
+        folders: patterns of the folders in it that hold shards; others may belong to another process, or to the user.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         if path.with_suffix("").suffix[1:].isdigit():  # .{name}.{pid}.partial

@@ -27,7 +27,7 @@ def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:
     """Compare shards with their sidecars before any is read.
 
     Args:
-        paths: of the shards.
+        paths: the paths of the shards.
         command: the part after `python -m` of the command that makes them, for the message.
 
     Raises:
@@ -60,21 +60,17 @@ def problems_of(
         pool.shutdown(cancel_futures=True)
 
 
-def forget_broken(paths: Iterable[Path]) -> int:
-    """Take the sidecars of shards that are not what was written, so that they count as missing and are made again;
-    returns how many.
+def forget_broken(paths: Iterable[Path]) -> None:
+    """Take the sidecars of shards that are not what was written, so that they count as missing and are made again.
 
     The caller holds the lock of the directory. Every such shard is named on stderr.
     """
-    num_broken = 0
     for path, _ in problems_of([path for path in paths if is_whole(path)]):
         print(
             f"{path} does not hold the bytes that were written (its sha256 is another): it is made again",
             file=sys.stderr,
         )
         sidecar_path(path).unlink()
-        num_broken += 1
-    return num_broken
 
 
 def shards_in(directory: str | Path) -> list[Path]:

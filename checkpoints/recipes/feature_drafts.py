@@ -2,21 +2,19 @@
 released ones are.
 
     eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) and KL(p || q); and, as in HASS and
-            EAGLE-3's
-            "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the outputs of
-            depth k, which is what drafting meets. Departures: the divergence weighs as much as the distance, not a
-            tenth of it; features are not noised, since deeper ones err by themselves; depths weigh .8^k as in EAGLE-3,
-            which has no distance; and HASS's loss on the likeliest tokens alone is left out.
+            EAGLE-3's "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the
+            outputs of depth k, which is what drafting meets. Departures: the divergence weighs as much as the
+            distance, not a tenth of it; features are not noised, since deeper ones err by themselves; depths weigh
+            .8^k as in EAGLE-3, which has no distance; and HASS's loss on the likeliest tokens alone is left out.
     glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure:
-            KL(p || q) in place of
-            the text's own tokens, which makes free choices of wording agree, as for the draft of the trio.
+            KL(p || q) in place of the text's own tokens, which makes free choices of wording agree, as for the draft
+            of the trio.
 
 The target is frozen, and reads each batch once for both. This is a recipe for small models and no framework: for large
 ones there are SpecForge and speculators, whose drafts load.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -34,6 +32,7 @@ from checkpoints.recipes.training import Optimiser, StoryBatch
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
+from store.shards import atomic_directory
 
 FEATURE_DRAFTS = ("eagle", "glide")
 _BLOCK_SIZE = 5
@@ -94,10 +93,10 @@ def teach(
     target.requires_grad_(False)
     optimisers = [Optimiser(draft, learning_rate, num_steps, has_muon=False) for draft in drafts]
     for batch in islice(source, num_steps):
-        told = TargetReading.of(target, batch)
+        reading = TargetReading.of(target, batch)
         losses = []
         for draft, optimiser in zip(drafts, optimisers, strict=True):
-            loss, divergence = _loss(draft, told)
+            loss, divergence = _loss(draft, reading)
             optimiser.step(loss)
             losses.append(divergence)
         yield losses
@@ -112,8 +111,8 @@ def acceptance_rates(draft: FeatureDraft, target: PreTrainedModel, batches: Sequ
     """
     rates = []
     for batch in batches:
-        told = TargetReading.of(target, batch)
-        at_depths = [torch.minimum(log_q.exp(), told.log_p.exp()).sum(-1) for log_q in said(draft, told)]
+        reading = TargetReading.of(target, batch)
+        at_depths = [torch.minimum(log_q.exp(), reading.log_p.exp()).sum(-1) for log_q in said(draft, reading)]
         rates.append(torch.stack(at_depths))
     return torch.cat(rates, -1).mean(-1).tolist()
 
@@ -151,19 +150,19 @@ class TargetReading:
         return functional.kl_div(log_q, self.log_p, log_target=True, reduction="batchmean")
 
 
-def said(draft: FeatureDraft, told: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
+def said(draft: FeatureDraft, reading: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
     """log q at the learned positions, as the first, second, … token of drafts along the text, each begun so many tokens
     before.
     """
     if isinstance(draft, Glide):
-        place = torch.arange(told.tokens.shape[1])
+        place = torch.arange(reading.tokens.shape[1])
         for depth in range(1, NUM_DEPTHS + 1):
             is_seen = (place <= place[:, None] - depth) | (place == 0)
-            yield _glide_says(draft, told, is_seen[None, None])
+            yield _glide_says(draft, reading, is_seen[None, None])
         return
     assert isinstance(draft, Eagle)
-    for outputs in islice(unrolled(draft, told.tokens, told.states), NUM_DEPTHS):
-        yield draft.logits(outputs.hidden[told.is_learned[:, 1:]]).log_softmax(-1)
+    for outputs in islice(unrolled(draft, reading.tokens, reading.states), NUM_DEPTHS):
+        yield draft.logits(outputs.hidden[reading.is_learned[:, 1:]]).log_softmax(-1)
 
 
 def unrolled(
@@ -186,44 +185,40 @@ def unrolled(
         fed = functional.pad(outputs.states[:, :-1], (0, 0, 1, 0))
 
 
-def _loss(draft: FeatureDraft, told: TargetReading) -> tuple[Float[Tensor, ""], float]:
+def _loss(draft: FeatureDraft, reading: TargetReading) -> tuple[Float[Tensor, ""], float]:
     """(the loss, the divergence alone for drafts of one token)"""
     if isinstance(draft, Glide):
-        divergence = told.divergence(_glide_says(draft, told, delayed(told.tokens.shape[1], draft.config.block_size)))
+        divergence = reading.divergence(
+            _glide_says(draft, reading, delayed(reading.tokens.shape[1], draft.config.block_size))
+        )
         return divergence, divergence.item()
     assert isinstance(draft, Eagle)
-    is_learned, losses, divergences = told.is_learned[:, 1:], [], []
-    for depth, outputs in enumerate(islice(unrolled(draft, told.tokens, told.states), _NUM_TAUGHT)):
+    is_learned, losses, divergences = reading.is_learned[:, 1:], [], []
+    for depth, outputs in enumerate(islice(unrolled(draft, reading.tokens, reading.states), _NUM_TAUGHT)):
         states = outputs.states[is_learned]
-        divergences.append(told.divergence(draft.logits(states).log_softmax(-1)))
-        distance = functional.smooth_l1_loss(states, told.states[:, 1:][is_learned])
+        divergences.append(reading.divergence(draft.logits(states).log_softmax(-1)))
+        distance = functional.smooth_l1_loss(states, reading.states[:, 1:][is_learned])
         losses.append(_DEPTH_WEIGHT**depth * (divergences[-1] + distance))
     return torch.stack(losses).sum(), divergences[0].item()
 
 
 def _glide_says(
-    draft: Glide, told: TargetReading, cross_mask: Bool[Tensor, "1 1 node seen"]
+    draft: Glide, reading: TargetReading, cross_mask: Bool[Tensor, "1 1 node seen"]
 ) -> Float[Tensor, "learned vocab"]:
     """log q at the learned positions."""
-    layers = [told.cache.layers[place] for place in draft.cached_layer_ids]
+    layers = [reading.cache.layers[place] for place in draft.cached_layer_ids]
     seen = [(layer.keys, layer.values) for layer in layers]
-    hidden = draft(told.tokens, seen, told.positions, cross_mask=cross_mask).hidden
-    return draft.logits(hidden[told.is_learned]).log_softmax(-1)
+    hidden = draft(reading.tokens, seen, reading.positions, cross_mask=cross_mask).hidden
+    return draft.logits(hidden[reading.is_learned]).log_softmax(-1)
 
 
 def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
-    """Write it in bfloat16 in its released layout; the directory appears whole or not at all."""
-    partial = directory.with_name(f".{directory.name}.partial")  # a rename is atomic, a directory of files is not
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Write a draft in bfloat16 in its released layout; the directory appears whole or not at all."""
     is_glide = isinstance(draft, Glide)
     config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     config |= {} if is_glide else {"bias": True}
-    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     prefix = "model." if is_glide else ""
     tensors = {prefix + name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    for file in partial.iterdir():
-        file.chmod(0o644)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with atomic_directory(directory) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

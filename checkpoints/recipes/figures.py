@@ -28,20 +28,20 @@ _CONTEXT_TOKENS = 100
 """Cache length at which a forward is timed."""
 _MAX_NEW_TOKENS = 160
 """Longer than any worked answer."""
-_BATCH_SIZE = 64
+_BATCH_SIZE, _NUM_PROMPTS, _NUM_TIMINGS = 64, 60, 100
 
 
-def measure(directory: str | Path, *, num_prompts: int = 60, seed: int = 0, num_timings: int = 100) -> dict[str, float]:
+def measure(directory: str | Path) -> dict[str, float]:
     """Acceptance rates (mean and standard deviation over positions), forward times in ms, their ratio, and bytes on
     disk.
     """
     paths = {name: Path(directory) / name for name in NAMES}
     models = {name: load_model(ModelSource(path=str(path), dtype="float32")) for name, path in paths.items()}
     tokenizer = load_tokenizer(ModelSource(path=str(paths["target"])))
-    times_ms = forward_times_ms(list(models.values()), num_timings)
+    times_ms = forward_times_ms(list(models.values()))
     figures = {f"{name}_forward_ms": time_ms for name, time_ms in zip(models, times_ms, strict=True)}
     figures["forward_ratio"] = figures["target_forward_ms"] / figures["draft_forward_ms"]
-    rates = trio_acceptance_rates(models, tokenizer, num_prompts=num_prompts, seed=seed)
+    rates = trio_acceptance_rates(models, tokenizer, num_prompts=_NUM_PROMPTS, seed=0)
     for name, rate in rates.items():
         figures |= {f"{name}_acceptance_mean": rate.mean().item(), f"{name}_acceptance_std": rate.std().item()}
     figures["positions"] = len(rates["draft"])
@@ -83,7 +83,7 @@ def trio_acceptance_rates(
 
 
 @torch.inference_mode()
-def forward_times_ms(models: list[PreTrainedModel], num_timings: int) -> list[float]:
+def forward_times_ms(models: list[PreTrainedModel]) -> list[float]:
     """Median time of a forward of one token, batch 1, on one thread, with a cache of 100 tokens; the models take
     turns.
     """
@@ -93,7 +93,7 @@ def forward_times_ms(models: list[PreTrainedModel], num_timings: int) -> list[fl
     for model, cache in zip(models, caches, strict=True):
         model(input_ids=torch.ones(1, _CONTEXT_TOKENS, dtype=torch.long), past_key_values=cache)
     times_s: list[list[float]] = [[] for _ in models]
-    for _ in range(num_timings):
+    for _ in range(_NUM_TIMINGS):
         for model, cache, spent_s in zip(models, caches, times_s, strict=True):
             start_s = time.perf_counter()
             model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)

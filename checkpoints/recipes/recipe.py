@@ -4,9 +4,8 @@ Three Llama-architecture models with one tokenizer, trained on `data_gen.stories
 
     target   deep and narrow: learns to work things out. Cross-entropy on the worked answers.
     draft    one layer: learns the phrases. Distilled from the target: KL(p || q) at each answer position. (To look a
-             word up in the prompt
-             takes two layers. A draft with a second layer learns that too, is accepted 95 % of the time, and leaves
-             little to predict.)
+             word up in the prompt takes two layers. A draft with a second layer learns that too, is accepted 95 % of
+             the time, and leaves little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
 Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`checkpoints.recipes.feature_drafts`).
@@ -19,14 +18,13 @@ spread. On a CPU a forward of one token costs one fixed part and one part per la
 Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
 """
 
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from checkpoints.recipes.feature_drafts import (
@@ -38,11 +36,12 @@ from checkpoints.recipes.feature_drafts import (
 )
 from checkpoints.recipes.figures import NAMES, measure, report_figures
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
-from checkpoints.recipes.training import StoryBatch, distil, encode_story, story_batches, train_model
+from checkpoints.recipes.training import distil, encode_story, story_batches, train_model
 from configs.paths import local_path
 from configs.schema import ModelSource
-from data_gen.stories.stories import stories, story_stream
+from data_gen.stories.stories import Story, stories, story_stream
 from lm import load_model, load_tokenizer
+from store.shards import atomic_directory
 
 _FILES = {
     "config.json",
@@ -106,9 +105,11 @@ def make_trio(
     recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, NAMES, overwrite=overwrite)
     torch.set_num_threads(recipe.num_threads)
-    with _progress() as progress:
-        models, tokenizer = _train_trio(seed, recipe, progress)
-    _write(models, tokenizer, out_dir)
+    models, tokenizer = _train_trio(seed, recipe)
+    for name, model in models.items():
+        with atomic_directory(out_dir / name) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     figures = measure(out_dir)
     print(report_figures(figures))
     return figures
@@ -134,25 +135,22 @@ def make_feature_drafts(
     torch.manual_seed(seed)
     drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
     num_stories = recipe.feature_draft_batch_size * recipe.feature_draft_steps
-    how = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
-    with _progress() as progress:
-        stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-        rows = [
-            encode_story(story, tokenizer) for story in _track(progress, "write stories", stream, total=num_stories)
-        ]
-        steps = teach(
-            list(drafts.values()),
-            target,
-            story_batches(rows, **how),
-            num_steps=recipe.feature_draft_steps,
-            learning_rate=recipe.feature_draft_learning_rate,
-        )
-        for _ in _track(progress, "teach eagle and glide", steps, total=recipe.feature_draft_steps):
-            pass
+    batching = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    rows = [encode_story(story, tokenizer) for story in _new_stories(seed, num_stories)]
+    steps = teach(
+        list(drafts.values()),
+        target,
+        story_batches(rows, **batching),
+        num_steps=recipe.feature_draft_steps,
+        learning_rate=recipe.feature_draft_learning_rate,
+    )
+    _take(steps, "teach eagle and glide", num_steps=recipe.feature_draft_steps)
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
     held_out = list(
-        islice(story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **how), 8)
+        islice(
+            story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **batching), 8
+        )
     )
     rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
     figures = {
@@ -174,39 +172,38 @@ def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> 
             )
 
 
-def _train_trio(
-    seed: int, recipe: Recipe, progress: Progress
-) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
-    """The three models, in bfloat16, and their tokenizer."""
-    torch.manual_seed(seed)
-    num_stories = recipe.batch_size * max(recipe.target_steps, recipe.distil_steps)
+def _new_stories(seed: int, num_stories: int) -> list[Story]:
     stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    stories = list(_track(progress, "write stories", stream, total=num_stories))
+    return list(tqdm(stream, desc="write stories", total=num_stories))
+
+
+def _take(steps: Iterable[list[float]], description: str, *, num_steps: int) -> None:
+    """Take all steps of a training, with a bar that shows the figures of each."""
+    with tqdm(steps, desc=description, total=num_steps) as bar:
+        for figures in bar:
+            bar.set_postfix_str(" ".join(f"{figure:.3f}" for figure in figures) + " nats")
+
+
+def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+    """The three models, in bfloat16, and their tokenizer: the target is trained, and the others distilled from it."""
+    torch.manual_seed(seed)
+    stories = _new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
     tokenizer = train_tokenizer(stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    rows = [encode_story(story, tokenizer) for story in _track(progress, "tokenize", stories, total=num_stories)]
+    rows = [encode_story(story, tokenizer) for story in tqdm(stories, desc="tokenize")]
     models = {
         name: _new_model(shape, tokenizer)
         for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)
     }
     source = story_batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
-    _learn(models, source, recipe, progress)
-    return models, tokenizer
-
-
-def _learn(
-    models: dict[str, LlamaForCausalLM], source: Iterator[StoryBatch], recipe: Recipe, progress: Progress
-) -> None:
-    """Train the target, then distil the others from it."""
     target, *others = models.values()
     steps = train_model(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
-    for _ in _track(progress, "train target", steps, total=recipe.target_steps):
-        pass
+    _take(steps, "train target", num_steps=recipe.target_steps)
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
     steps = distil(target, others, source, num_steps=recipe.distil_steps, learning_rate=recipe.distil_learning_rate)
-    for _ in _track(progress, "distil draft and micro", steps, total=recipe.distil_steps):
-        pass
+    _take(steps, "distil draft and micro", num_steps=recipe.distil_steps)
     for model in models.values():
         model.bfloat16()
+    return models, tokenizer
 
 
 def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -224,37 +221,3 @@ def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaFo
         bos_token_id=None,
     )
     return LlamaForCausalLM(config)
-
-
-def _write(models: dict[str, LlamaForCausalLM], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    """Each model directory appears whole or not at all."""
-    for name, model in models.items():
-        partial = out_dir / f".{name}.partial"  # a rename is atomic, a directory of files is not
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        for file in partial.iterdir():
-            file.chmod(0o644)
-        shutil.rmtree(out_dir / name, ignore_errors=True)
-        partial.rename(out_dir / name)
-
-
-def _progress() -> Progress:
-    note = TextColumn("{task.fields[note]}")
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        note,
-    )
-
-
-def _track(progress: Progress, description: str, steps: Iterable, *, total: int) -> Iterable:
-    """The steps, with a bar; a step that is a list of losses shows them beside it."""
-    task = progress.add_task(description, total=total, note="")
-    for step in steps:
-        note = " ".join(f"{loss:.3f}" for loss in step) + " nats" if isinstance(step, list) else ""
-        progress.update(task, advance=1, note=note)
-        yield step

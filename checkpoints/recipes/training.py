@@ -127,7 +127,7 @@ class Optimiser:
     def __init__(self, model: nn.Module, learning_rate: float, num_steps: int, *, has_muon: bool = True) -> None:
         """Args:
         model: put into training mode; its layers are under `layers`.
-        learning_rate: of AdamW, at its peak; Muon's is 5 times that (its updates have unit singular values).
+        learning_rate: the peak of AdamW's rate; Muon's is 5 times that (its updates have unit singular values).
         num_steps: length of the schedule.
         has_muon: False: AdamW for all; Muon's iterations are in bfloat16, which takes a CPU without it longer than a
             small forward.

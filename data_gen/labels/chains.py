@@ -83,13 +83,13 @@ class ChainLabeller:
         timings: Sequence[str],
         progress: Progress,
     ) -> LabelledDrafts:
-        """Everything of some responses.
+        """The labels and states of every draft of some responses.
 
         Args:
             exchanges: the rows of a shard.
-            uniform: float64, that each draft's tokens are drawn with.
-            timings: of the features that are wanted.
-            progress: is told of every row once.
+            uniform: float64 numbers that the tokens of each draft are drawn with.
+            timings: the timings of the features that are wanted.
+            progress: a function that is called with 1 for every row.
         """
         parts, lengths, start = [self._nothing(timings)], [], 0
         broken: dict[int, str] = {}
@@ -111,7 +111,7 @@ class ChainLabeller:
 
     @torch.inference_mode()
     def _labelled(self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]) -> list[LabelledDrafts]:
-        """One response, some of its drafts at a time."""
+        """The drafts of one response, in groups that one forward of the target reads."""
         prompt, response = exchange.prompt_ids, exchange.response_ids
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
@@ -125,7 +125,8 @@ class ChainLabeller:
         limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
         groups = torch.arange(len(response)).split(at_once)
         return [
-            self._group(chains, reading, lengths[some], limits[some], uniform[some], timings=timings) for some in groups
+            self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings)
+            for group in groups
         ]
 
     def _group(
@@ -206,7 +207,7 @@ class ChainLabeller:
         return logits
 
     def _nothing(self, timings: Sequence[str]) -> LabelledDrafts:
-        """No response, in the types of some."""
+        """What labelling no response gives: every column and state, empty."""
         names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)

@@ -73,7 +73,7 @@ class Labeller:
             inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q`
                 too. `target_states` [token, hidden] may be among them and spares the target's forward.
             with_hidden: return `drawn`.
-            progress: is told of every row once.
+            progress: a function that is called with the rows of each batch.
 
         Raises:
             ValueError: a model is in train mode.

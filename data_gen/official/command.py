@@ -7,7 +7,6 @@ data.mixing_ratio), and H(q). acceptance_rate and cross_entropy would need the t
 written, the draft's own log q(Y) is compared with the file's, so that another draft and swapped keys are refused.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import FORMAT, settle
 from store.json_files import read_json
 from store.lock import only_writer
-from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, write_atomic
+from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, sha256_of, write_atomic
 from store.sums import forget_broken, shards_in
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
@@ -59,7 +58,7 @@ def import_(
         features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on
             them.
         draft_key: field with the draft's log probabilities of the draft tokens.
-        target_key: field with the target's.
+        target_key: field with the target's log probabilities of the draft tokens.
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     _check_asked(pair, data, split, features=features)
@@ -138,7 +137,6 @@ def _write(
 
 
 def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
-    """Whether a shard is on disk, with features if they are wanted."""
     return stages.is_done(spec, data) if features else is_whole(rows_path(data.dir, spec.split, spec.index))
 
 
@@ -161,9 +159,9 @@ def _check_fit(row: json_file.Row, worker: Worker | None) -> None:
         )
 
 
-def _check_draft(ours: Tensor, theirs: Tensor, path: str) -> None:
+def _check_draft(log_q: Tensor, log_q_in_file: Tensor, path: str) -> None:
     """Raise ValueError unless the draft at `path` gives the log q of the file."""
-    difference = float((ours - theirs).abs().median())
+    difference = float((log_q - log_q_in_file).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
             f"log q of the draft at {path} differs from the file's by {difference:.2f} nats in the median (at most "
@@ -178,7 +176,7 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
     """
     settle(directory, manifest)
     path = directory / "imported" / f"{split}.json"
-    source = {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    source = {"name": file.name, "sha256": sha256_of(file)}
     earlier = read_json(path, remedy="delete it if its split is this file's", keys=source) if path.is_file() else source
     if earlier["sha256"] != source["sha256"]:
         raise ValueError(

@@ -73,7 +73,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_log_prob(value: Any) -> bool:
-    """Up to a rounding, at most 0; -inf where the model gives a token no probability."""
+    """Whether a value is at most 0, up to a rounding; -inf where the model gives a token no probability."""
     return type(value) in (int, float) and value <= _ROUNDING
 
 

@@ -17,7 +17,7 @@ def check(config: Config) -> None:
     changed.
 
     Args:
-        config: of the experiment; data.dir alone counts.
+        config: the experiment, of which data.dir alone counts.
 
     Raises:
         FileNotFoundError: nothing has been made there.
@@ -37,8 +37,7 @@ def check(config: Config) -> None:
         print("\n".join(problems.values()))
         raise ValueError(
             f"{len(problems)} shards in {directory} are broken or missing, as listed; run `python -m data_gen` with "
-            "this config, which "
-            "makes them again (with the same bytes on the same machine)"
+            "this config, which makes them again (with the same bytes on the same machine)"
         )
 
 

@@ -34,13 +34,12 @@ def refuse_other_code(driver: dict[str, str], *, machine: str) -> None:
     """Raise ValueError unless this process, a worker's, runs what the driver runs.
 
     Args:
-        driver: what the driver's `running` returned.
-        machine: where this is, for the message.
+        driver: the versions that the driver's `running` returned.
+        machine: the name of this machine, for the message.
     """
-    for name, found in running().items():
-        if driver.get(name) != found:
+    for name, version_here in running().items():
+        if driver.get(name) != version_here:
             raise ValueError(
-                f"the worker on {machine} imports {name} {found} (acceptance-heads from {folders()[0].parent}), and "
-                "the driver runs "
-                f"{name} {driver.get(name)}; install on every machine what the driver runs"
+                f"the worker on {machine} imports {name} {version_here} (acceptance-heads from {folders()[0].parent}), "
+                f"and the driver runs {name} {driver.get(name)}; install on every machine what the driver runs"
             )

@@ -29,7 +29,7 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
     """Make or resume the data: rows, features, manifest, errors.jsonl.
 
     Args:
-        config: of the experiment.
+        config: the experiment.
         retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
     """
     pair, data = config.pair, config.data
@@ -83,8 +83,7 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
             f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same "
-            "command with "
-            "--retry_errors"
+            "command with --retry_errors"
         )
 
 
@@ -113,8 +112,7 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
     if (data.mode, data.mixes) != ("together", 1) and released_layout_of(pair.draft):
         raise ValueError(
             "pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is "
-            f"{data.mode}, data.mixes "
-            f"{data.mixes}; set data.mode: together and data.mixes: 1"
+            f"{data.mode}, data.mixes {data.mixes}; set data.mode: together and data.mixes: 1"
         )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")

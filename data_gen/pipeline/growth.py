@@ -24,7 +24,7 @@ class Order(NamedTuple):
     """The splits and shards that a run is to make."""
 
     split: dict[Split, Parts]
-    """For the manifest."""
+    """The entry `split` of the manifest."""
     specs: list[ShardSpec]
     """Shards with prompts that are asked for, in the order in which they are made."""
     others: list[ShardSpec]
@@ -39,7 +39,7 @@ def order_of(data: DataConfig) -> Order:
     """
     order = Order({}, [], [])
     for split in SPLITS:
-        made, num_asked = _ends_there(data, split), getattr(data, f"num_{split}")
+        made, num_asked = _ends_on_disk(data, split), getattr(data, f"num_{split}")
         ends = made if made and num_asked <= made[-1] else [*made, num_asked]
         size: dict[str, Any] = {f"num_{split}": ends[-1]}
         try:
@@ -59,7 +59,7 @@ def order_of(data: DataConfig) -> Order:
 
 
 def _part(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """A split up to some size, as the manifest tells it; with the prompts of each set, where there are several."""
+    """A split up to some size, for the manifest; with the prompts of each set, where there are several."""
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
     return {"prompts": len(prompts), "sha256": digest(repr(prompts)), **({"sets": dict(sets)} if sets else {})}
 
@@ -80,7 +80,7 @@ def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], siz
     return specs
 
 
-def _ends_there(data: DataConfig, split: Split) -> list[int]:
+def _ends_on_disk(data: DataConfig, split: Split) -> list[int]:
     """Number of prompts up to the end of each part of a split, as data.dir was made; empty where nothing was made."""
     if not (Path(data.dir) / "manifest.json").is_file():
         return []

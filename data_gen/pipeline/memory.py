@@ -4,14 +4,11 @@ no tokenizer.
     weights      parameters x bytes of the dtype
     KV cache     sequences x (positions + a few spare) x 2 x layers x KV heads x head width x bytes
     activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP
-        widths; the body
-                 keeps nothing for a backward, and attention does not write its matrix out
+                 widths; the body keeps nothing for a backward, and attention does not write its matrix out
     logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24
-                 bytes in all;
-                 labelling: eight float32 chunks of data.chunk_mb
+                 bytes in all; labelling: eight float32 chunks of data.chunk_mb
     heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the
-                 stream and three more
-                 of each block's width
+                 stream and three more of each block's width
 
 GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments
 leave.
@@ -177,7 +174,7 @@ def _responses(target: Size, data: DataConfig) -> dict[str, float]:
 
 
 def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
-    """While every position of a batch is labelled; the models take their turns."""
+    """What is held while every position of a batch is labelled, by one model after the other."""
     positions = data.max_prompt_tokens + data.max_new_tokens
     per_sequence = {
         "activations": max(size.activations_per_position for size in sizes.values()) * positions,

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.schema import DataConfig, ModelSource, PromptSource, RayConfig
+from configs.schema import DataConfig, ModelSource, RayConfig
 from data_gen.pipeline.code import folders, refuse_other_code, running
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
@@ -37,7 +38,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
     Raises:
         ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a
             user's mistake.
-        FileNotFoundError: likewise, from a worker.
+        FileNotFoundError: what a worker raised for a path that is not there.
     """
     import ray  # an extra: data_gen.pipeline.command.check_settings says so where it is missing
 
@@ -65,10 +66,8 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
         )
         raise ValueError(
             f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: "
-            f"{_why(error)}; most often the "
-            "memory does not suffice: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or choose "
-            "data.mode sequential; what "
-            "was written stays"
+            f"{_why(error)}; most often the memory does not suffice: lower data.ray.num_workers, data.batch_size or "
+            "data.chunk_mb, or choose data.mode sequential; what was written stays"
         ) from error
     finally:
         if is_own:
@@ -106,38 +105,31 @@ class _Actor:
     """A worker in an actor's process."""
 
     def __init__(self, job: Job, specs: list[ShardSpec], driver: dict[str, str]) -> None:
-        self.specs, self.worker = specs, None
-        try:
+        self.specs, self.error, self.reason = specs, "", ""
+        with self._errors_as_values():
             refuse_other_code(driver, machine=platform.node())
             self.worker = Worker(job)
-        except (ValueError, OSError) as error:  # what an actor raises here reaches the driver as a text with tracebacks
-            self.error: ValueError | OSError = error
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        error = self._error(batch["index"])
-        name = "" if error is None else "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
-        return {
-            "index": batch["index"],
-            "error": [name],
-            "reason": ["" if error is None else " ".join(str(error).split())],
-        }
-
-    def _error(self, indices: Sequence[int]) -> ValueError | OSError | None:
-        """Make the shards; what a user can mend, if it goes wrong."""
-        if self.worker is None:
-            return self.error
-        try:
-            for index in indices:
+        with self._errors_as_values():
+            for index in batch["index"] if not self.error else ():
                 self.worker.make(self.specs[int(index)], lambda count: None)
+        return {"index": batch["index"], "error": [self.error], "reason": [self.reason]}
+
+    @contextmanager
+    def _errors_as_values(self) -> Iterator[None]:
+        """Keep what a user can mend: raised here, it would reach the driver as a text with tracebacks."""
+        try:
+            yield
         except (ValueError, OSError) as error:
-            return error
-        return None
+            self.error = "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
+            self.reason = " ".join(str(error).split())
 
 
 def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
     """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
-    asked = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
-    wanted = {name: count for name, count in asked.items() if count > 0}
+    needs = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    wanted = {name: count for name, count in needs.items() if count > 0}
     room = [
         min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
         for machine in machines
@@ -151,11 +143,8 @@ def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[
         )
         raise ValueError(
             f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs "
-            "each, and the cluster "
-            f"has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
-            "data.ray.num_workers, num_cpus or "
-            "num_gpus, or add "
-            "machines to the cluster first"
+            f"each, and the cluster has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
+            "data.ray.num_workers, num_cpus or num_gpus, or add machines to the cluster first"
         )
 
 
@@ -198,16 +187,14 @@ def _same_everywhere(job: Job) -> Job:
 
 def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
     """The section with absolute paths; `target`, the path as it was, remains the name of the target on a server."""
-    files: dict[str, Any] = {
-        name: value and os.path.abspath(value) for name in ("split_ids", "responses") for value in [getattr(data, name)]
-    }
-    given = data.prompts if isinstance(data.prompts, tuple | list) else (data.prompts,)
-    prompts = tuple(
-        replace(path, path=_placed(path.path)) if isinstance(path, PromptSource) else _placed(path) for path in given
+    return replace(
+        data,
+        dir=os.path.abspath(data.dir),
+        split_ids=data.split_ids and os.path.abspath(data.split_ids),
+        responses=data.responses and os.path.abspath(data.responses),
+        prompts=tuple(replace(source, path=_placed(source.path)) for source in data.prompt_sources),
+        server=replace(data.server, model=data.server.model or target),
     )
-    server = replace(data.server, model=data.server.model or target)
-    single = prompts[0] if not isinstance(data.prompts, tuple | list) else prompts
-    return replace(data, dir=os.path.abspath(data.dir), server=server, prompts=single, **files)
 
 
 def _placed(path: str) -> str:

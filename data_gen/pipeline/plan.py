@@ -37,7 +37,7 @@ _SAFETENSORS_BYTES_PER_TOKEN = 29
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Means per row, measured on a sample; or upper bounds."""
+    """What a row takes: means that were measured on a sample, or upper bounds."""
 
     prompt_tokens: float
     response_tokens: float
@@ -57,7 +57,7 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     pair, data = config.pair, config.data
     check_settings(pair, data)
     _check_memory(config, is_measured=sample > 0)
-    missing = _missing(data) if sample else _missing_or_none(data)
+    missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     num_rows = (
         data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
@@ -91,22 +91,18 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
         print(f"warning: {problem}")
 
 
-def _missing(data: DataConfig) -> list[ShardSpec]:
-    """The shards that are still to make."""
-    return [spec for spec in order_of(data).specs if not is_done(spec, data)]
-
-
-def _missing_or_none(data: DataConfig) -> list[ShardSpec] | None:
-    """Likewise; None, and a note, where the prompts are not at hand."""
+def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
+    """The shards that are still to make; None, and a note, where the prompts are not at hand and not needed."""
     try:
-        return _missing(data)
+        return [spec for spec in order_of(data).specs if not is_done(spec, data)]
     except (FileNotFoundError, ValueError) as error:
+        if is_needed:
+            raise
         print(f"note: prompts are not at hand, so rows are data.num_train + num_dev + num_test ({error})")
         return None
 
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    """The numbers of the report."""
     num_shards = math.ceil(num_rows / data.rows_per_shard)
     # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has
     # ended
@@ -135,10 +131,10 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
     """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
-        here = replace(data, dir=folder)
+        sampled = replace(data, dir=folder)
         seconds = 0.0
         for stage in stages_of(data):
-            worker = Worker(Job(pair=pair, data=here, stage=stage))
+            worker = Worker(Job(pair=pair, data=sampled, stage=stage))
             worker.make(ShardSpec("train", 0, tuple(prompts[:2])), lambda count: None)
             start = time.perf_counter()
             worker.make(ShardSpec("test", 0, tuple(prompts)), lambda count: None)
@@ -166,14 +162,12 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    of_features, num_features = (
-        width_of(pair.draft),
-        (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features),
-    )
-    width = (
-        of_features or load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
-    )
-    num_features *= data.draft_length if of_features else 1
+    num_features = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
+    width = width_of(pair.draft)
+    if width is None:
+        width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
+    else:  # a feature draft
+        num_features *= data.draft_length
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),

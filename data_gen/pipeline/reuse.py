@@ -30,15 +30,15 @@ def responses(config: Config, *, out: str) -> None:
     lacks, at its end.
 
     Args:
-        config: of the experiment that made the rows.
-        out: the file.
+        config: the experiment that made the rows.
+        out: the path of the JSONL file.
 
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
     path = local_path(out, "--out")
     read_manifest(config.data.dir)
-    written = _there(path)
+    written = _hashes_in(path)
     num_added = 0
     with atomic_file(path) as file:
         if written:
@@ -60,7 +60,7 @@ def responses(config: Config, *, out: str) -> None:
     )
 
 
-def _there(path: Path) -> dict[str, int]:
+def _hashes_in(path: Path) -> dict[str, int]:
     """Hashes of the responses that an earlier call wrote, by the id of their row."""
     if not path.is_file():
         return {}
@@ -76,7 +76,7 @@ def _there(path: Path) -> dict[str, int]:
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
-    """One per row of the whole shards, split by split."""
+    """A record for each row of the whole shards, split by split."""
     paths = [
         path
         for split in SPLITS

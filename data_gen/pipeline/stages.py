@@ -71,10 +71,10 @@ def label_and_mix(
 
     Args:
         spec: the shard.
-        exchanges: its rows.
-        labeller: with the draft, and perhaps the target.
+        exchanges: the rows of the shard.
+        labeller: a labeller that has the draft, and perhaps the target.
         data: the section of the config.
-        progress: is told of every row once.
+        progress: a function that is called with the rows of each batch.
         known_columns: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = layout_of(exchanges)
@@ -110,9 +110,9 @@ def without_broken(
     if not labelled.broken:
         return answers, labelled.columns
     layout = layout_of(answers.exchanges)
-    kept = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
-    once = layout.positions(kept)
-    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in kept for mix in range(mixes)])
+    sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
+    once = layout.positions(sound)
+    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
     positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
     return _failed(spec, answers, labelled.broken), {
         name: values[positions[name]] for name, values in labelled.columns.items()
@@ -193,7 +193,7 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
-    """Read what `save_responses` saved."""
+    """The answers that `save_responses` saved."""
     content = read_json(
         _stage_path(spec, data, "respond"),
         remedy="delete it and run the same command again",
@@ -212,10 +212,10 @@ def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], 
 
 
 def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
-    """Read what `save_responses` and `save_drafted` saved."""
+    """The answers and the columns that `save_responses` and `save_drafted` saved."""
     path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
-        problems = [Problem(**problem) for problem in json.loads((file.metadata() or {}).get("problems", "[]"))]
+        problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
         columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, as the file is no mapping
     exchanges, gone = load_responses(spec, data).exchanges, {problem.id for problem in problems}
     return Answers([exchange for exchange in exchanges if exchange.id not in gone], problems), columns
@@ -246,5 +246,4 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
 
 
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
-    """Path of a stage's result on a shard."""
     return Path(data.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{_SUFFIXES[stage]}"

@@ -21,7 +21,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Answers, Problem, Progress
+from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.source import make_source
 from lm import (
@@ -97,31 +97,29 @@ class Worker:
         self._prepare(data)
 
     def _prepare(self, data: DataConfig) -> None:
-        """The source and the labeller, for some batch size."""
+        """Make the source and the labellers anew, for the batch size of `data`."""
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
-        has_source = self.stage in ("together", "respond")
-        self.source = (
-            make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
-            if has_source
-            else None
-        )
-        how: dict[str, Any] = {
+        self.source: ResponseSource | None = None
+        self.chains: ChainLabeller | None = None
+        if self.stage in ("together", "respond"):
+            self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
+        settings: dict[str, Any] = {
             "sampling": Sampling(**vars(pair.sampling)),
             "vocab_size": vocab_size,
             "chunk_mb": data.chunk_mb,
+            "feature_dtype": FEATURE_DTYPES[data.feature_dtype],
         }
-        how["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
-        self.labeller = Labeller(
-            draft=models.get("draft"), target=models.get("target"), batch_size=data.batch_size, **how
-        )
-        self.chains = None
+        draft, target = models.get("draft"), models.get("target")
+        self.labeller = Labeller(draft=draft, target=target, batch_size=data.batch_size, **settings)
         if self._feature_draft is not None:
-            eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
-            kept: dict[str, Any] = {"target": models["target"], "eos_ids": eos_ids, "draft_length": data.draft_length}
-            self.chains = ChainLabeller(draft=self._feature_draft, **kept, **how)
+            target = models["target"]
+            eos_ids = Pair(target, self._feature_draft, None, self.tokenizer).eos_ids
+            settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length}
+            self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:
-        """Run the stage on one shard; `progress` is told of every request once per step (`steps_of`).
+        """Run the stage on one shard; `progress` is called with the number of requests that a step has dealt with
+        (`steps_of`).
 
         Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of
         the shard, not of its batches, so nothing but rounding depends on it.
@@ -146,16 +144,14 @@ class Worker:
             self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
-        """Go on with half the batch."""
         data = self.data
         size = min(data.batch_size, spec.num_requests) // 2
         where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
-                f"({data.max_new_tokens}) "
-                f"or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode sequential; what was "
-                "written stays"
+                f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode "
+                "sequential; what was written stays"
             )
         gc.collect()
         torch.cuda.empty_cache()
@@ -201,7 +197,7 @@ class Worker:
         """Raise ValueError if the models of this stage failed on nearly all of the latest rows.
 
         Args:
-            answers: of a shard that is written.
+            answers: the answers of a shard that is written.
             num_known: errors among them that were there before these models ran.
         """
         errors = _errors(answers)

@@ -7,8 +7,8 @@ one array, since `datasets` refuses a whole file for one odd record.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,28 @@ from data_gen.prompts.prompt import Prompt, json_lines, prompts_of
 from data_gen.prompts.splits import Split
 
 
-@dataclass(frozen=True)
-class PromptSet:
+@dataclass(frozen=True, kw_only=True)
+class PromptSet(PromptSource):
     """Where a set lies on the hub, and how its records are read."""
 
-    path: str
-    name: str | None = None
-    """Configuration of the set, where it has several."""
-    part: str = "train"
-    """The hub split that is read."""
-    test_part: str | None = None
-    """A hub split of its own for test."""
     data_files: str | None = None
-    """For repositories that hold plain files."""
-    weights: tuple[int, int, int] | None = None
+    """The files that are read, where a repository holds plain files."""
+    shares: tuple[int, int, int] | None = None
     """Shares of train, dev and test for a set that prescribes them; None: those of the run."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """The field that `prompt_of` looks for -> the set's name of it."""
 
 
 SETS = {
-    "alpaca": PromptSet("tatsu-lab/alpaca"),
-    "gsm8k": PromptSet("openai/gsm8k", name="main", test_part="test", weights=(4, 1, 0)),
-    "humaneval": PromptSet("openai/openai_humaneval", part="test", weights=(0, 0, 1)),
+    "alpaca": PromptSet(path="tatsu-lab/alpaca"),
+    "gsm8k": PromptSet(path="openai/gsm8k", name="main", test_split="test", shares=(4, 1, 0)),
+    "humaneval": PromptSet(path="openai/openai_humaneval", split="test", shares=(0, 0, 1)),
     "mt_bench": PromptSet(
-        "HuggingFaceH4/mt_bench_prompts", weights=(0, 0, 1), columns={"turns": "prompt", "id": "prompt_id"}
+        path="HuggingFaceH4/mt_bench_prompts", shares=(0, 0, 1), columns={"turns": "prompt", "id": "prompt_id"}
     ),
     # 480 prompts: 160 to choose thresholds by, 320 to test with
     "spec_bench": PromptSet(
-        "json",
+        path="json",
         data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
-        weights=(0, 1, 2),
+        shares=(0, 1, 2),
     ),
 }
 """The path of a prompt source -> the set."""
@@ -69,20 +60,13 @@ def set_of(source: PromptSource) -> PromptSet:
         FileNotFoundError: no known set, no file, no directory, and no hub id.
     """
     path = Path(source.path)
-    place: dict[str, Any] = {
-        "name": source.name,
-        "part": source.split,
-        "test_part": source.test_split,
-        "columns": source.columns,
-    }
     if path.is_file():  # a file may have the name of a set
-        return PromptSet(_BUILDERS.get(path.suffix, "json"), data_files=source.path, **place)
-    if path.is_dir():
-        return PromptSet(source.path, **place)
-    if source.path in SETS:
+        return PromptSet(**vars(source) | {"path": _BUILDERS.get(path.suffix, "json"), "data_files": source.path})
+    if source.path in SETS and not path.is_dir():
         return _as_asked(SETS[source.path], source)
-    if _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json"):
-        return PromptSet(source.path, **place)
+    is_hub_id = _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json")
+    if path.is_dir() or is_hub_id:
+        return PromptSet(**vars(source))
     raise FileNotFoundError(f"data.prompts is {source.path!r}, which is neither there nor known; set it to {_FORMS}")
 
 
@@ -92,13 +76,13 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
     A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs
     to its own part.
     """
-    found = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
-    if source.split not in (_DEFAULT_PART, known.part):
-        found = replace(found, part=source.split, test_part=None, weights=None)
-    return found if source.test_split is None else replace(found, test_part=source.test_split)
+    prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
+    if source.split not in (_DEFAULT_PART, known.split):
+        prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
+    return prompt_set if source.test_split is None else replace(prompt_set, test_split=source.test_split)
 
 
-def load(place: PromptSet, split: Split) -> list[Prompt]:
+def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
     """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that
     all splits share.
 
@@ -106,11 +90,13 @@ def load(place: PromptSet, split: Split) -> list[Prompt]:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: a record without any of the expected fields, or a file that cannot be read.
     """
-    part = place.test_part if split == "test" and place.test_part is not None else place.part
-    if place.path == "json" and place.data_files is not None and Path(place.data_files).is_file():
-        return prompts_of(_json_records(Path(place.data_files)), place.columns)
-    where, records = f"{place.data_files or place.path} [{part}]", enumerate(_records(place, part))
-    return prompts_of(((f"{where} record {index}", str(index), record) for index, record in records), place.columns)
+    part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
+    if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
+        return prompts_of(_json_records(Path(prompt_set.data_files)), prompt_set.columns)
+    where, records = f"{prompt_set.data_files or prompt_set.path} [{part}]", enumerate(_records(prompt_set, part))
+    return prompts_of(
+        ((f"{where} record {index}", str(index), record) for index, record in records), prompt_set.columns
+    )
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -134,19 +120,19 @@ def _begins_with(path: Path, sign: bytes) -> bool:
         return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(sign)
 
 
-def _records(place: PromptSet, part: str) -> Iterable[dict[str, Any]]:
+def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
     """The set's records, in its order."""
     from datasets import load_dataset  # seconds to import, and only runs on such a set need it
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # retries are told by the error that ends them
-    name, options = (
-        f"prompt set {place.data_files or place.path}",
-        {"sep": "\t"} if str(place.data_files).endswith(".tsv") else {},
-    )
+    name = f"prompt set {prompt_set.data_files or prompt_set.path}"
+    options = {"sep": "\t"} if str(prompt_set.data_files).endswith(".tsv") else {}
     try:
-        return list(load_dataset(place.path, place.name, split=part, data_files=place.data_files, **options))
+        return list(
+            load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
+        )
     except OSError as error:
         raise FileNotFoundError(
             f"{name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"

@@ -16,7 +16,7 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
     shorter one.
 
     Args:
-        config: of the run.
+        config: the `data` section of the run.
         split: train, dev or test.
         may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
 
@@ -55,8 +55,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     Raises:
         ValueError: no set, two of one name, or a weight that is no share.
     """
-    given = config.prompts if isinstance(config.prompts, tuple | list) else (config.prompts,)
-    sources = [PromptSource(path=source) if isinstance(source, str) else source for source in given]
+    sources = config.prompt_sources
     names = [Path(source.path).stem for source in sources]
     if not names:
         raise ValueError("data.prompts is an empty list; name at least one set")
@@ -97,10 +96,12 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     """All prompts of a set from which the split takes its first."""
     if source.path == "stories" and not Path(source.path).exists():
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    place = set_of(source)
-    prompts = load(place, split)
-    if split == "test" and place.test_part is not None:  # all of the set's own test part, which needs no splitting
+    prompt_set = set_of(source)
+    prompts = load(prompt_set, split)
+    if (
+        split == "test" and prompt_set.test_split is not None
+    ):  # all of the set's own test part, which needs no splitting
         return in_hash_order(prompts, config.seed)
     return split_by_id(
-        prompts, weights=place.weights or config.split_weights, seed=config.seed, split_ids=config.split_ids
+        prompts, weights=prompt_set.shares or config.split_weights, seed=config.seed, split_ids=config.split_ids
     )[split]

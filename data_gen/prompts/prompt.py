@@ -76,7 +76,7 @@ def prompts_of(
             )
         try:
             prompt = prompt_of(
-                record | {ours: record[theirs] for ours, theirs in (columns or {}).items()}, default_id=default_id
+                record | {name: record[column] for name, column in (columns or {}).items()}, default_id=default_id
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
@@ -138,7 +138,6 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
 
 
 def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str) -> Prompt:
-    """A prompt of the user's messages and the system message."""
     turns = tuple(text for role, text in messages if role in _USER)
     if not turns:
         raise ValueError("expected at least one message of the user")

@@ -25,9 +25,9 @@ def split_by_id(
     """Every prompt in exactly one split, each split in hash order.
 
     Args:
-        prompts: no two with the same id.
+        prompts: prompts of differing ids.
         weights: shares of train, dev and test.
-        seed: of the hash order.
+        seed: the seed of the hash order.
         split_ids: path of a JSON file of id lists, which then decides instead of the weights.
 
     Raises:

@@ -28,8 +28,8 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
     """Token ids of the conversation up to the point where the target begins to write.
 
     Args:
-        prompt: its first len(replies) + 1 turns are used.
-        tokenizer: of the pair.
+        prompt: the conversation, of which the first len(replies) + 1 turns are used.
+        tokenizer: the pair's.
         template: one of `TEMPLATES`.
         replies: the target's replies to the earlier turns.
 
@@ -61,7 +61,6 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
 
 
 def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str]) -> str:
-    """The tokenizer's own chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "

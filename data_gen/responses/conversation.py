@@ -42,10 +42,10 @@ def ask(
 
     Args:
         spec: the shard.
-        source: answers all conversations' turn k together, then their turn k + 1.
+        source: the source, which answers all conversations' turn k together, then their turn k + 1.
         tokenizer: the pair's.
-        data: its seed, its template and its limit on prompts count.
-        progress: is called with the number of turns that have been dealt with.
+        data: the section of the config, of which seed, template and limit on prompts count.
+        progress: a function that is called with the number of turns that have been dealt with.
         kept: responses that are there already, by row id; the source is not asked for them.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
@@ -56,12 +56,13 @@ def ask(
             request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
             if isinstance(request, Problem):
                 answers[request.id] = request
+                progress(1)
+                continue
+            requests[request.id] = request
+            if request.id in answers:
+                progress(1)
             else:
-                requests[request.id] = request
-                if request.id not in answers:
-                    waiting.append(request)
-                    continue
-            progress(1)
+                waiting.append(request)
         seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
         responses = source.respond(waiting, seed, progress) if waiting else []
         answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
-"""Is called with the number of requests that have been dealt with since the last call."""
+"""A function that is called with the number of requests that have been dealt with since the last call."""
 
 
 class Request(NamedTuple):

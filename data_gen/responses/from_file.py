@@ -1,10 +1,11 @@
 """`source: file`: responses that the user already has, one JSON object per line.
 
-{"id": "81", "response": "text"}                        tokenized here, and ended with end-of-sequence unless
-    finish_reason is length
-{"id": "81", "turn": 2, "response_ids": [5, 9, 1]}      taken as they are; turns count from 1
-optional: "finish_reason": "stop" | "length", and "prompt_ids": the ids of the prompt that was answered, which must be
-    those of the run
+    {"id": "81", "response": "text"}                    tokenized here, and ended with end-of-sequence unless
+                                                        finish_reason is length
+    {"id": "81", "turn": 2, "response_ids": [5, 9, 1]}  taken as they are; turns count from 1
+
+A line may also have "finish_reason": "stop" | "length", and "prompt_ids", the ids of the prompt that was answered,
+which must be those of the run.
 """
 
 import json
@@ -45,7 +46,6 @@ class ResponseFile:
         return answers
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
-        """The response of one line."""
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
             other = (
                 f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and "

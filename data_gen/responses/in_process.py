@@ -205,7 +205,7 @@ class _Batch:
                 self._owners[row] = None
 
     def _answer(self, index: int) -> None:
-        """Keep the whole response of a request."""
+        """Make the tokens of a request its answer."""
         ids, states = self._tokens[index], self._states[index]
         self.answers[index] = Response(
             ids, "stop" if ids[-1] in self._source.eos_ids else "length", torch.stack(states).cpu() if states else None
@@ -213,7 +213,7 @@ class _Batch:
         self._states[index] = []
 
     def _fail(self, index: int) -> None:
-        """Note that a request has no response."""
+        """Make a problem the answer of a request."""
         reason = (
             f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; "
             f"{REMEDY}"

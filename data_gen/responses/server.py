@@ -36,10 +36,10 @@ class CompletionsServer:
         self, server: ServerConfig, spelling: Spelling, *, model: str, sampling: Sampling, max_new_tokens: int
     ) -> None:
         """Args:
-        server: where it is, and how it is spoken to.
+        server: the address of the server, and how it is spoken to.
         spelling: the tokenizer of the pair, and the ids that end a response.
         model: the target's name on the server.
-        sampling: what the server is to sample with.
+        sampling: the transform that the server is to sample with.
         max_new_tokens: the longest response.
 
         Raises:
@@ -89,10 +89,8 @@ class CompletionsServer:
         if len(self._latest) >= _MIN_ANSWERS and len(errors) >= _HOPELESS_SHARE * len(self._latest):
             raise ValueError(
                 f"{len(errors)} of the last {len(self._latest)} answers of {self.server.url} are no responses, the "
-                "first "
-                f"to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands between "
-                "here and the "
-                "server, then run the same command again: it keeps the whole shards"
+                f"first to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands "
+                "between here and the server, then run the same command again: it keeps the whole shards"
             )
 
     def _answer(self, request: Request, seed: int) -> Response | Problem:
@@ -103,8 +101,7 @@ class CompletionsServer:
         except openai.APIConnectionError as error:  # also time-outs
             raise ValueError(
                 f"{self.server.url} does not answer after {self.server.max_retries} retries ({error}): start the "
-                "server or raise "
-                "data.server.timeout_s, then run the same command again: it keeps the whole shards"
+                "server or raise data.server.timeout_s, then run the same command again: it keeps the whole shards"
             ) from error
         except openai.APIStatusError as error:
             raise ValueError(

@@ -23,11 +23,11 @@ def make_source(
     """The source that `data.source` names.
 
     Args:
-        pair: for the target's name and the sampling.
+        pair: the section of the config with the target's name and the sampling.
         data: the section of the config.
-        models: those that are loaded; with the draft among them, the target keeps its hidden states for the labels.
-        tokenizer: of the pair.
-        vocab_size: ids that a response may hold, and one more than the largest.
+        models: the loaded models; with the draft among them, the target keeps its hidden states for the labels.
+        tokenizer: the pair's.
+        vocab_size: one more than the largest id that a response may hold.
 
     Raises:
         ValueError: a setting that the source needs or cannot honour.

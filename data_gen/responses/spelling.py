@@ -55,10 +55,10 @@ class Spelling:
         cannot be a response.
 
         Args:
-            ids: as they came.
-            finish_reason: likewise.
-            request: that they answer.
-            text: what they are said to spell, if anything is said.
+            ids: the ids as they came.
+            finish_reason: the reason as it came.
+            request: the request that the ids answer.
+            text: the text that came with the ids, if any did.
         """
         wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
         if wrong is not None:

@@ -41,6 +41,6 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
             for name, value in summary.items()
         )
     )
-    if plots and positions.acceptance_rate.size:
+    if plots and positions["acceptance_rate"].size:
         print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))
     return summary

@@ -3,29 +3,17 @@
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_gen.stats.positions import Array, Positions
+from data_gen.stats.positions import Array, Positions, lower_bounds
 
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d95f02", "#777777"
 _NUM_BINS = 20
-
-
-class Bins(NamedTuple):
-    """Statistics of y over bins of x, [bin] each."""
-
-    centres: Array
-    means: Array
-    lower: Array
-    """Lower quartile."""
-    upper: Array
-    """Upper quartile."""
-    counts: Array
-    """Points of the bin."""
 
 
 def draw_all(positions: Positions, summary: dict[str, Any], *, folder: Path, split: str) -> list[Path]:
@@ -50,10 +38,10 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
     """
     figure, axes = _figure(2, "Draft entropy against acceptance")
     for axis, values, label in (
-        (axes[0], positions.acceptance_rate, "acceptance_rate"),
-        (axes[1], positions.accepted_length, "expected accepted length, tokens"),
+        (axes[0], positions["acceptance_rate"], "acceptance_rate"),
+        (axes[1], positions["accepted_length"], "expected accepted length, tokens"),
     ):
-        bins = bins_of(positions.entropy, values)
+        bins = bins_of(positions["entropy"], values)
         axis.fill_between(bins.centres, bins.lower, bins.upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
         axis.plot(bins.centres, bins.means, color=_BLUE, marker="o", ms=3, label="mean")
         axis.set(xlabel="H(q), nats (temperature 1)", ylabel=label, ylim=(0, None), xlim=(0, None))
@@ -63,7 +51,7 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
         # three times the height that they need: the shares stay in the lower third, clear of the curve
         behind.set(ylabel="share of positions (grey)", ylim=(0, 3 * highest), yticks=[0, round(highest, 2)])
         behind.spines["top"].set_visible(False)
-    grid = np.linspace(0, positions.entropy.max(), 200)
+    grid = np.linspace(0, positions["entropy"].max(), 200)
     axes[0].plot(
         grid,
         np.maximum(0, 1 - np.sqrt(max(summary["c"], 0) * grid)),
@@ -79,8 +67,8 @@ def draw_entropy(positions: Positions, summary: dict[str, Any]) -> Figure:
 def draw_ratio(positions: Positions, summary: dict[str, Any]) -> Figure:
     """Figure 3: histogram of H(q, p) / H(q), with rho and c."""
     figure, (axis,) = _figure(1, "Cross-entropy over entropy")
-    has_entropy = positions.entropy > 0.01
-    ratio = positions.cross_entropy[has_entropy] / positions.entropy[has_entropy]
+    has_entropy = positions["entropy"] > 0.01
+    ratio = positions["cross_entropy"][has_entropy] / positions["entropy"][has_entropy]
     highest = float(np.quantile(ratio, 0.97))  # the tail is long; it is drawn as one bar
     axis.hist(np.minimum(ratio, highest), bins=np.linspace(1, max(highest, 1.01), 60).tolist(), color=_BLUE, alpha=0.7)
     rho = summary["rho_ratio_of_means"]
@@ -102,13 +90,9 @@ def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
     diagonal.
     """
     figure, axes = _figure(2, "Acceptance against its lower bounds")
-    for axis, bound, name in (
-        (axes[0], positions.pinsker, "pinsker"),
-        (axes[1], positions.bretagnolle_huber, "bretagnolle_huber"),
-    ):
-        axis.hexbin(
-            np.maximum(bound, -0.5), positions.acceptance_rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1
-        )
+    rate, bounds = positions["acceptance_rate"], lower_bounds(positions["entropy"], positions["cross_entropy"])
+    for axis, (name, bound) in zip(axes, bounds.items(), strict=True):
+        axis.hexbin(np.maximum(bound, -0.5), rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1)
         low = -0.5 if name == "pinsker" else 0.0
         axis.plot([low, 1], [low, 1], color=_ORANGE, lw=1)
         share = summary[f"{name}_violations"]
@@ -127,20 +111,19 @@ def draw_bounds(positions: Positions, summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def bins_of(x: Array, y: Array) -> Bins:
-    """Statistics of y over equal-width bins of x; bins with under five points are left out."""
+def bins_of(x: Array, y: Array) -> pd.DataFrame:
+    """Mean, quartiles (lower, upper) and count of y over equal-width bins of x, with their centres; bins with under
+    five points are left out.
+    """
     edges = np.linspace(0, max(float(np.quantile(x, 0.999)), 1e-9), _NUM_BINS + 1)
     index = np.clip(np.digitize(x, edges) - 1, 0, _NUM_BINS - 1)
     groups = [(centre, y[index == number]) for number, centre in enumerate((edges[:-1] + edges[1:]) / 2)]
     filled = [(centre, values) for centre, values in groups if values.size >= 5] or [(float(x.mean()), y)]
-    statistics = [
-        (centre, values.mean(), *np.quantile(values, [0.25, 0.75]), float(values.size)) for centre, values in filled
-    ]
-    return Bins(*(np.asarray(column) for column in zip(*statistics, strict=True)))
+    statistics = [(centre, values.mean(), *np.quantile(values, [0.25, 0.75]), values.size) for centre, values in filled]
+    return pd.DataFrame(statistics, columns=["centres", "means", "lower", "upper", "counts"])
 
 
 def _figure(num_axes: int, title: str) -> tuple[Figure, list[Axes]]:
-    """A figure with axes side by side."""
     figure = Figure(figsize=(6 * num_axes, 4.2), layout="constrained")
     axes = [figure.add_subplot(1, num_axes, number + 1) for number in range(num_axes)]
     figure.suptitle(title)

@@ -3,15 +3,15 @@
     KL_i = H(q_i, p_i) - H(q_i)                                 of untruncated temperature-1 distributions
     acceptance_rate_i >= 1 - sqrt(KL_i / 2)                     Pinsker
     acceptance_rate_i >= 1 - sqrt(1 - exp(-KL_i))               Bretagnolle-Huber
-    rho = H(q, p) / H(q); with one rho for all positions Pinsker reads 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's
-        stopping rule
+    rho = H(q, p) / H(q)                                        one rho for all positions: Pinsker is then
+                                                                1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's rule
 
 The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's
 `Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product
 over j = i … k of acceptance_rate_j, up to the end of the response.
 """
 
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,16 @@ from store.sums import check_sums
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Positions:
-    """Columns of every response position of a split, [position]."""
+Positions = dict[str, Array]
+"""Numbers of every response position of a split, [position] each, by name: what is on disk, and
+`accepted_length`, the expected number of tokens accepted in a row from there."""
+_NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
 
-    acceptance_prob: Array
-    acceptance_rate: Array
-    entropy: Array
-    cross_entropy: Array
-    accepted_length: Array
-    """Expected number of tokens accepted in a row from here."""
 
-    @property
-    def divergence(self) -> Array:
-        """KL(q || p), nats; tiny negatives of rounding are zero."""
-        return np.maximum(self.cross_entropy - self.entropy, 0.0)
-
-    @property
-    def pinsker(self) -> Array:
-        """Lower bound of acceptance_rate; may be negative."""
-        return 1 - np.sqrt(self.divergence / 2)
-
-    @property
-    def bretagnolle_huber(self) -> Array:
-        """Lower bound of acceptance_rate, in [0, 1]."""
-        return 1 - np.sqrt(-np.expm1(-self.divergence))
+def lower_bounds(entropy: Array, cross_entropy: Array) -> dict[str, Array]:
+    """Lower bounds of acceptance_rate: `pinsker`, which may be negative, and `bretagnolle_huber`, in [0, 1]."""
+    divergence = np.maximum(cross_entropy - entropy, 0.0)  # tiny negatives come from rounding
+    return {"pinsker": 1 - np.sqrt(divergence / 2), "bretagnolle_huber": 1 - np.sqrt(-np.expm1(-divergence))}
 
 
 def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
@@ -60,26 +45,18 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
     Raises:
         ValueError: a shard is corrupted, or no row has the columns of both models.
     """
-    names = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
-    columns: dict[str, list[Array]] = {name: [] for name in (*names, "accepted_length")}
-    reasons: dict[str, int] = {}
     check_sums(paths)
-    for path in paths:
-        for row in read_rows(path, [*names, "finish_reason"]).to_pylist():
-            reason = str(row["finish_reason"])
-            reasons[reason] = reasons.get(reason, 0) + 1
-            if row["acceptance_rate"] is None or row["entropy"] is None:
-                continue
-            for name in names:
-                columns[name].append(np.asarray(row[name], dtype=np.float64))
-            columns["accepted_length"].append(accepted_length(columns["acceptance_rate"][-1]))
-    if not columns["entropy"]:
+    rows = pd.concat([read_rows(path, [*_NAMES, "finish_reason"]).to_pandas() for path in paths])
+    reasons = dict(Counter(map(str, rows.finish_reason)))
+    rows = rows.dropna(subset=["acceptance_rate", "entropy"])
+    if rows.empty:
         raise ValueError(
             f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, "
-            "so make the data "
-            "with data.mode together"
+            "so make the data with data.mode together"
         )
-    return Positions(**{name: np.concatenate(values) for name, values in columns.items()}), reasons
+    lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
+    positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}
+    return positions | {"accepted_length": lengths}, reasons
 
 
 def positions_by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
@@ -114,25 +91,23 @@ def summarise(positions: Positions) -> dict[str, Any]:
     """Means, correlations, rho and c, and the share of positions that violate each bound (0 under temperature 1 without
     truncation).
     """
-    rate, entropy = positions.acceptance_rate, positions.entropy
-    rho = float(positions.cross_entropy.sum() / max(entropy.sum(), 1e-12))
+    rate, entropy, cross_entropy = (positions[name] for name in ("acceptance_rate", "entropy", "cross_entropy"))
+    bounds = lower_bounds(entropy, cross_entropy)
+    rho = float(cross_entropy.sum() / max(entropy.sum(), 1e-12))
     has_entropy = entropy > 0.01  # below, the ratio of the two says nothing
     return {
         "positions": int(rate.size),
         "acceptance_rate_mean": float(rate.mean()),
         "acceptance_rate_std": float(rate.std()),
-        "acceptance_prob_mean": float(positions.acceptance_prob.mean()),
+        "acceptance_prob_mean": float(positions["acceptance_prob"].mean()),
         "entropy_mean_nats": float(entropy.mean()),
-        "cross_entropy_mean_nats": float(positions.cross_entropy.mean()),
-        "accepted_length_mean": float(positions.accepted_length.mean()),
+        "cross_entropy_mean_nats": float(cross_entropy.mean()),
+        "accepted_length_mean": float(positions["accepted_length"].mean()),
         "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1])
         if rate.size > 1 and rate.std() > 0
         else 0.0,
         "rho_ratio_of_means": rho,
-        "rho_median": float(np.median(positions.cross_entropy[has_entropy] / entropy[has_entropy]))
-        if has_entropy.any()
-        else rho,
+        "rho_median": float(np.median(cross_entropy[has_entropy] / entropy[has_entropy])) if has_entropy.any() else rho,
         "c": (rho - 1) / 2,
-        "pinsker_violations": float((rate < positions.pinsker - 1e-4).mean()),
-        "bretagnolle_huber_violations": float((rate < positions.bretagnolle_huber - 1e-4).mean()),
+        **{f"{name}_violations": float((rate < bound - 1e-4).mean()) for name, bound in bounds.items()},
     }

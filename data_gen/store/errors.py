@@ -5,6 +5,7 @@ from the sidecars when a run ends.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,23 +16,18 @@ _COUNTED = ("input", "ok", "tokens")
 
 def account(paths: Iterable[Path]) -> dict[str, int]:
     """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
-    totals = dict.fromkeys((*_COUNTED, "error", "skipped"), 0)
+    totals = Counter(dict.fromkeys((*_COUNTED, "error", "skipped"), 0))
     for path in paths:
         facts = read_sidecar(path, keys=(*_COUNTED, "problems"))
         try:
             outcomes = [problem["outcome"] for problem in facts["problems"]]
-            counts = {
-                **{name: facts[name] + 0 for name in _COUNTED},
-                **{name: outcomes.count(name) for name in ("error", "skipped")},
-            }
         except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"{sidecar_path(path)}: counts or problems are of another form; {SIDECAR_REMEDY}"
-            ) from error
-        if counts["ok"] + len(outcomes) != counts["input"]:
+            raise ValueError(f"{sidecar_path(path)}: problems are of another form; {SIDECAR_REMEDY}") from error
+        if facts["ok"] + len(outcomes) != facts["input"]:
             raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
-        totals = {name: totals[name] + counts[name] for name in totals}
-    return totals
+        totals.update({name: facts[name] for name in _COUNTED})
+        totals.update({name: outcomes.count(name) for name in ("error", "skipped")})
+    return dict(totals)
 
 
 def has_errors(path: Path) -> bool:

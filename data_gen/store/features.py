@@ -2,16 +2,16 @@
 
     hidden [token, hidden]       feature dtype; fed: after feeding prompt + Z_<=i; drawn: over prompt + X_<i, which
                                  produced q_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `SCALARS`, acceptance_rate [token] float32, token
-        [token] int32
-                                 all of Y_i, both timings
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `SCALARS`, acceptance_rate
+                                 [token] float32, numbers of Y_i, both timings
+    token [token] int32          Y_i, both timings
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
 With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a
 sequential run.
 
-Of a feature draft (`data_gen.labels.chains`) a row has the tokens of all its drafts, draft after draft, and there is
+A row of a feature draft (`data_gen.labels.chains`) has the tokens of all its drafts, draft after draft, and there is
 one tensor more:
 
     draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
@@ -36,10 +36,10 @@ def to_safetensors(
     """The safetensors file of one shard.
 
     Args:
-        hidden: [token, hidden] in the layout of every mixing.
-        columns: [token] of each row once; repeated here for each mixing.
-        is_drafted: [token] in the layout of every mixing.
-        layout: of the rows, once.
+        hidden: [token, hidden] states in the layout of every mixing.
+        columns: [token] columns of each row once; they are repeated here for each mixing.
+        is_drafted: [token] flags in the layout of every mixing.
+        layout: the layout of the rows, each once.
         mixes: rows per response.
     """
     order = layout.order(mixes)

@@ -78,11 +78,11 @@ def _commit_and_width(source: ModelSource, *, trust_remote_code: bool) -> tuple[
     return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 
-def same_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool | None:
+def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
     """Whether two descriptions are of the same weights; None where they share nothing that decides it."""
     for key in ("weights", "fingerprint", "commit"):
-        if there.get(key) and here.get(key):
-            return bool(there[key] == here[key])
+        if first.get(key) and second.get(key):
+            return bool(first[key] == second[key])
     return None
 
 
@@ -130,11 +130,11 @@ def _cache_name(path: Path) -> str:
 
 
 def _configs(folder: Path) -> str:
-    found = []
+    configs = []
     for path in (folder / "config.json", folder / "generation_config.json"):
         values = json.loads(path.read_text()) if path.is_file() else {}
-        found.append({key: value for key, value in values.items() if key not in _UNTOLD})
-    return _digest([json.dumps(found, sort_keys=True)])
+        configs.append({key: value for key, value in values.items() if key not in _UNTOLD})
+    return _digest([json.dumps(configs, sort_keys=True)])
 
 
 def _fingerprint(folder: Path) -> str:

@@ -93,9 +93,9 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Seq
     """The manifest of a directory of shards.
 
     Args:
-        directory: where the shards are.
+        directory: the folder of the shards.
         command: the part after `python -m` of the command that makes such a directory, for the message.
-        keys: that the caller reads.
+        keys: the entries that the caller reads.
 
     Raises:
         FileNotFoundError: nothing has been made there.
@@ -126,27 +126,27 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     """Write the manifest into a new directory, or compare it with the one in an old directory.
 
     Args:
-        directory: made if it is not there.
-        manifest: of this run.
+        directory: the folder, which is made if it is not there.
+        manifest: the manifest of this run.
         setting: the key of the config that names the directory.
 
     Raises:
         ValueError: names the first key that differs, and both values.
     """
     # through JSON: tuples become lists
-    path, here = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
+    path, in_run = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
     on_disk = read_manifest(directory)
-    if difference := next(_differences(on_disk, here), None):
+    if difference := next(_differences(on_disk, in_run), None):
         raise ValueError(
             f"{path} differs in {difference}; choose another {setting}"
             f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
-    if any(here.get(name) and on_disk.get(name) != here[name] for name in _GROWING):
-        grown = {name: here[name] for name in _GROWING if name in here}
-        recorded = here["recorded"] | {"earlier": on_disk.get("recorded")}
+    if any(in_run.get(name) and on_disk.get(name) != in_run[name] for name in _GROWING):
+        grown = {name: in_run[name] for name in _GROWING if name in in_run}
+        recorded = in_run["recorded"] | {"earlier": on_disk.get("recorded")}
         write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
 
 

@@ -1,14 +1,12 @@
 """Rows on disk: one Parquet row per response, per-position columns as lists.
 
-    id, prompt, finish_reason                                            strings; finish_reason is stop, length or null
-    prompt_ids, response_ids, draft_ids                                  lists of int32
-    acceptance_prob, log_p, log_q, acceptance_rate                       lists of float16, one number per response token
-    entropy, cross_entropy                                               the same as float32, rounded to 15 bits of
-        mantissa
-    from_target                                                          list of bool; with mixes > 1 a list of such
-        lists, one per mix
-    set                                                                  only where prompts come from several sets: the
-        name of the row's
+    id, prompt, finish_reason            strings; finish_reason is stop, length or null
+    prompt_ids, response_ids, draft_ids  lists of int32
+    acceptance_prob, log_p, log_q, acceptance_rate
+                                         lists of float16, one number per response token
+    entropy, cross_entropy               the same as float32, rounded to 15 bits of mantissa
+    from_target                          list of bool; with mixes > 1 a list of such lists, one per mix
+    set                                  only where prompts come from several sets: the name of the row's
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
 is null.
@@ -16,8 +14,7 @@ is null.
 float16 moves a number by at most 2^-11 of itself, and one below 6e-5 by at most 3e-8: an acceptance_prob or rate by
 less than 0.0003, which changes the KL of a head by the square of it, and a log probability near -8 by 0.004. The two
 entropies keep 2^-16, because their difference is a divergence near zero. Heads on cached features do not notice:
-features have numbers of their own. `read_rows` gives float32, of files from before as of new ones, which had float32
-throughout.
+features have numbers of their own. `read_rows` gives float32.
 """
 
 from collections.abc import Mapping, Sequence

@@ -147,7 +147,7 @@ def test_every_path_is_made_absolute_and_every_name_stays(toy_config, with_data,
     )
     job = on_ray._same_everywhere(on_ray.Job(pair=pair, data=data, stage="together"))
     assert (job.pair.target.path, job.pair.micro.path) == (str(tmp_path / "target"), "org/m")
-    assert job.data.prompts == ("stories", str(tmp_path / "prompts.jsonl"), "org/name")
+    assert [source.path for source in job.data.prompts] == ["stories", str(tmp_path / "prompts.jsonl"), "org/name"]
     assert (job.data.dir, job.data.split_ids, job.data.responses) == tuple(
         str(tmp_path / name) for name in ("d", "s.json", "r.jsonl")
     )
