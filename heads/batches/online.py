@@ -4,9 +4,10 @@ Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cac
 which those are stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow.compute as pc
 import torch
@@ -23,7 +24,6 @@ from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
 from store.shards import list_shards
 
-_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "log_p", RATE, "from_target")
 _CHUNK_MB = 64
 """Bound of one float32 [tokens, vocabulary] chunk."""
 
@@ -42,28 +42,16 @@ class Row(NamedTuple):
     """Coins of each mixing."""
 
 
-class RowReader:
-    """Rows of one split, shard by shard."""
+def row_reader(paths: Sequence[Path], mixes: int) -> Callable[[Sequence[Item]], list[Row]]:
+    """A function that reads some responses of one split; it keeps the last 16 shards."""
+    table = lru_cache(16)(lambda shard: read_rows(paths[shard], Row._fields))
 
-    def __init__(self, paths: Sequence[Path], mixes: int) -> None:
-        self.paths, self.mixes = paths, mixes
-        self._cache: dict[int, Any] = {}
+    def row(item: Item) -> Row:
+        [values] = table(item.block.shard).slice(item.block.start + item.place, 1).to_pylist()
+        coins = values["from_target"]
+        return Row(**values | {"from_target": coins if mixes > 1 else [coins]})
 
-    def batch(self, items: Sequence[Item]) -> list[Row]:
-        """The rows of some responses."""
-        return [self._row(item.block.shard, item.block.start + item.place) for item in items]
-
-    def _row(self, shard: int, index: int) -> Row:
-        if shard not in self._cache:
-            while len(self._cache) >= 16:
-                self._cache.pop(next(iter(self._cache)))
-            self._cache[shard] = read_rows(self.paths[shard], _COLUMNS)
-        values = {
-            name: column[0].as_py()
-            for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)
-        }
-        coins = values.pop("from_target")
-        return Row(**values, from_target=coins if self.mixes > 1 else [coins])
+    return lambda items: list(map(row, items))
 
 
 class RowData(FeatureData):
@@ -73,7 +61,7 @@ class RowData(FeatureData):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         paths = list_shards(self.data.dir, split)
-        read, lengths = RowReader(paths, self.data.mixes).batch, [_lengths(path) for path in paths]
+        read, lengths = row_reader(paths, self.data.mixes), [_lengths(path) for path in paths]
         return self._loader(read, lengths, split=split, seed=seed, num=num, only=only)
 
     def first_rows(self, timing: str) -> Features:
@@ -167,13 +155,13 @@ def _lengths(path: Path) -> list[int]:
 def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:
     """The drafted positions of one row."""
     drafted = torch.tensor([not coin for coin in coins])
-    drafted_there = drafted.to(hidden.device)
-    columns = dict(zip(Scalars._fields, scalars[drafted_there].to(device).unbind(-1), strict=True))
+    drafted_on_draft = drafted.to(hidden.device)
+    columns = dict(zip(Scalars._fields, scalars[drafted_on_draft].to(device).unbind(-1), strict=True))
     columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
     if row.acceptance_rate is not None:
         columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)
     return Features(
-        hidden=hidden[drafted_there].to(device),
+        hidden=hidden[drafted_on_draft].to(device),
         scalars=columns,
         acceptance_prob=torch.tensor(row.acceptance_prob)[drafted].to(device),
         token=torch.tensor(row.draft_ids)[drafted].to(device),
