@@ -2,13 +2,13 @@
 processes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from heads.measures.histogram import Histogram, empty
+from heads.measures.histogram import Histogram, observe
 from heads.measures.survival import ExpectedCounts, by_position, expected_counts
 
 NUM_POSITIONS = 8
@@ -25,7 +25,8 @@ class LogitHistogram(Metric):
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
-        for name, zeros in empty(num_rows)._asdict().items():
+        of_no_token = observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))
+        for name, zeros in of_no_token._asdict().items():
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
 
     def update(self, histogram: Histogram) -> None:
@@ -38,18 +39,9 @@ class LogitHistogram(Metric):
         return Histogram(**{name: getattr(self, name) for name in Histogram._fields})
 
 
-class AlongDraft(NamedTuple):
-    """Figures that `DraftMetric` measures."""
-
-    token: Histogram
-    """Figures by head and draft position, flattened; likewise below."""
-    survival: Histogram
-    counts: ExpectedCounts
-
-
 class DraftMetric(Metric):
     """Figures of predictions along a draft: `heads.measures.survival`, for one way of making a probability of the
-    logit.
+    logit. The expected counts are its own; `token` and `survival` hold the histograms of `by_position`.
     """
 
     full_state_update = False
@@ -66,9 +58,9 @@ class DraftMetric(Metric):
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """Add [heads, tokens] logits of whole responses."""
-        histogram = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
-        self.token.update(histogram.token)
-        self.survival.update(histogram.survival)
+        token, survival = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
+        self.token.update(token)
+        self.survival.update(survival)
         counts = expected_counts(
             logit,
             acceptance_prob,
@@ -80,10 +72,9 @@ class DraftMetric(Metric):
         for name, value in counts._asdict().items():
             getattr(self, name).add_(value)
 
-    def compute(self) -> AlongDraft:
-        """Figures of all responses so far."""
-        counts = ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
-        return AlongDraft(self.token.compute(), self.survival.compute(), counts)
+    def compute(self) -> ExpectedCounts:
+        """Expected counts of all responses so far."""
+        return ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
 
     def reset(self) -> Any:
         self.token.reset()
