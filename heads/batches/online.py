@@ -155,13 +155,13 @@ def _lengths(path: Path) -> list[int]:
 def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:
     """The drafted positions of one row."""
     drafted = torch.tensor([not coin for coin in coins])
-    drafted_on_draft = drafted.to(hidden.device)
-    columns = dict(zip(Scalars._fields, scalars[drafted_on_draft].to(device).unbind(-1), strict=True))
+    drafted_there = drafted.to(hidden.device)
+    columns = dict(zip(Scalars._fields, scalars[drafted_there].to(device).unbind(-1), strict=True))
     columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
     if row.acceptance_rate is not None:
         columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)
     return Features(
-        hidden=hidden[drafted_on_draft].to(device),
+        hidden=hidden[drafted_there].to(device),
         scalars=columns,
         acceptance_prob=torch.tensor(row.acceptance_prob)[drafted].to(device),
         token=torch.tensor(row.draft_ids)[drafted].to(device),
