@@ -63,11 +63,6 @@ class FeatureData(pl.LightningDataModule):
         self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
 
-    @property
-    def num_train_batches(self) -> int:
-        """Training batches per epoch, before Lightning's limits."""
-        return len(self.train_dataloader())
-
     def train_dataloader(self) -> BatchLoader:
         return self.loader("train", seed=self.heads.seed)
 

@@ -100,7 +100,7 @@ def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
     token = metric.token.compute()
     by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
     along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]
-    counts = metric.compute()
+    counts = metric.counts.compute()
     discard, verification = counts.discard_rate.tolist(), counts.verification_rate.tolist()
     results = []
     for head in range(num_heads):

@@ -5,7 +5,7 @@ processes.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from heads.measures.histogram import Histogram, observe
@@ -18,43 +18,49 @@ THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 MAX_DRAFT_LENGTH = 20
 
 
-class LogitHistogram(Metric):
-    """`Histogram` of several rows of logits."""
+class Sums(Metric):
+    """A NamedTuple of tensors, added up over batches and processes."""
 
     full_state_update = False
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, zeros: Histogram | ExpectedCounts) -> None:
         super().__init__()
-        of_no_token = observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))
-        for name, zeros in of_no_token._asdict().items():
-            self.add_state(name, default=zeros, dist_reduce_fx="sum")
+        self._kind = type(zeros)
+        for name, value in zeros._asdict().items():
+            self.add_state(name, default=value, dist_reduce_fx="sum")
 
-    def update(self, histogram: Histogram) -> None:
-        """Add the observations of some tokens."""
-        for name, value in histogram._asdict().items():
+    def update(self, values: Histogram | ExpectedCounts) -> None:
+        """Add what some tokens come to."""
+        for name, value in values._asdict().items():
             getattr(self, name).add_(value)
 
-    def compute(self) -> Histogram:
-        """Histograms of all observations so far."""
-        return Histogram(**{name: getattr(self, name) for name in Histogram._fields})
+    def compute(self) -> Any:
+        """The sums so far, in the type of `zeros`."""
+        return self._kind(*(getattr(self, name) for name in self._kind._fields))
 
 
-class DraftMetric(Metric):
+class LogitHistogram(Sums):
+    """`Histogram` of several rows of logits."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(observe(torch.zeros(num_rows, 0), torch.zeros(1, 0)))
+
+
+class DraftMetric(nn.Module):
     """Figures of predictions along a draft: `heads.measures.survival`, for one way of making a probability of the
-    logit. The expected counts are its own; `token` and `survival` hold the histograms of `by_position`.
-    """
+    logit.
 
-    full_state_update = False
+    Attributes:
+        token, survival: the histograms of `by_position`.
+        counts: the `ExpectedCounts`.
+    """
 
     def __init__(self, num_heads: int, *, lag: int) -> None:
         super().__init__()
         self.lag = lag
         self.token, self.survival = LogitHistogram(num_heads * NUM_POSITIONS), LogitHistogram(num_heads * NUM_POSITIONS)
-        self.thresholds = torch.tensor(THRESHOLDS)
-        for name in ExpectedCounts._fields:
-            self.add_state(
-                name, default=torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64), dist_reduce_fx="sum"
-            )
+        zeros = (torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64) for _ in ExpectedCounts._fields)
+        self.counts = Sums(ExpectedCounts(*zeros))
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """Add [heads, tokens] logits of whole responses."""
@@ -65,18 +71,8 @@ class DraftMetric(Metric):
             logit,
             acceptance_prob,
             row_lengths=row_lengths,
-            thresholds=self.thresholds,
+            thresholds=torch.tensor(THRESHOLDS),
             max_draft_length=MAX_DRAFT_LENGTH,
             lag=self.lag,
         )
-        for name, value in counts._asdict().items():
-            getattr(self, name).add_(value)
-
-    def compute(self) -> ExpectedCounts:
-        """Expected counts of all responses so far."""
-        return ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
-
-    def reset(self) -> Any:
-        self.token.reset()
-        self.survival.reset()
-        super().reset()
+        self.counts.update(counts)

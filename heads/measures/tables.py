@@ -3,9 +3,12 @@ val_metrics.json.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
@@ -72,7 +75,9 @@ def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, hi
     """All results and the learning curves of a run, as JSON; NaN (a draft position that no response reaches) becomes
     null.
     """
-    text = json.dumps(_finite({"run": run, "results": results, "history": history}), indent=1)
+    measured = {"run": run, "results": results, "history": history}
+    finite = apply_to_collection(measured, float, lambda value: None if math.isnan(value) else value)
+    text = json.dumps(finite, indent=1)
     write_atomic(path, f"{text}\n".encode())
 
 
@@ -104,11 +109,3 @@ def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     header = " | ".join(columns).lstrip()  # a first column without a name is "| |"
     return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value

@@ -89,7 +89,7 @@ class RunDirectory:
             ValueError: there is a checkpoint of another config, a broken one, or one of another number of processes
                 that this number would not go on from alike.
         """
-        described = json.loads(json.dumps(_described(config)))
+        described = _described(config)
         on_disk = self.read() if resume else {}
         has_checkpoint, saved = resume and self.checkpoint.is_file(), None
         if has_checkpoint:
@@ -121,13 +121,16 @@ class RunDirectory:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """The run's settings, as run.json states them beside the name."""
+    """The run's settings, as run.json states them beside the name: JSON values, and what is none (a callback in the
+    trainer section) by its type.
+    """
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
-    return {
-        "config": {name: _plain(value) for name, value in asdict(config).items()},
+    described = {
+        "config": asdict(config),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": sys.argv,
     }
+    return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
@@ -173,12 +176,3 @@ def _over(defaults: Any, values: Any) -> Any:
     if not isinstance(values, dict) or not isinstance(defaults, dict):
         return values
     return defaults | {key: _over(defaults.get(key), value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    """JSON values; anything else (a callback in the trainer section) by its type."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
