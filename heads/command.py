@@ -39,8 +39,8 @@ def export(
     Args:
         config: the experiment; heads.dir holds the checkpoint.
         head: the name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
-        metric: what `best` means: calibrated_kl, raw_kl, auroc, calibrated_brier, …
-        out: where the directories go; null: heads.dir/exported.
+        metric: the metric of `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
+        out: the folder of these directories; null: heads.dir/exported.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
     """
     run = RunDirectory(Path(config.heads.dir))
@@ -76,9 +76,10 @@ def import_(
     """A released SpecDec++ head -> the same format.
 
     Args:
-        config: its pair says which draft and target the head belongs to, and at which Sampling it is to be used.
+        config: the experiment, whose pair says which draft and target the head belongs to, and at which Sampling it is
+            to be used.
         source: a directory with config.json and model.safetensors, or a hub id.
-        out: where the head goes.
+        out: the directory to which the head is written.
         reject_weight: the reject weight of its training (the official config does not say; its name often does).
         accept_weight: the accept weight of its training.
         mixing_ratio: the mixing ratio of its training data.
@@ -159,7 +160,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     Raises:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
-    temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
+    temporary, replaced = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "replaced"))
     for folder in (path, temporary, replaced):
         if folder.exists() and not _is_head(folder):
             raise ValueError(

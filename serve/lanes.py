@@ -139,7 +139,7 @@ class Lanes:
         return self.is_going
 
     def _choose(self) -> None:
-        """Rows that the batch's rule lets draft on, among those whose requests have it and want to."""
+        """Let the batch's rule choose which rows draft on, among those whose requests have it and want to."""
         undecided = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
         if not undecided:
             return

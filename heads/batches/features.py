@@ -125,7 +125,6 @@ class FeatureShard:
         ]
 
     def _open(self, *names: str) -> safe_open:
-        """The file, which must have these tensors."""
         try:
             file = safe_open(self.path, framework="pt")
         except SafetensorError as error:

@@ -80,7 +80,7 @@ class BatchLoader:
         lengths: the tokens of each response of each shard.
         batch_size: responses per batch, of all processes together.
         seed: the seed of the order; None: as stored, every epoch alike, each process its own blocks.
-        share: this process's number among those that read the data together.
+        share: this process's part of the data; None: all of it.
         chosen: whether a response is read; None: all are. Only without a seed.
         """
         self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
@@ -121,8 +121,8 @@ class BatchLoader:
         """The batches of the epoch, from `_taken` on."""
         if self.seed is None:
             # without a predicate `filter` keeps every response
-            items = filter(self.chosen, in_order(list(map(len, self.lengths))))
-            return own_batches(items, self.batch_size, self.share)
+            chosen = filter(self.chosen, in_order(list(map(len, self.lengths))))
+            return own_batches(chosen, self.batch_size, self.share)
         items = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
         return batches(items, self.batch_size, self.share, first=self._taken)
 

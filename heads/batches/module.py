@@ -83,25 +83,26 @@ class FeatureData(pl.LightningDataModule):
         return "dev", "train", *held_out[1:], *by_set
 
     def test_dataloader(self) -> list[BatchLoader]:
-        """Loaders in the order of `tested`; of train as many responses as dev has, which is enough to see how far heads
-        overfit.
+        """Loaders in the order of `tested`; that of train has as many responses as dev has, which is enough to see how
+        far heads overfit.
         """
-        some = min(self.num_responses("train"), self.num_responses("dev"))
+        num_train = min(self.num_responses("train"), self.num_responses("dev"))
         parts = [name.partition("/") for name in self.tested]
-        return [self.loader(split, num=some if split == "train" else None, only=name) for split, _, name in parts]
+        return [self.loader(split, num=num_train if split == "train" else None, only=name) for split, _, name in parts]
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a
         seed.
         """
-        shards, first = self._shards[split], self.timings[0]
-        times = self._rows_per_item[first]
-        lengths = [
-            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
-            for rows in (s.row_lengths() for s in shards[first])
-        ]
-        read = block_reader(shards, self._rows_per_item)
-        return self._loader(read, lengths, split=split, seed=seed, num=num, only=only)
+        read, lengths = self._source(split)
+        if split == "train" and self.heads.num_train is not None:
+            lengths = _first(lengths, self.heads.num_train)
+        if num is not None:
+            lengths = _first(lengths, num)
+        sets = self._sets(split) if only else None
+        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
+        share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
+        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -112,24 +113,16 @@ class FeatureData(pl.LightningDataModule):
         """Responses of one split."""
         return self.loader(split).num_items
 
-    def _loader(
-        self,
-        read: Callable[[Sequence[Item]], Any],
-        lengths: list[list[int]],
-        *,
-        split: str,
-        seed: int | None,
-        num: int | None,
-        only: str,
-    ) -> BatchLoader:
-        if split == "train" and self.heads.num_train is not None:
-            lengths = _first(lengths, self.heads.num_train)
-        if num is not None:
-            lengths = _first(lengths, num)
-        sets = self._sets(split) if only else None
-        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
-        share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
+    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
+        """A function that reads some responses of a split, and the tokens of each response of each shard."""
+        shards, first = self._shards[split], self.timings[0]
+        times = self._rows_per_item[first]
+        # a response has the tokens of all of its mixings
+        lengths = [
+            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
+            for rows in (shard.row_lengths() for shard in shards[first])
+        ]
+        return block_reader(shards, self._rows_per_item), lengths
 
     def _sets(self, split: str) -> list[list[str]]:
         """The set of each response of each shard; no shard where prompts come from one set.
@@ -148,14 +141,14 @@ class FeatureData(pl.LightningDataModule):
         return self._names[split]
 
     def _read(self, split: str) -> list[list[Path]]:
-        """The shards that are read of a split: of each feature set, and of dev and test rows that tell which set a
-        response is of.
+        """The shards that are read of a split: those of each feature set, and for dev and test the rows that tell which
+        set a response is of.
         """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
 
     def _of_num_train(self, split: str, paths: list[Path]) -> list[Path]:
-        """The shards that hold the first heads.num_train responses, of train; all of any other split."""
+        """The shards of train that hold the first heads.num_train responses; all shards of any other split."""
         if split != "train" or self.heads.num_train is None:
             return paths
         times = self.data.mixes if "fed" in paths[0].parts else 1

@@ -7,7 +7,7 @@ which those are stored.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
 import torch
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from data_gen.labels.scalars import Scalars, scalars_of
 from data_gen.store.rows import read_rows
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
-from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
@@ -59,14 +58,13 @@ class RowData(FeatureData):
 
     draft: "DraftFeatures"
 
-    def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
-        paths = list_shards(self.data.dir, split)
-        read, lengths = row_reader(paths, self.data.mixes), [_lengths(path) for path in paths]
-        return self._loader(read, lengths, split=split, seed=seed, num=num, only=only)
-
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))
         return self.draft(rows, self.draft.draft.device)[timing]
+
+    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
+        paths = list_shards(self.data.dir, split)
+        return row_reader(paths, self.data.mixes), [_lengths(path) for path in paths]
 
     def _read(self, split: str) -> list[list[Path]]:
         return [list_shards(self.data.dir, split)]
@@ -89,9 +87,7 @@ class DraftFeatures:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows, timing by timing, on `device`, where the draft goes when it is first needed
-        there.
-        """
+        """The features of some rows, timing by timing, on `device`, which the draft is moved to first."""
         self.draft.to(device)
         if not rows:
             return {timing: self._none(device) for timing in self.timings}
@@ -121,8 +117,8 @@ class DraftFeatures:
         )
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
-        """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen`
-        stores them by.
+        """The states that the tokens were drawn from, and every scalar of the tokens, by the formulas by which
+        `data_gen` stores them.
         """
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
@@ -134,7 +130,7 @@ class DraftFeatures:
         return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
-        """States after each token of each mixed sequence was fed."""
+        """The states after each token of each mixed sequence was fed."""
         sequences = [
             row.prompt_ids
             + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
@@ -145,7 +141,7 @@ class DraftFeatures:
 
 
 def _lengths(path: Path) -> list[int]:
-    """Tokens of each row of a shard, with its prompt: what the draft is fed."""
+    """The number of tokens of each row of a shard, its prompt's included, as the draft is fed them."""
     prompts, responses = (
         pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns
     )

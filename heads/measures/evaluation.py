@@ -96,7 +96,7 @@ class Evaluation(nn.Module):
 
 
 def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
-    """Per head: metrics by draft position, of the survival product, and expected rates."""
+    """The metrics of each head by draft position and of the survival product, and its expected rates."""
     token = metric.token.compute()
     by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
     along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]

@@ -124,8 +124,8 @@ def _draft_lengths(
     max_draft_length: int,
     lag: int,
 ) -> Int[Tensor, "heads threshold rows position"]:
-    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the
-    tokens that go on.
+    """The number of tokens that a draft would have that starts at each position. The product only falls, so it is one
+    more than the number of places at which the product is still high enough.
     """
     log_hat = F.logsigmoid(logit) * mask
     cumulative = F.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
@@ -142,7 +142,7 @@ def _draft_lengths(
 
 
 def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
-    """Tokens from each position to the end of its row, itself included."""
+    """The number of tokens from each position to the end of its row: rows of 3 and 1 tokens give [3, 2, 1, 1]."""
     ends = row_lengths.cumsum(0).repeat_interleave(row_lengths)
     return ends - torch.arange(len(ends), device=ends.device)
 

@@ -29,7 +29,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     Args:
         config: the experiment.
         run: the run's name, which goes into its checkpoints.
-        device: where the steps of this process run.
+        device: the device on which the steps of this process run.
 
     Raises:
         FileNotFoundError, ValueError: from the data, or a draft that is not the one that the data was made with.
@@ -60,7 +60,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
 
 
 def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
-    """The draft; one that reads the target's states comes with it."""
+    """The draft alone, or with its target where it reads the target's states."""
     if released_layout_of(pair.draft):
         return load_pair(pair).drafting
     return load_model(pair.draft, trust_remote_code=pair.trust_remote_code, device=_CPU)

@@ -246,7 +246,6 @@ class Sweep(pl.LightningModule):
         self._copy(is_better, source=self.stacks, destination=self.best)
 
     def _copy(self, is_chosen: Tensor, *, source: nn.ModuleDict, destination: nn.ModuleDict) -> None:
-        """Copy the weights of the chosen heads."""
         for chosen, key in zip(self._by_stack(is_chosen), self.stacks, strict=True):
             for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
                 old.copy_(torch.where(_per_head(chosen, old), new, old))
@@ -261,10 +260,10 @@ class Sweep(pl.LightningModule):
         return stack
 
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
-        """[heads], stack by stack."""
+        """The values of all heads, as one tensor for each stack."""
         return of_heads.split([len(stack.specs) for _, stack in self.items()])
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:
-    """[heads] with as many axes as `like`, whose first are the heads."""
+    """The [heads] values with as many axes as `like`, the first of which is that of the heads."""
     return values.view(-1, *[1] * (like.dim() - 1))

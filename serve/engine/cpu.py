@@ -40,7 +40,7 @@ def expanded(
 
 
 def _of_rows(apply: Any) -> Any:
-    """The function, but for no rows at all."""
+    """A function that leaves logits of no rows alone, and does what `apply` does with others."""
 
     @wraps(apply)
     def applied(logits: Tensor, k: Tensor) -> Tensor:
