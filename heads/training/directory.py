@@ -91,7 +91,7 @@ class RunDirectory:
         """
         described = _described(config)
         on_disk = self.read() if resume else {}
-        has_checkpoint, saved = resume and self.checkpoint.is_file(), None
+        has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
         if has_checkpoint:
             check_whole(self.checkpoint)
             saved = run_of(self.checkpoint)
