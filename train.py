@@ -26,6 +26,7 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
     """Train the sweep of a config, test it on dev and test, write tables, plots and metrics.
 
     Args:
+        config: the experiment; its run stands in heads.dir.
         resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off:
             start over.
     """
@@ -34,11 +35,11 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)
-        start = directory.prepare(config, resume=resume, processes=trainer.world_size)
+        name, checkpoint = directory.prepare(config, resume=resume, processes=trainer.world_size)
         pl.seed_everything(config.heads.seed, verbose=False)
-        sweep, data = build(config, run=start.run, device=trainer.strategy.root_device)
+        sweep, data = build(config, run=name, device=trainer.strategy.root_device)
         try:
-            trainer.fit(sweep, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
+            trainer.fit(sweep, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             trainer.test(sweep, datamodule=data, verbose=False)
         except MisconfigurationException as error:
             raise ValueError(f"trainer: {error}") from error

@@ -39,29 +39,26 @@ def export(
     Args:
         config: the experiment; heads.dir holds the checkpoint.
         head: the name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
-        metric: what `best` means: calibrated_kl, raw_kl, auroc, calibrated_brier, …
-        out: where the directories go; null: heads.dir/exported.
+        metric: the metric of `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
+        out: the folder of these directories; null: heads.dir/exported.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
     """
     run = RunDirectory(Path(config.heads.dir))
     root = local_path(out, "--out") if out else run.path / "exported"
     sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
     on_disk = run.read()
-    if checkpoint is None and on_disk and on_disk.get("run") != sweep.facts.get("run"):
+    if checkpoint is None and on_disk and on_disk["run"] != sweep.facts["run"]:
         raise ValueError(
             f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let "
-            "`python train.py` go on, or "
-            "pass --checkpoint to export the earlier run"
+            "`python train.py` go on, or pass --checkpoint to export the earlier run"
         )
-    results = _results(run, sweep)
-    heads = sweep.heads()
-    written = []
+    results, heads, written = _results(run, sweep), sweep.heads(), []
     for name in _names(head, sweep, results=results, metric=metric):
-        on_dev = results.get("dev", {}).get("heads", {}).get(name, {})
-        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev.get(key) is not None}
-        on_train = results.get("train", {}).get("heads", {}).get(name, {})
-        metrics |= {"train_raw_kl": on_train["raw_kl"]} if on_train else {}
-        heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
+        if results:
+            on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
+            metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
+            metrics["train_raw_kl"] = on_train["raw_kl"]
+            heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
         written.append(save_whole(heads[name], root / name))
     print("\n".join(map(str, written)))
     return written
@@ -79,12 +76,13 @@ def import_(
     """A released SpecDec++ head -> the same format.
 
     Args:
-        config: its pair says which draft and target the head belongs to, and at which Sampling it is to be used.
+        config: the experiment, whose pair says which draft and target the head belongs to, and at which Sampling it is
+            to be used.
         source: a directory with config.json and model.safetensors, or a hub id.
-        out: where the head goes.
-        reject_weight: that it was trained with (the official config does not say; its name often does).
-        accept_weight: likewise.
-        mixing_ratio: likewise.
+        out: the directory to which the head is written.
+        reject_weight: the reject weight of its training (the official config does not say; its name often does).
+        accept_weight: the accept weight of its training.
+        mixing_ratio: the mixing ratio of its training data.
     """
     place = local_path(out, "--out")
     models: dict[str, Any] = {
@@ -108,9 +106,9 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
     """Put an exported head on the hub, with its model card.
 
     Args:
-        path: its directory.
+        path: the directory of the head.
         repo: owner/name; made if it is not there.
-        private: whether a new repository is.
+        private: whether a new repository is private.
     """
     directory = local_path(path, "--path")
     if not directory.is_dir():
@@ -127,7 +125,7 @@ def inspect(*, path: str) -> dict[str, Any]:
     """Print what a head is, what it was trained on, and how it fared.
 
     Args:
-        path: a directory or a hub id.
+        path: the directory of the head, or its hub id.
     """
     head = AcceptanceHead.from_pretrained(path)
     facts = head.config | {
@@ -162,7 +160,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     Raises:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
-    temporary, replaced = (path.with_name(f".{path.name}.{what}") for what in ("partial", "replaced"))
+    temporary, replaced = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "replaced"))
     for folder in (path, temporary, replaced):
         if folder.exists() and not _is_head(folder):
             raise ValueError(
@@ -202,11 +200,10 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head == "all":
         return names
     if head == "best":
-        if "dev" not in results:
+        if not results:
             raise ValueError(
                 "no val_metrics.json of this run beside the checkpoint, so no head is known to be best; let `python "
-                "train.py` finish, or "
-                "name a head"
+                "train.py` finish, or name a head"
             )
         return list(best_heads(results["dev"], sweep.specs, metric=metric).values())
     if head not in names:
@@ -218,5 +215,5 @@ def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:
     """Measurements of these very heads; empty if there are none."""
     if not run.metrics.is_file():
         return {}
-    measured = read_json(run.metrics, remedy="train again, or name a head and delete it", keys=("results",))
-    return dict(measured["results"]) if measured.get("run") == sweep.facts.get("run") else {}
+    measured = read_json(run.metrics, remedy="train again, or name a head and delete it", keys=("run", "results"))
+    return dict(measured["results"]) if measured["run"] == sweep.facts["run"] else {}

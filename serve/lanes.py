@@ -11,14 +11,13 @@ temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` de
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
+from decode.policies.base import AfterDraw, Outcome, Policy, Seen, lessons_of
 from decode.policies.batch import BatchRule
-from serve.pace import Ended, ServedPace
+from serve.pace import ServedPace
 
 
 class RequestRow(NamedTuple):
@@ -38,19 +37,14 @@ class RequestRow(NamedTuple):
     """Tokens that end the request; nothing is drafted after one."""
 
 
-@dataclass
 class Lane:
     """One request: its policy's state, and the draft of its newest round."""
 
-    policy: Policy
-    state: State = field(init=False)
-    tokens: list[int] = field(default_factory=list)
-    is_going: bool = False
-    _is_open: bool = False
-    """Whether a round was begun that has not ended."""
-
-    def __post_init__(self) -> None:
-        self.state = self.policy.start()
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.state = policy, policy.start()
+        self.tokens: list[int] = []
+        self.is_going = False
+        self._is_open = False  # whether a round was begun that has not ended
 
     def begin(self, room: int, stop_ids: frozenset[int]) -> None:
         """Begin a round of at most `room` tokens."""
@@ -108,7 +102,7 @@ class Lanes:
         """Begin a round: the rows' last ones are over, and requests that are not alive any more are forgotten.
 
         Args:
-            rows: of the engine's batch, in its order.
+            rows: the rows of the engine's batch, in its order.
             alive: every request that may come back, in a row or waiting.
 
         Returns:
@@ -117,11 +111,12 @@ class Lanes:
         self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
         self._rows = [self._lane(row) for row in rows]
         ended = [row for row, lane in zip(rows, self._rows, strict=True) if lane.end(row.verified, row.num_accepted)]
-        num_tokens, num_emitted = (
-            sum(len(row.verified) + 1 for row in ended),
-            sum(row.num_accepted + 1 for row in ended),
+        self._pace.begin(
+            len(rows),
+            num_ended=len(ended),
+            num_tokens=sum(len(row.verified) + 1 for row in ended),
+            num_emitted=sum(row.num_accepted + 1 for row in ended),
         )
-        self._pace.begin(len(rows), Ended(len(ended), num_tokens, num_emitted, is_whole=len(ended) == len(rows) > 0))
         for row, lane in zip(rows, self._rows, strict=True):
             if row.room > 0:
                 lane.begin(row.room, row.stop_ids)
@@ -144,14 +139,15 @@ class Lanes:
         return self.is_going
 
     def _choose(self) -> None:
-        """Rows that the batch's rule lets draft on, among those whose requests have it and want to."""
-        asked = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
-        if not asked:
+        """Let the batch's rule choose which rows draft on, among those whose requests have it and want to."""
+        undecided = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
+        if not undecided:
             return
-        num_others = sum(lane.is_going for lane in self._rows) - len(asked)
-        worth = np.array([float(lane.policy.worth(lane.state)) for lane in asked])  # type: ignore[attr-defined]
+        num_others = sum(lane.is_going for lane in self._rows) - len(undecided)
+        worth = np.array([float(lane.policy.worth(lane.state)) for lane in undecided])  # type: ignore[attr-defined]
         num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
-        for lane, goes_on in zip(asked, self._pace.chosen(worth, num_tokens, is_paid=num_others > 0), strict=True):
+        chosen = self._pace.chosen(worth, num_tokens, is_paid=num_others > 0)
+        for lane, goes_on in zip(undecided, chosen, strict=True):
             lane.is_going = bool(goes_on)
 
     @property

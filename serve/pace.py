@@ -16,9 +16,8 @@ counted per row, so that lambda follows at once when rows come and go. Where the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,12 +49,10 @@ class Measured:
             seconds = min(seconds, _MOST * self._seconds)
         self._weight = self._weight * _MEMORY + 1.0
         share, kept = 1.0 / self._weight, 1.0 - 1.0 / self._weight
-        by, over = number - self._number, seconds - self._seconds
-        self._number, self._seconds = self._number + share * by, self._seconds + share * over
-        self._square, self._product = (
-            kept * (self._square + share * by * by),
-            kept * (self._product + share * by * over),
-        )
+        distance, excess_s = number - self._number, seconds - self._seconds
+        self._number, self._seconds = self._number + share * distance, self._seconds + share * excess_s
+        self._square = kept * (self._square + share * distance * distance)
+        self._product = kept * (self._product + share * distance * excess_s)
 
     @property
     def curve(self) -> Curve | None:
@@ -63,46 +60,40 @@ class Measured:
         if not self._weight:
             return None
         spread = self._square + _RIDGE * self._number**2 / self._weight
-        each_s = max(self._product / spread, 0.0)
-        first_s = self._seconds - (self._number - 1.0) * each_s
-        return Curve.line(max(first_s, _LEAST * self._seconds), each_s)
+        slope_s = max(self._product / spread, 0.0)
+        first_s = self._seconds - (self._number - 1.0) * slope_s
+        return Curve.line(max(first_s, _LEAST * self._seconds), slope_s)
 
 
-class Ended(NamedTuple):
-    """Outcomes of the rows that drafted in the round before."""
-
-    num_rows: int
-    num_tokens: int
-    """Fed to the target for them: their drafts, and one token more of each."""
-    num_emitted: int
-    is_whole: bool
-    """They were all rows of that step; False: prompts were read in it too, so that its time says nothing of
-    verification.
-    """
-
-
-@dataclass
 class ServedPace:
     """Told of every round and every draft step of the engine; says which rows of the batch's rule go on."""
 
-    clock: Callable[[], float] = perf_counter
-
-    def __post_init__(self) -> None:
-        self._draft, self._target = Measured(), Measured()
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock, self._draft, self._target = clock, Measured(), Measured()
         self._costs: BatchCosts | None = None
         self._tokens = self._row_seconds = self._first_s = self._at_s = 0.0
         self._num_rows = self._num_steps = self._idle = 0
 
-    def begin(self, num_rows: int, ended: Ended) -> None:
-        """The round before is verified, and one of so many rows begins."""
-        now_s = self.clock()
-        self._learn(ended, now_s - self._at_s + self._first_s)
+    def begin(self, num_rows: int, *, num_ended: int, num_tokens: int, num_emitted: int) -> None:
+        """The round before is verified, and the next begins.
+
+        Args:
+            num_rows: the rows of the new round.
+            num_ended: the rows that drafted in the round before.
+            num_tokens: the tokens that the target was fed for them: their drafts, and one token more for each.
+            num_emitted: the tokens that came out for them.
+        """
+        now_s = self._clock()
+        # where other rows read their prompts in the same step, its time says nothing of verification
+        if num_ended == num_rows > 0:
+            self._target.see(num_tokens, now_s - self._at_s + self._first_s)
+        self._learn(num_ended, num_tokens, num_emitted)
         self._idle = self._idle + 1 if self._num_steps < 2 else 0
         self._num_rows, self._num_steps, self._first_s, self._at_s = num_rows, 0, 0.0, now_s
 
     def step(self) -> None:
         """A draft step of all rows is done."""
-        now_s = self.clock()
+        now_s = self._clock()
         if self._num_steps:
             self._draft.see(self._num_rows, now_s - self._at_s)
         else:
@@ -113,9 +104,9 @@ class ServedPace:
         """The rows that go on, bool [row].
 
         Args:
-            worth: [row] of those that the rule decides for.
-            num_tokens: that verification is to be fed without them, those of the coming step included.
-            is_paid: the coming step is made anyway.
+            worth: the worth of one more token, [row] of those that the rule decides for.
+            num_tokens: the tokens that verification is to be fed without them, those of the coming step included.
+            is_paid: whether the coming step is made anyway.
         """
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):
             return np.ones(len(worth), dtype=bool)
@@ -130,15 +121,12 @@ class ServedPace:
         alone = 1.0 / float(self._costs.target(self._num_rows))
         return self._num_rows * max(alone, self._tokens / self._row_seconds)
 
-    def _learn(self, ended: Ended, rest_s: float) -> None:
-        """Learn from the seconds and tokens of the round before."""
-        if ended.is_whole:
-            self._target.see(ended.num_tokens, rest_s)
+    def _learn(self, num_ended: int, num_tokens: int, num_emitted: int) -> None:
         draft, target = self._draft.curve, self._target.curve
-        if draft is None or target is None or ended.num_rows == 0:
+        if draft is None or target is None or num_ended == 0:
             return
         self._costs = BatchCosts(draft, target)
-        kept, num_more = _ROW_MEMORY**ended.num_rows, max(self._num_steps - 1, 0)
-        seconds = float(target(ended.num_tokens) + num_more * draft(self._num_rows))
-        self._tokens = kept * self._tokens + ended.num_emitted
-        self._row_seconds = kept * self._row_seconds + ended.num_rows * seconds
+        kept, num_more = _ROW_MEMORY**num_ended, max(self._num_steps - 1, 0)
+        seconds = float(target(num_tokens) + num_more * draft(self._num_rows))
+        self._tokens = kept * self._tokens + num_emitted
+        self._row_seconds = kept * self._row_seconds + num_ended * seconds

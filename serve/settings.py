@@ -30,6 +30,10 @@ from serve.lanes import Lane
 
 _MOST_KINDS = 1024
 """Kinds of requests that are remembered, so that no client can fill the memory."""
+_UNCERTAIN = AfterDraw(
+    position=0, entropy=1.0, max_prob=0.5, fed_logit=0.0, prefix_logit=0.0, token_prob=0.5, drawn_logit=0.0
+)
+"""Signals of a step for which a policy is tried."""
 _SERVED = "it stops less well there; the output's law holds"
 
 
@@ -83,11 +87,12 @@ class Policies:
         warn: Callable[[str], None],
     ) -> None:
         """Args:
-            settings: of the server.
-            hidden_size: of the draft.
-            draft: describes it, as `describe_model` does; called only if a head says what it was trained for.
-            target: likewise.
-            warn: takes one line, once for each kind of request.
+            settings: the settings of the server.
+            hidden_size: the width of the draft's hidden states.
+            draft: a function that describes the draft, as `describe_model` does; called only if a head says what it was
+                trained for.
+            target: a function that describes the target.
+            warn: a function that takes one line, once for each kind of request.
 
         Raises:
             ValueError: a policy that does not parse, a head that does not fit.
@@ -111,7 +116,7 @@ class Policies:
 
         Args:
             asked: what the request says under KEY; None: nothing.
-            sampling: of the request.
+            sampling: how the request's tokens are sampled.
         """
         return self._of_kind(asked if isinstance(asked, str | None) else repr(asked), sampling)
 
@@ -119,12 +124,7 @@ class Policies:
         policy = self._asked(asked)
         for head in policy.heads:
             try:
-                check_fits(
-                    head,
-                    self._name(head),
-                    sampling=sampling.as_dict(),
-                    remedy="it stops less well there; the output's law holds",
-                )
+                check_fits(head, self._name(head), sampling=sampling.as_dict(), remedy=_SERVED)
             except ValueError as error:
                 self._warn(f"{KEY}: {error}")
         return policy
@@ -148,8 +148,7 @@ class Policies:
             if head.hidden_size != self._hidden_size:
                 raise ValueError(
                     f"the head {name} reads hidden states of width {head.hidden_size} and this draft's are "
-                    f"{self._hidden_size} wide; "
-                    "a head serves only the draft that it was trained on"
+                    f"{self._hidden_size} wide; a head serves only the draft that it was trained on"
                 )
             if not self._settings.allow_foreign_heads:
                 trained = {"draft": head.provenance.draft, "target": head.provenance.target}
@@ -166,7 +165,7 @@ class Policies:
         return self._heads[name]
 
     def _name(self, head: AcceptanceHead) -> str:
-        return next((name for name, each in self._heads.items() if each is head), "of the policy")
+        return next((name for name, known in self._heads.items() if known is head), "of the policy")
 
 
 def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
@@ -180,7 +179,7 @@ def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
             lane.begin(2, frozenset())
             for position in range(2):
                 if lane.is_going:
-                    lane.take(0, AfterDraw(position, 1.0, 0.5, 0.0, 0.0, 0.5, 0.0))
+                    lane.take(0, _UNCERTAIN._replace(position=position))
             lane.end(lane.tokens, min(num_accepted, len(lane.tokens)))
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"policy {spec!r} cannot run: {error}") from error

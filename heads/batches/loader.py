@@ -5,9 +5,10 @@ Lightning saves it in every checkpoint, and announces the epoch through `sampler
 batch; a resumed loader passes over what was taken, by the order alone, unread.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from heads.batches.order import (
     Block,
     Item,
     Share,
-    Turn,
     batches,
     in_order,
     num_batches,
@@ -29,43 +29,37 @@ from heads.batches.order import (
 
 READ_AHEAD = 4
 """Batches made ready while the step runs."""
-ALONE = Share()
 
 
-class BlockReader:
-    """Responses of several timings, cached block by block: of the last `POOL_SIZE` + 1 blocks, which is more than a
-    process has of a pool.
+def block_reader(
+    shards: Mapping[str, Sequence[FeatureShard]], rows_per_item: Mapping[str, int]
+) -> Callable[[Sequence[Item]], Batch]:
+    """A function that reads the features of some responses, in page-locked memory where there is a GPU, so that copies
+    to it overlap with its work.
 
-    With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
+    It keeps the last `POOL_SIZE` + 1 blocks, which is more than a process has of a pool. With several mixings per
+    response, a response has that many neighbouring rows in a fed-time shard.
     """
 
-    def __init__(self, shards: Mapping[str, Sequence[FeatureShard]], rows_per_item: dict[str, int]) -> None:
-        self.shards, self.rows_per_item = shards, rows_per_item
-        self._cache: OrderedDict[Block, dict[str, list[Features]]] = OrderedDict()
+    @lru_cache(POOL_SIZE + 1)
+    def block_rows(block: Block) -> dict[str, list[Features]]:
+        return {
+            timing: of_timing[block.shard].read(block.start * rows_per_item[timing], block.stop * rows_per_item[timing])
+            for timing, of_timing in shards.items()
+        }
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        """The features of some responses, timing by timing."""
-        if not items:
-            return {timing: none_of(shards[0]) for timing, shards in self.shards.items()}
-        rows: dict[str, list[Features]] = {timing: [] for timing in self.shards}
+    def read(items: Sequence[Item]) -> Batch:
+        rows: dict[str, list[Features]] = {timing: [] for timing in shards}
         for item in items:
-            for timing, block in self._block(item.block).items():
-                times = self.rows_per_item[timing]
+            for timing, block in block_rows(item.block).items():
+                times = rows_per_item[timing]
                 rows[timing] += block[item.place * times : (item.place + 1) * times]
-        return {timing: join(parts) for timing, parts in rows.items()}
+        batch = {timing: join(parts) if parts else none_of(shards[timing][0]) for timing, parts in rows.items()}
+        if not torch.cuda.is_available():
+            return batch
+        return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
 
-    def _block(self, block: Block) -> dict[str, list[Features]]:
-        if block not in self._cache:
-            while len(self._cache) > POOL_SIZE:
-                self._cache.popitem(last=False)
-            self._cache[block] = {
-                timing: shards[block.shard].read(
-                    block.start * self.rows_per_item[timing], block.stop * self.rows_per_item[timing]
-                )
-                for timing, shards in self.shards.items()
-            }
-        self._cache.move_to_end(block)
-        return self._cache[block]
+    return read
 
 
 class BatchLoader:
@@ -78,19 +72,19 @@ class BatchLoader:
         *,
         batch_size: int,
         seed: int | None,
-        share: Share = ALONE,
+        share: Share | None = None,
         chosen: Callable[[Item], bool] | None = None,
     ) -> None:
         """Args:
-        read: makes a batch of some responses; called in a thread.
-        lengths: tokens of each response of each shard.
+        read: a function that makes a batch of some responses; called in a thread.
+        lengths: the tokens of each response of each shard.
         batch_size: responses per batch, of all processes together.
-        seed: of the order; None: as stored, every epoch alike, each process its own blocks.
-        share: of the processes that read the data together.
-        chosen: leave out all other responses; only without a seed.
+        seed: the seed of the order; None: as stored, every epoch alike, each process its own blocks.
+        share: this process's part of the data; None: all of it.
+        chosen: whether a response is read; None: all are. Only without a seed.
         """
-        self.read, self.lengths, self.batch_size, self.seed, self.share = read, lengths, batch_size, seed, share
-        self.chosen = chosen
+        self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
+        self.share, self.chosen = share or Share(), chosen
         self.num_items = sum(map(len, lengths))
         self.sampler, self.batch_sampler = self, None  # where Lightning looks for set_epoch
         self.epoch, self._taken = 0, 0
@@ -126,13 +120,11 @@ class BatchLoader:
     def _order(self) -> Iterator[list[Item]]:
         """The batches of the epoch, from `_taken` on."""
         if self.seed is None:
-            turns = in_order(list(map(len, self.lengths)))
-            return own_batches(filter(self._is_chosen, turns), self.batch_size, self.share)
-        turns = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
-        return batches(turns, self.batch_size, self.share, first=self._taken)
-
-    def _is_chosen(self, turn: Turn) -> bool:
-        return self.chosen is None or self.chosen(turn.item)
+            # without a predicate `filter` keeps every response
+            chosen = filter(self.chosen, in_order(list(map(len, self.lengths))))
+            return own_batches(chosen, self.batch_size, self.share)
+        items = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
+        return batches(items, self.batch_size, self.share, first=self._taken)
 
 
 def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
@@ -146,10 +138,3 @@ def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
             yield element
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def pinned(batch: Batch) -> Batch:
-    """The batch in page-locked memory where there is a GPU, so that copies to it overlap with its work."""
-    if not torch.cuda.is_available():
-        return batch
-    return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

@@ -8,16 +8,17 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
+from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, Features, FeatureShard, join
-from heads.batches.loader import BatchLoader, BlockReader, pinned
+from heads.batches.loader import BatchLoader, block_reader
 from heads.batches.order import Item, Share
-from heads.batches.sets import sets_of
 from heads.grid import grid, scalar_names
 from store.shards import list_shards, read_sidecar
 from store.sums import check_sums
@@ -37,8 +38,8 @@ class FeatureData(pl.LightningDataModule):
     def __init__(self, data: DataConfig, heads: HeadsConfig, *, pair: PairConfig) -> None:
         """Args:
             data: where the features are, and how they were made.
-            heads: which of them are read, and how they are batched.
-            pair: that the data must have been made with.
+            heads: which features are read, and how they are batched.
+            pair: the models that the data must have been made with.
 
         Raises:
             FileNotFoundError: no data.
@@ -47,28 +48,20 @@ class FeatureData(pl.LightningDataModule):
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
         timings = dict.fromkeys(shape.timing for shape in shapes)
-        self.timings, self.scalars = (
-            tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings)),
-            scalar_names(shapes),
-        )
+        self.timings = tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings))
+        self.scalars = scalar_names(shapes)
         self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
-        # of several processes the first, which starts the others or is waited for
-        if getattr(rank_zero_only, "rank", 0) == 0:
+        if is_first_process():  # which starts the others, or is waited for
             check_sums(
                 path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths)
             )
         self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
-
-    @property
-    def num_train_batches(self) -> int:
-        """Training batches per epoch, before Lightning's limits."""
-        return len(self.train_dataloader())
 
     def train_dataloader(self) -> BatchLoader:
         return self.loader("train", seed=self.heads.seed)
@@ -90,27 +83,26 @@ class FeatureData(pl.LightningDataModule):
         return "dev", "train", *held_out[1:], *by_set
 
     def test_dataloader(self) -> list[BatchLoader]:
-        """Loaders in the order of `tested`; of train as many responses as dev has, which is enough to see how far heads
-        overfit.
+        """Loaders in the order of `tested`; that of train has as many responses as dev has, which is enough to see how
+        far heads overfit.
         """
-        some = min(self.num_responses("train"), self.num_responses("dev"))
+        num_train = min(self.num_responses("train"), self.num_responses("dev"))
         parts = [name.partition("/") for name in self.tested]
-        return [self.loader(split, num=some if split == "train" else None, only=name) for split, _, name in parts]
+        return [self.loader(split, num=num_train if split == "train" else None, only=name) for split, _, name in parts]
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a
         seed.
         """
-        shards, first = self._shards[split], self.timings[0]
-        times = self._rows_per_item[first]
-        lengths = [
-            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
-            for rows in (s.row_lengths() for s in shards[first])
-        ]
-        reader = BlockReader(shards, self._rows_per_item)
-        return self._loader(
-            lambda items: pinned(reader.batch(items)), lengths, split=split, seed=seed, num=num, only=only
-        )
+        read, lengths = self._source(split)
+        if split == "train" and self.heads.num_train is not None:
+            lengths = _first(lengths, self.heads.num_train)
+        if num is not None:
+            lengths = _first(lengths, num)
+        sets = self._sets(split) if only else None
+        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
+        share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
+        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
 
     def first_rows(self, timing: str) -> Features:
         """The rows of the first training shard."""
@@ -121,44 +113,42 @@ class FeatureData(pl.LightningDataModule):
         """Responses of one split."""
         return self.loader(split).num_items
 
-    @property
-    def share(self) -> Share:
-        """Share of this process in the data."""
-        return Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else Share()
-
-    def _loader(
-        self,
-        read: Callable[[Sequence[Item]], Any],
-        lengths: list[list[int]],
-        *,
-        split: str,
-        seed: int | None,
-        num: int | None,
-        only: str = "",
-    ) -> BatchLoader:
-        if split == "train" and self.heads.num_train is not None:
-            lengths = _first(lengths, self.heads.num_train)
-        if num is not None:
-            lengths = _first(lengths, num)
-        sets = self._sets(split) if only else None
-        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=self.share, chosen=chosen)
+    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
+        """A function that reads some responses of a split, and the tokens of each response of each shard."""
+        shards, first = self._shards[split], self.timings[0]
+        times = self._rows_per_item[first]
+        # a response has the tokens of all of its mixings
+        lengths = [
+            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
+            for rows in (shard.row_lengths() for shard in shards[first])
+        ]
+        return block_reader(shards, self._rows_per_item), lengths
 
     def _sets(self, split: str) -> list[list[str]]:
-        """The set of each response of each shard; no shard where prompts come from one set."""
+        """The set of each response of each shard; no shard where prompts come from one set.
+
+        Raises:
+            ValueError: rows without sets, which were made from one.
+        """
         if split not in self._names:
-            self._names[split] = sets_of(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
+            paths = list_shards(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
+            if paths and "set" not in pq.read_schema(paths[0]).names:
+                raise ValueError(
+                    f"{paths[0]} has no column set, and data.prompts of {self.data.dir} is a list of sets; make the "
+                    "data again"
+                )
+            self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
     def _read(self, split: str) -> list[list[Path]]:
-        """The shards that are read of a split: of each feature set, and of dev and test rows that tell which set a
-        response is of.
+        """The shards that are read of a split: those of each feature set, and for dev and test the rows that tell which
+        set a response is of.
         """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
 
     def _of_num_train(self, split: str, paths: list[Path]) -> list[Path]:
-        """The shards that hold the first heads.num_train responses, of train; all of any other split."""
+        """The shards of train that hold the first heads.num_train responses; all shards of any other split."""
         if split != "train" or self.heads.num_train is None:
             return paths
         times = self.data.mixes if "fed" in paths[0].parts else 1
@@ -178,8 +168,7 @@ class FeatureData(pl.LightningDataModule):
             if len(present) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
                 raise ValueError(
                     f"{split} features do not fit together: {', '.join(str(shard.path) for shard in present)} hold "
-                    f"{counts} responses with "
-                    f"data.mixes {self.data.mixes}; make them again with this config"
+                    f"{counts} responses with data.mixes {self.data.mixes}; make them again with this config"
                 )
         if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
             raise ValueError(
@@ -203,6 +192,11 @@ class FeatureData(pl.LightningDataModule):
                     "make them again"
                 )
         return first
+
+
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that train together, which writes and speaks for all."""
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -231,28 +225,29 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     this machine, counts as the one that the manifest holds the hash of, if the directory's name is the same; a warning
     says so.
     """
-    here = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
-    on_disk = {name: manifest.get(name) for name in here}
+    expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
+    on_disk = {name: manifest.get(name) for name in expected}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         hashed = "weights" if "weights" in manifest[name] else "fingerprint"
         described = _described(source, trust_remote_code=pair.trust_remote_code)
         if described is None and manifest[name].get(hashed) and manifest[name].get("name") == Path(source.path).name:
-            _say(
-                f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was made "
-                f"with {hashed} "
-                f"{manifest[name][hashed][:12]} of a directory of this name, by {data.dir}/manifest.json"
-            )
+            if is_first_process():
+                print(
+                    f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was "
+                    f"made with {hashed} {manifest[name][hashed][:12]} of a directory of this name, by "
+                    f"{data.dir}/manifest.json",
+                    file=sys.stderr,
+                )
             continue
         keys = (hashed,) if described else ("name", "revision")
         described = described or {"name": source.path, "revision": source.revision}
-        here |= {f"{name} {key}": described[key] for key in keys}
+        expected |= {f"{name} {key}": described[key] for key in keys}
         on_disk |= {f"{name} {key}": manifest[name].get(key) for key in keys}
-    for key, value in here.items():
+    for key, value in expected.items():
         if on_disk[key] != value:
             raise ValueError(
                 f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, and this config has "
-                f"{value!r}; point data.dir at "
-                "data of this pair, or make it with `python -m data_gen`"
+                f"{value!r}; point data.dir at data of this pair, or make it with `python -m data_gen`"
             )
 
 
@@ -266,9 +261,3 @@ def _described(source: ModelSource, *, trust_remote_code: bool) -> dict[str, Any
         return describe_model(source, trust_remote_code=trust_remote_code)
     except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
         return None
-
-
-@rank_zero_only
-def _say(text: str) -> None:
-    """Print once, where several processes train."""
-    print(text, file=sys.stderr)

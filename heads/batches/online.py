@@ -4,7 +4,8 @@ Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cac
 which those are stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,11 @@ from transformers import PreTrainedModel
 from data_gen.labels.scalars import SCALARS, scalars_of
 from data_gen.store.rows import read_rows
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
-from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
 from store.shards import list_shards
 
-_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "acceptance_prob", "log_p", RATE, "from_target")
 _CHUNK_MB = 64
 """Bound of one float32 [tokens, vocabulary] chunk."""
 
@@ -42,28 +41,16 @@ class Row(NamedTuple):
     """Coins of each mixing."""
 
 
-class RowReader:
-    """Rows of one split, shard by shard."""
+def row_reader(paths: Sequence[Path], mixes: int) -> Callable[[Sequence[Item]], list[Row]]:
+    """A function that reads some responses of one split; it keeps the last 16 shards."""
+    table = lru_cache(16)(lambda shard: read_rows(paths[shard], Row._fields))
 
-    def __init__(self, paths: Sequence[Path], mixes: int) -> None:
-        self.paths, self.mixes = paths, mixes
-        self._cache: dict[int, Any] = {}
+    def row(item: Item) -> Row:
+        [values] = table(item.block.shard).slice(item.block.start + item.place, 1).to_pylist()
+        coins = values["from_target"]
+        return Row(**values | {"from_target": coins if mixes > 1 else [coins]})
 
-    def batch(self, items: Sequence[Item]) -> list[Row]:
-        """The rows of some responses."""
-        return [self._row(item.block.shard, item.block.start + item.place) for item in items]
-
-    def _row(self, shard: int, index: int) -> Row:
-        if shard not in self._cache:
-            while len(self._cache) >= 16:
-                self._cache.pop(next(iter(self._cache)))
-            self._cache[shard] = read_rows(self.paths[shard], _COLUMNS)
-        values = {
-            name: column[0].as_py()
-            for name, column in zip(_COLUMNS, self._cache[shard].slice(index, 1).columns, strict=True)
-        }
-        coins = values.pop("from_target")
-        return Row(**values, from_target=coins if self.mixes > 1 else [coins])
+    return lambda items: list(map(row, items))
 
 
 class RowData(FeatureData):
@@ -71,14 +58,13 @@ class RowData(FeatureData):
 
     draft: "DraftFeatures"
 
-    def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
-        paths = list_shards(self.data.dir, split)
-        read, lengths = RowReader(paths, self.data.mixes).batch, [_lengths(path) for path in paths]
-        return self._loader(read, lengths, split=split, seed=seed, num=num, only=only)
-
     def first_rows(self, timing: str) -> Features:
         rows = next(iter(self.loader("train")))
         return self.draft(rows, self.draft.draft.device)[timing]
+
+    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
+        paths = list_shards(self.data.dir, split)
+        return row_reader(paths, self.data.mixes), [_lengths(path) for path in paths]
 
     def _read(self, split: str) -> list[list[Path]]:
         return [list_shards(self.data.dir, split)]
@@ -101,9 +87,7 @@ class DraftFeatures:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows, timing by timing, on `device`, where the draft goes when it is first needed
-        there.
-        """
+        """The features of some rows, timing by timing, on `device`, which the draft is moved to first."""
         self.draft.to(device)
         if not rows:
             return {timing: self._none(device) for timing in self.timings}
@@ -131,8 +115,8 @@ class DraftFeatures:
         return Features(hidden, dict.fromkeys((*SCALARS, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
-        """States that the tokens were drawn from, and every scalar of the tokens, by the formulas that `data_gen`
-        stores them by.
+        """The states that the tokens were drawn from, and every scalar of the tokens, by the formulas by which
+        `data_gen` stores them.
         """
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
@@ -144,7 +128,7 @@ class DraftFeatures:
         return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
-        """States after each token of each mixed sequence was fed."""
+        """The states after each token of each mixed sequence was fed."""
         sequences = [
             row.prompt_ids
             + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
@@ -155,7 +139,7 @@ class DraftFeatures:
 
 
 def _lengths(path: Path) -> list[int]:
-    """Tokens of each row of a shard, with its prompt: what the draft is fed."""
+    """The number of tokens of each row of a shard, its prompt's included, as the draft is fed them."""
     prompts, responses = (
         pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns
     )

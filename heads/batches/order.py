@@ -13,7 +13,7 @@ the ends of shards sometimes more or less than its part, or nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -33,19 +33,15 @@ class Block(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One response: its block and its place in it."""
+    """One response, and the two numbers by which processes share responses."""
 
     block: Block
     place: int
     """Index from 0 within the block."""
-
-
-class Turn(NamedTuple):
-    """One response, the turn of its block, by which processes share blocks, and its pair's number within the block."""
-
     turn: int
-    item: Item
+    """Number of its block among those that take turns."""
     pair: int = 0
+    """Number of its pair within the block."""
 
 
 class Share(NamedTuple):
@@ -54,14 +50,14 @@ class Share(NamedTuple):
     rank: int = 0
     world_size: int = 1
 
-    def has(self, turn: Turn) -> bool:
+    def has(self, item: Item) -> bool:
         """Whether a response is this process's: ranks go up and down.
 
         40 processes and pools of 16 blocks: pairs 0, 3, 6 of the blocks have places 0 … 15, pairs 1, 4, 7 have 16 … 31,
         pairs 2, 5 have 32 … 47; places 40 … 47 go to ranks 39 … 32.
         """
         parts = -(-self.world_size // POOL_SIZE)
-        place = (turn.turn + POOL_SIZE * (turn.pair % parts)) % (2 * self.world_size)
+        place = (item.turn + POOL_SIZE * (item.pair % parts)) % (2 * self.world_size)
         return self.rank == min(place, 2 * self.world_size - 1 - place)
 
 
@@ -74,16 +70,16 @@ def blocks(shard_sizes: Sequence[int]) -> list[Block]:
     ]
 
 
-def in_order(shard_sizes: Sequence[int]) -> Iterator[Turn]:
-    """Items that hold every response once, in the order in which it is stored."""
+def in_order(shard_sizes: Sequence[int]) -> Iterator[Item]:
+    """Every response once, in the order in which it is stored."""
     return (
-        Turn(turn, Item(block, p))
+        Item(block, place, turn)
         for turn, block in enumerate(blocks(shard_sizes))
-        for p in range(block.stop - block.start)
+        for place in range(block.stop - block.start)
     )
 
 
-def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Turn]:
+def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Item]:
     """Every response once; `lengths` are the tokens of each response of each shard."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     all_blocks = blocks([len(shard) for shard in lengths])
@@ -91,35 +87,27 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
     for start in range(0, len(order), POOL_SIZE):
         pool = {block: lengths[block.shard][block.start : block.stop] for block in order[start : start + POOL_SIZE]}
         by_tokens = sorted(pool, key=lambda block: -sum(pool[block]))
-        pairs = [_pairs(block, pool[block], generator) for block in by_tokens]
-        for number in range(max(map(len, pairs))):
-            turns = [turn for turn, of_turn in enumerate(pairs) if number < len(of_turn)]
-            yield from (Turn(turn, item, number) for turn in turns for item in pairs[turn][number])
+        pairs = [_pairs(pool[block], generator) for block in by_tokens]
+        for number, round_of_turns in enumerate(zip_longest(*pairs, fillvalue=())):
+            for turn, places in enumerate(round_of_turns):
+                yield from (Item(by_tokens[turn], place, turn, number) for place in places)
 
 
-def batches(turns: Iterator[Turn], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
+def batches(items: Iterator[Item], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
     """Training: this process's part of each batch of `size` responses of all processes together; the last batch may be
-    smaller.
-
-    Args:
-        first: batches to pass over, after a restart.
+    smaller. The `first` batches are passed over, as a restart needs.
     """
-    for number, batch in enumerate(_chunks(turns, size)):
-        if number >= first:
-            yield [turn.item for turn in batch if share.has(turn)]
+    return (list(filter(share.has, batch)) for batch in islice(_chunks(items, size), first, None))
 
 
-def own_batches(turns: Iterator[Turn], size: int, share: Share) -> Iterator[list[Item]]:
+def own_batches(items: Iterator[Item], size: int, share: Share) -> Iterator[list[Item]]:
     """Evaluation: batches of this process's blocks alone, of its part of `size` responses each.
 
     A process that has no block has an empty batch, since every process has to take part.
     """
-    found = False
-    for batch in _chunks(filter(share.has, turns), max(1, size // share.world_size)):
-        found = True
-        yield [turn.item for turn in batch]
-    if not found:
-        yield []
+    of_process = _chunks(filter(share.has, items), max(1, size // share.world_size))
+    yield next(of_process, [])
+    yield from of_process
 
 
 def num_batches(num_items: int, size: int) -> int:
@@ -127,16 +115,18 @@ def num_batches(num_items: int, size: int) -> int:
     return -(-num_items // size)
 
 
-def _pairs(block: Block, lengths: Sequence[int], generator: torch.Generator) -> list[list[Item]]:
-    """The responses of a block, the longest with the shortest and so on, in random order."""
+def _pairs(lengths: Sequence[int], generator: torch.Generator) -> list[list[int]]:
+    """The places of a block's responses, the longest with the shortest and so on, in random order: five responses of
+    9, 1, 5, 7 and 3 tokens make [0, 1], [3, 4] and [2].
+    """
     places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     count = (len(places) + 1) // 2
     pairs = [
         [long, short] if long != short else [long]
         for long, short in zip(places[:count], reversed(places), strict=False)
     ]
-    return [[Item(block, place) for place in pairs[i]] for i in torch.randperm(count, generator=generator).tolist()]
+    return [pairs[i] for i in torch.randperm(count, generator=generator).tolist()]
 
 
-def _chunks(turns: Iterator[Turn], size: int) -> Iterator[list[Turn]]:
-    return iter(lambda: list(islice(turns, size)), [])
+def _chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    return iter(lambda: list(islice(items, size)), [])

@@ -7,7 +7,7 @@ nothing to say.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,14 @@ Result = dict[str, Any]
 SIGNALS = ("log_token_prob", "negative_entropy")
 
 
-class _Reading(NamedTuple):
-    """One way of making a probability of a logit z: sigmoid(slope z + offset)."""
-
-    slope: Tensor | float
-    offset: Tensor | float
-    along_draft: DraftMetric
-    """Its metrics by draft position."""
-
-
 class Evaluation(nn.Module):
     """Metrics of every head of a sweep over one split."""
 
     def __init__(self, specs: Sequence[HeadSpec], *, shift: Tensor, temperature: Tensor) -> None:
         """Args:
         specs: the heads, in the order of every [heads] axis.
-        shift: of each head's calibration, ln(w_rej / w_acc).
-        temperature: likewise.
+        shift: the shift of each head's calibration, ln(w_rej / w_acc).
+        temperature: the temperature of each head's calibration.
         """
         super().__init__()
         self._names = [str(spec) for spec in specs]
@@ -86,46 +77,42 @@ class Evaluation(nn.Module):
     def _head_results(self, timing: str) -> list[dict[str, Any]]:
         histogram = self.tokens[timing].compute()  # type: ignore[operator]
         shift, temperature = self._shift[timing].to(histogram.weight), self._temperature[timing].to(histogram.weight)
-        ways = {
-            "raw": _Reading(1.0, 0.0, self.raw[timing]),  # type: ignore[arg-type]
-            "calibrated": _Reading(1 / temperature, shift / temperature, self.calibrated[timing]),  # type: ignore[arg-type]
-        }
         results: list[dict[str, Any]] = [
             {"auroc": value, "temperature": t, "shift": s}
             for value, t, s in zip(auroc(histogram).tolist(), temperature.tolist(), shift.tolist(), strict=True)
         ]
-        for way, reading in ways.items():
-            of_tokens = _unstack(measures(histogram, reading.slope, reading.offset))
-            bins = reliability(histogram, reading.slope, reading.offset)
-            drafts = _draft_results(reading.along_draft, len(results))
+        for way, drafts, slope, offset in (
+            ("raw", self.raw[timing], torch.ones_like(shift), torch.zeros_like(shift)),
+            ("calibrated", self.calibrated[timing], 1 / temperature, shift / temperature),
+        ):
+            of_tokens = _unstack(measures(histogram, slope, offset))
+            of_drafts = _draft_results(drafts, len(results))  # type: ignore[arg-type]
+            bins = {name: value.tolist() for name, value in reliability(histogram, slope, offset)._asdict().items()}
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
-                result[way] = drafts[index] | {
-                    "reliability": {name: value[index].tolist() for name, value in bins._asdict().items()},
-                }
+                of_bins = {name: values[index] for name, values in bins.items()}
+                result[way] = of_drafts[index] | {"reliability": of_bins}
         return results
 
 
 def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
-    """Per head: metrics by draft position, of the survival product, and expected rates."""
-    token, survival, counts = metric.compute()
-    by_position, of_survival = (_unstack(measures(histogram)) for histogram in (token, survival))
-    scores = auroc(token).tolist()
+    """The metrics of each head by draft position and of the survival product, and its expected rates."""
+    token = metric.token.compute()
+    by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
+    along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]
+    counts = metric.counts.compute()
+    discard, verification = counts.discard_rate.tolist(), counts.verification_rate.tolist()
     results = []
     for head in range(num_heads):
-        rows = range(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS)
+        positions = slice(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS)
+        rates = zip(THRESHOLDS, discard[head], verification[head], strict=True)
         results.append(
             {
-                "by_position": [by_position[row] | {"auroc": scores[row]} for row in rows],
-                "survival": [of_survival[row] for row in rows],
+                "by_position": along[positions],
+                "survival": of_survival[positions],
                 "rates": [
-                    {"max_rejection_prob": threshold, "discard_rate": discard, "verification_rate": verification}
-                    for threshold, discard, verification in zip(
-                        THRESHOLDS,
-                        counts.discard_rate[head].tolist(),
-                        counts.verification_rate[head].tolist(),
-                        strict=True,
-                    )
+                    dict(zip(("max_rejection_prob", "discard_rate", "verification_rate"), values, strict=True))
+                    for values in rates
                 ],
             }
         )
@@ -146,12 +133,12 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
     """Figures of the split that no prediction changes."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     label_entropy = float(histogram.entropy[0] / histogram.total[0])
-    of_mean = -sum(x * math.log(x) for x in (mean, 1 - mean) if x > 0)
+    entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)
     return {
         "num_tokens": total,
         "mean_acceptance_prob": mean,
         "mean_entropy": label_entropy,
-        "constant_kl": of_mean - label_entropy,
+        "constant_kl": entropy_of_mean - label_entropy,
     }
 
 

@@ -18,7 +18,7 @@ LIMIT = 16.0
 
 
 class Histogram(NamedTuple):
-    """Any leading axes (heads, draft positions); float64."""
+    """Sums of one histogram for each index of any leading axes (heads, draft positions); float64."""
 
     weight: Float[Tensor, "*lead bin"]
     accepted: Float[Tensor, "*lead bin"]
@@ -26,11 +26,11 @@ class Histogram(NamedTuple):
     logit: Float[Tensor, "*lead bin"]
     """Sum of w z."""
     product: Float[Tensor, "*lead"]
-    """sum of w P z: with it the linear part of the cross-entropy is exact."""
+    """Sum of w P z: with it the linear part of the cross-entropy is exact."""
     squares: Float[Tensor, "*lead"]
-    """sum of w P^2."""
+    """Sum of w P^2."""
     entropy: Float[Tensor, "*lead"]
-    """sum of w H(P), nats."""
+    """Sum of w H(P), nats."""
 
     @property
     def total(self) -> Float[Tensor, "*lead"]:
@@ -43,12 +43,6 @@ class Histogram(NamedTuple):
         return torch.where(self.weight > 0, self.logit / self.weight.clamp_min(1e-300), torch.zeros_like(self.logit))
 
 
-def empty(*lead: int) -> Histogram:
-    """A histogram without observations."""
-    bins, sums = torch.zeros(*lead, NUM_BINS, dtype=torch.float64), torch.zeros(*lead, dtype=torch.float64)
-    return Histogram(*(bins.clone() for _ in range(3)), *(sums.clone() for _ in range(3)))
-
-
 def observe(
     logit: Float[Tensor, "lead tokens"],
     acceptance_prob: Float[Tensor, "#lead tokens"],
@@ -59,7 +53,7 @@ def observe(
     Args:
         logit: z, one row per head (or per head and position).
         acceptance_prob: soft labels P in [0, 1], by row, or one row for all.
-        weight: w, likewise.
+        weight: weights w, by row, or one row for all; None: 1.
     """
     z, p = logit.double(), acceptance_prob.double().expand_as(logit)
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)

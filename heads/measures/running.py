@@ -2,13 +2,13 @@
 processes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from heads.measures.histogram import Histogram, empty
+from heads.measures.histogram import Histogram, observe
 from heads.measures.survival import ExpectedCounts, by_position, expected_counts
 
 NUM_POSITIONS = 8
@@ -18,74 +18,61 @@ THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 MAX_DRAFT_LENGTH = 20
 
 
-class LogitHistogram(Metric):
-    """`Histogram` of several rows of logits."""
+class Sums(Metric):
+    """A NamedTuple of tensors, added up over batches and processes."""
 
     full_state_update = False
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, zeros: Histogram | ExpectedCounts) -> None:
         super().__init__()
-        for name, zeros in empty(num_rows)._asdict().items():
-            self.add_state(name, default=zeros, dist_reduce_fx="sum")
+        self._kind = type(zeros)
+        for name, value in zeros._asdict().items():
+            self.add_state(name, default=value, dist_reduce_fx="sum")
 
-    def update(self, histogram: Histogram) -> None:
-        """Add the observations of some tokens."""
-        for name, value in histogram._asdict().items():
+    def update(self, values: Histogram | ExpectedCounts) -> None:
+        """Add what some tokens come to."""
+        for name, value in values._asdict().items():
             getattr(self, name).add_(value)
 
-    def compute(self) -> Histogram:
-        """Histograms of all observations so far."""
-        return Histogram(**{name: getattr(self, name) for name in Histogram._fields})
+    def compute(self) -> Any:
+        """The sums so far, in the type of `zeros`."""
+        return self._kind(*(getattr(self, name) for name in self._kind._fields))
 
 
-class AlongDraft(NamedTuple):
-    """Figures that `DraftMetric` measures."""
+class LogitHistogram(Sums):
+    """`Histogram` of several rows of logits."""
 
-    token: Histogram
-    """Figures by head and draft position, flattened; likewise below."""
-    survival: Histogram
-    counts: ExpectedCounts
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(observe(torch.zeros(num_rows, 0), torch.zeros(1, 0)))
 
 
-class DraftMetric(Metric):
+class DraftMetric(nn.Module):
     """Figures of predictions along a draft: `heads.measures.survival`, for one way of making a probability of the
     logit.
-    """
 
-    full_state_update = False
+    Attributes:
+        token, survival: the histograms of `by_position`.
+        counts: the `ExpectedCounts`.
+    """
 
     def __init__(self, num_heads: int, *, lag: int) -> None:
         super().__init__()
         self.lag = lag
         self.token, self.survival = LogitHistogram(num_heads * NUM_POSITIONS), LogitHistogram(num_heads * NUM_POSITIONS)
-        self.thresholds = torch.tensor(THRESHOLDS)
-        for name in ExpectedCounts._fields:
-            self.add_state(
-                name, default=torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64), dist_reduce_fx="sum"
-            )
+        zeros = (torch.zeros(num_heads, len(THRESHOLDS), dtype=torch.float64) for _ in ExpectedCounts._fields)
+        self.counts = Sums(ExpectedCounts(*zeros))
 
     def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
         """Add [heads, tokens] logits of whole responses."""
-        histogram = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
-        self.token.update(histogram.token)
-        self.survival.update(histogram.survival)
+        token, survival = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
+        self.token.update(token)
+        self.survival.update(survival)
         counts = expected_counts(
             logit,
             acceptance_prob,
             row_lengths=row_lengths,
-            thresholds=self.thresholds,
+            thresholds=torch.tensor(THRESHOLDS),
             max_draft_length=MAX_DRAFT_LENGTH,
             lag=self.lag,
         )
-        for name, value in counts._asdict().items():
-            getattr(self, name).add_(value)
-
-    def compute(self) -> AlongDraft:
-        """Figures of all responses so far."""
-        counts = ExpectedCounts(**{name: getattr(self, name) for name in ExpectedCounts._fields})
-        return AlongDraft(self.token.compute(), self.survival.compute(), counts)
-
-    def reset(self) -> Any:
-        self.token.reset()
-        self.survival.reset()
-        super().reset()
+        self.counts.update(counts)

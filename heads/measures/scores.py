@@ -6,8 +6,7 @@ kl     bce - mean of H(P): binary KL(P || P̂) >= 0 (the official SpecDec++ code
 brier  mean of (P̂ - P)^2
 ece    sum over 15 equal bins of P̂ of (share of the bin) |mean P̂ - mean P|
 auroc  probability that an accepted token is scored above a rejected one, each token counting P as accepted and 1 - P as
-    rejected,
-       ties one half; the same for raw and calibrated, for both are increasing in z
+       rejected, ties one half; the same for raw and calibrated, for both are increasing in z
 """
 
 from typing import NamedTuple
@@ -42,7 +41,6 @@ class Reliability(NamedTuple):
 
 def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
     """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
-    slope, offset = (torch.as_tensor(x, dtype=torch.float64, device=histogram.weight.device) for x in (slope, offset))
     z = _affine(histogram, slope, offset)
     total, accepted = histogram.total, histogram.accepted.sum(-1)
     prob = z.sigmoid()
@@ -66,10 +64,8 @@ def reliability(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tenso
     weight, predicted, true = (
         zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted)
     )
-    some = weight.clamp_min(1e-300)
-    return Reliability(
-        share=weight / histogram.total.clamp_min(1e-300)[..., None], predicted=predicted / some, true=true / some
-    )
+    divisor, total = weight.clamp_min(1e-300), histogram.total.clamp_min(1e-300)
+    return Reliability(share=weight / total[..., None], predicted=predicted / divisor, true=true / divisor)
 
 
 def auroc(histogram: Histogram) -> Float[Tensor, "*lead"]:

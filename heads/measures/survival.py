@@ -7,9 +7,9 @@ probability S_{k-1}, so tokens are weighted by it: the k-th drafted token that v
 one than the average.
 
 The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real
-branch differs after the first rejection. Of a feature draft's data the rows are its drafts, and one is taken to start
-at each of their places, too. These are indications for choosing heads; `evaluation evaluate` replays the real law (law
-4.10).
+branch differs after the first rejection. In a feature draft's data the rows are its drafts, and a draft is taken to
+start at each of their places, too. These are indications for choosing heads; `evaluation evaluate` replays the real law
+(law 4.10).
 """
 
 from typing import NamedTuple
@@ -17,21 +17,13 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from heads.measures.histogram import Histogram, observe
 
 LAGS = {"fed": 1, "drawn": 0, "prefix": -1, "candidate": 0}
 """Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the
 newest token yet (law 4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
-
-
-class ByPosition(NamedTuple):
-    """One histogram per head and draft position 1 … K, flattened to [heads * K]."""
-
-    token: Histogram
-    """P̂ of the k-th token against P, weighted by S_{k-1}."""
-    survival: Histogram
-    """The predicted survival of k tokens against S_k."""
 
 
 class ExpectedCounts(NamedTuple):
@@ -58,17 +50,18 @@ def by_position(
     *,
     row_lengths: Int[Tensor, " rows"],
     num_positions: int,
-) -> ByPosition:
-    """Both histograms of some responses.
+) -> tuple[Histogram, Histogram]:
+    """Two histograms of some responses, with one row per head and draft position 1 … K, flattened to [heads * K]: the
+    prediction of the k-th token against P, weighted by S_{k-1}; the predicted survival of k tokens against S_k.
 
     Args:
-        logit: of the prediction that is to be judged (calibrated, or raw).
-        row_lengths: where responses end; a draft does not run over the end.
+        logit: the prediction that is to be judged (calibrated, or raw).
+        row_lengths: the tokens of each response; a draft does not run over its end.
     """
     logit, prob = logit.double(), acceptance_prob.double()
     num_tokens = len(prob)
     left = _tokens_left(row_lengths)
-    log_hat, reach, log_survival = torch.nn.functional.logsigmoid(logit), torch.ones_like(prob), torch.zeros_like(logit)
+    log_hat, reach, log_survival = F.logsigmoid(logit), torch.ones_like(prob), torch.zeros_like(logit)
     token, survival = [], []
     for k in range(min(num_positions, num_tokens)):
         starts = num_tokens - k
@@ -78,7 +71,7 @@ def by_position(
         log_survival = log_survival[:, :starts] + log_hat[:, k:]
         survival.append(observe(_logit_of_log(log_survival), reach[None], fits[None]))
     missing = num_positions - len(token)
-    return ByPosition(_interleave(token, missing), _interleave(survival, missing))
+    return _interleave(token, missing), _interleave(survival, missing)
 
 
 def expected_counts(
@@ -98,17 +91,14 @@ def expected_counts(
 
     Args:
         thresholds: values of max_rejection_prob.
-        lag: of the heads' timing (`LAGS`).
+        lag: the entry of `LAGS` for the heads' timing.
     """
     mask = _mask(row_lengths)
     num_rows, width = mask.shape
-    lengths = _draft_lengths(
-        _padded(logit.double(), mask), mask, thresholds, max_draft_length=max_draft_length, lag=lag
-    )
-    prob = torch.nn.functional.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(
-        1, max_draft_length, 1
-    )
-    survival = torch.nn.functional.pad(prob.cumprod(-1), (1, 0), value=1.0)
+    padded = _padded(logit.double(), mask)
+    lengths = _draft_lengths(padded, mask, thresholds, max_draft_length=max_draft_length, lag=lag)
+    prob = F.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
+    survival = F.pad(prob.cumprod(-1), (1, 0), value=1.0)
     rejected = survival[..., :-1] * (1 - prob)
     # room beyond the end for rounds that start there: they are cut away below
     visits = lengths.new_zeros(*lengths.shape[:2], num_rows, width + max_draft_length + 2, dtype=torch.float64)
@@ -134,14 +124,13 @@ def _draft_lengths(
     max_draft_length: int,
     lag: int,
 ) -> Int[Tensor, "heads threshold rows position"]:
-    """Tokens that a draft starting at each position would have; the product only falls, so it is one more than the
-    tokens that go on.
+    """The number of tokens that a draft would have that starts at each position. The product only falls, so it is one
+    more than the number of places at which the product is still high enough.
     """
-    log_hat = torch.nn.functional.logsigmoid(logit) * mask
-    cumulative = torch.nn.functional.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
+    log_hat = F.logsigmoid(logit) * mask
+    cumulative = F.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
     # beyond the end the product stays as it is
-    total = cumulative[..., mask.shape[1], None]
-    cumulative[..., mask.shape[1] + 1 :] = total
+    cumulative[..., mask.shape[1] + 1 :] = cumulative[..., mask.shape[1], None]
     limit = torch.log1p(-thresholds.double()).to(log_hat)[:, None, None]
     start = cumulative[..., : mask.shape[1]]
     lengths = torch.ones(len(logit), len(thresholds), *mask.shape, dtype=torch.long, device=mask.device)
@@ -153,7 +142,7 @@ def _draft_lengths(
 
 
 def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
-    """Tokens from each position to the end of its row, itself included."""
+    """The number of tokens from each position to the end of its row: rows of 3 and 1 tokens give [3, 2, 1, 1]."""
     ends = row_lengths.cumsum(0).repeat_interleave(row_lengths)
     return ends - torch.arange(len(ends), device=ends.device)
 
@@ -178,5 +167,5 @@ def _logit_of_log(log_prob: Tensor) -> Tensor:
 
 def _interleave(parts: list[Histogram], missing: int) -> Histogram:
     """K histograms of [heads] -> one of [heads * K]; positions that no response reaches stay empty."""
-    parts = parts + [Histogram(*(torch.zeros_like(x) for x in parts[0]))] * missing
+    parts = parts + [Histogram(*map(torch.zeros_like, parts[0]))] * missing
     return Histogram(*(torch.stack(column, 1).flatten(0, 1) for column in zip(*parts, strict=True)))

@@ -3,26 +3,39 @@ val_metrics.json.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
 from store.shards import write_atomic
 
 
+def by_kind(specs: Sequence[HeadSpec]) -> dict[str, list[HeadSpec]]:
+    """The heads of each kind of inputs."""
+    kinds: dict[str, list[HeadSpec]] = {}
+    for spec in specs:
+        kinds.setdefault(spec.shape.kind, []).append(spec)
+    return kinds
+
+
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     """Markdown: for each kind of inputs KL by depth and reject weight (the paper's table), then every head, then the
     signals alone.
     """
-    parts = [_labels(result, split)]
-    for inputs in dict.fromkeys(spec.shape.kind for spec in specs):
-        chosen = [spec for spec in specs if spec.shape.kind == inputs]
-        parts += [
-            f"### {inputs}: binary KL on {split}, nats per token, raw / calibrated",
-            _by_depth_and_weight(result, chosen),
-        ]
+    labels = [
+        f"{split}, {timing}-time: {labels['num_tokens']:,.0f} tokens, mean acceptance_prob "
+        f"{labels['mean_acceptance_prob']:.3f}; KL of a constant {labels['constant_kl']:.4f}"
+        for timing, labels in result["labels"].items()
+    ]
+    parts = ["\n".join(labels)]
+    for kind, of_kind in by_kind(specs).items():
+        title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
+        parts += [title, _by_depth_and_weight(result, of_kind)]
     parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
     return "\n\n".join(parts) + "\n"
 
@@ -33,23 +46,13 @@ def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
     if not sets:
         return ""
     heads = list(best_heads(results["dev"], specs).values())
-    lines = ["| set | tokens | mean acceptance prob | " + " | ".join(heads) + " |", "|---" * (len(heads) + 3) + "|"]
+    rows = []
     for name in sets:
-        labels = next(iter(results[name]["labels"].values()))
-        cells = [
-            f"{of[head]['calibrated_kl']:.4f}, {of[head]['auroc']:.4f}"
-            for of in [results[name]["heads"]]
-            for head in heads
-        ]
-        lines.append(
-            f"| {name} | {labels['num_tokens']:,.0f} | {labels['mean_acceptance_prob']:.3f} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    return (
-        "\n\n".join(["### Calibrated KL and AUROC by set of prompts, of the best heads on dev", "\n".join(lines)])
-        + "\n"
-    )
+        labels, measured = next(iter(results[name]["labels"].values())), results[name]["heads"]
+        cells = [f"{measured[head]['calibrated_kl']:.4f}, {measured[head]['auroc']:.4f}" for head in heads]
+        rows.append([name, f"{labels['num_tokens']:,.0f}", f"{labels['mean_acceptance_prob']:.3f}", *cells])
+    table = _markdown(["set", "tokens", "mean acceptance prob", *heads], rows)
+    return f"### Calibrated KL and AUROC by set of prompts, of the best heads on dev\n\n{table}\n"
 
 
 def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:
@@ -72,55 +75,37 @@ def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, hi
     """All results and the learning curves of a run, as JSON; NaN (a draft position that no response reaches) becomes
     null.
     """
-    text = json.dumps(_finite({"run": run, "results": results, "history": history}), indent=1)
+    measured = {"run": run, "results": results, "history": history}
+    finite = apply_to_collection(measured, float, lambda value: None if math.isnan(value) else value)
+    text = json.dumps(finite, indent=1)
     write_atomic(path, f"{text}\n".encode())
 
 
-def _labels(result: Result, split: str) -> str:
-    lines = [
-        f"{split}, {timing}-time: {labels['num_tokens']:,.0f} tokens, mean acceptance_prob "
-        f"{labels['mean_acceptance_prob']:.3f}; "
-        f"KL of a constant {labels['constant_kl']:.4f}"
-        for timing, labels in result["labels"].items()
-    ]
-    return "\n".join(lines)
-
-
 def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
-    weights = list(dict.fromkeys(spec.reject_weight for spec in specs))
-    lines = [
-        "| depth | " + " | ".join(f"w_rej {weight:g}" for weight in weights) + " |",
-        "|---" * (len(weights) + 1) + "|",
-    ]
-    for depth in dict.fromkeys(spec.shape.depth for spec in specs):
-        of_depth = [result["heads"][str(spec)] for spec in specs if spec.shape.depth == depth]
-        lines.append(
-            f"| {depth} | " + " | ".join(f"{r['raw_kl']:.4f} / {r['calibrated_kl']:.4f}" for r in of_depth) + " |"
-        )
-    return "\n".join(lines)
+    rows: dict[int, list[str]] = {}
+    for spec in specs:
+        measured = result["heads"][str(spec)]
+        cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
+        rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
+    weights = dict.fromkeys(spec.reject_weight for spec in specs)
+    return _markdown(["depth", *(f"w_rej {weight:g}" for weight in weights)], rows.values())
 
 
 def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
     columns = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
-    lines = [
-        "| | " + " | ".join(column.replace("_", " ") for column in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    rows = {
+    measured = {
         f"{name} alone ({timing})": values
         for timing, signals in result["signals"].items()
         for name, values in signals.items()
     }
-    rows |= {str(spec): result["heads"][str(spec)] for spec in specs}
-    for name, values in rows.items():
-        cells = [f"{values[column]:.4f}" if column in values else "" for column in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
+    rows = [
+        [name, *(f"{values[column]:.4f}" if column in values else "" for column in columns)]
+        for name, values in measured.items()
+    ]
+    return _markdown(["", *(column.replace("_", " ") for column in columns)], rows)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    header = " | ".join(columns).lstrip()  # a first column without a name is "| |"
+    return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])

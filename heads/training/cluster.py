@@ -27,8 +27,7 @@ def environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
     if any(isinstance(plugin, SLURMEnvironment) and plugin.auto_requeue for plugin in given):
         raise ValueError(
             "trainer.plugins has a SLURMEnvironment with auto_requeue, which writes checkpoints that no run goes on "
-            "from; "
-            "give it auto_requeue: false, or leave it out"
+            "from; give it auto_requeue: false, or leave it out"
         )
     if given or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
         return []

@@ -19,11 +19,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from typing import Any
 
 from configs.schema import Config, ModelSource, PairConfig
+from heads.batches.module import is_first_process
 from heads.training.checkpoints import check_whole, run_of
 from heads.training.cluster import report_requeue_checkpoints
 from store.json_files import read_json
@@ -41,21 +40,16 @@ _FREE_TO_CHANGE = {
         "enable_checkpointing",
         "enable_progress_bar",
         "enable_model_summary",
-    }
-    | {"log_every_n_steps", "profiler", "barebones", "devices", "num_nodes"},
+        "log_every_n_steps",
+        "profiler",
+        "barebones",
+        "devices",
+        "num_nodes",
+    },
 }
 """Keys in which a resumed run may differ: they change its weights in the rounding at most. Processes are compared by
 their number.
 """
-
-
-class Start(NamedTuple):
-    """Name and checkpoint that a run begins with."""
-
-    run: str
-    """Its name."""
-    checkpoint: str | None
-    """Checkpoint that it goes on from."""
 
 
 @dataclass(frozen=True)
@@ -76,39 +70,43 @@ class RunDirectory:
 
     def alone(self) -> AbstractContextManager[None]:
         """The lock of heads.dir; of several processes of one run the first holds it for all."""
-        return only_writer(self.path, setting="heads.dir") if _is_first() else nullcontext()
+        return only_writer(self.path, setting="heads.dir") if is_first_process() else nullcontext()
 
-    def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> Start:
+    def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> tuple[str, str | None]:
         """Settle whether there is a checkpoint to go on from, and write run.json.
 
         Of several processes of one run the first writes; the others come to the same decision from what they read.
 
         Args:
             config: the experiment.
-            resume: go on from a checkpoint that is there.
-            processes: how many there are of this run.
+            resume: whether to go on from a checkpoint that is there.
+            processes: the number of processes of this run.
+
+        Returns:
+            The name of the run, and the checkpoint that it goes on from.
 
         Raises:
             ValueError: there is a checkpoint of another config, a broken one, or one of another number of processes
                 that this number would not go on from alike.
         """
-        described = json.loads(json.dumps(describe(config)))
+        described = _described(config)
         on_disk = self.read() if resume else {}
-        saved = self._saved() if resume else None
-        if on_disk and saved is not None:
-            _refuse_difference(on_disk, described, path=self.path)
-            _refuse_processes(on_disk.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
-        goes_on = saved is not None and (not on_disk or on_disk["run"] == saved.run)
-        run = saved.run if saved is not None and goes_on else on_disk["run"] if on_disk else uuid.uuid4().hex
-        if _is_first():
+        has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
+        if has_checkpoint:
+            check_whole(self.checkpoint)
+            saved = run_of(self.checkpoint)
+            if on_disk:
+                _refuse_difference(on_disk, described, path=self.path)
+                _refuse_processes(on_disk.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
+        goes_on = has_checkpoint and (not on_disk or on_disk["run"] == saved)
+        run = saved if goes_on else on_disk["run"] if on_disk else uuid.uuid4().hex
+        if is_first_process():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
-            write_atomic(
-                self.path / "run.json",
-                (json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n").encode(),
-            )
+            text = json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n"
+            write_atomic(self.path / "run.json", text.encode())
             report_requeue_checkpoints(self.path)
-        return Start(run, str(self.checkpoint) if goes_on else None)
+        return run, str(self.checkpoint) if goes_on else None
 
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
@@ -121,61 +119,51 @@ class RunDirectory:
             raise ValueError(f"{path}: config is {on_disk['config']!r}, where an object belongs; {remedy}")
         return on_disk
 
-    def _saved(self) -> Start | None:
-        """The checkpoint that is there, under the name of its own run."""
-        if not self.checkpoint.is_file():
-            return None
-        check_whole(self.checkpoint)
-        return Start(run_of(self.checkpoint), str(self.checkpoint))
 
-
-def _is_first() -> bool:
-    """Is this the first of the run's processes?"""
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
-def describe(config: Config) -> dict[str, Any]:
-    """The run's settings, as run.json states them beside the name."""
+def _described(config: Config) -> dict[str, Any]:
+    """The run's settings, as run.json states them beside the name: JSON values, and what is none (a callback in the
+    trainer section) by its type.
+    """
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
-    return {
-        "config": {name: _plain(value) for name, value in asdict(config).items()},
+    described = {
+        "config": asdict(config),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": sys.argv,
     }
+    return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 
-def _refuse_difference(there: dict[str, Any], here: dict[str, Any], *, path: Path) -> None:
+def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
     """Raise ValueError for the first key in which two configs differ; what run.json was written without has its
     default.
     """
-    written = _over(_DEFAULTS, there["config"])
+    written = _over(_DEFAULTS, on_disk["config"])
     for section in ("pair", "data", "heads", "trainer"):
-        old, new = written[section] or {}, here["config"][section]
+        old, new = written[section] or {}, described["config"][section]
         for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):
             if old.get(key) != new.get(key):
                 raise ValueError(
                     f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says "
-                    f"{new.get(key)!r}; choose another "
-                    "heads.dir, delete that one, or pass --resume false to start over in it"
+                    f"{new.get(key)!r}; choose another heads.dir, delete that one, or pass --resume false to start "
+                    "over in it"
                 )
 
 
-def _refuse_processes(there: int | None, here: int, *, dropout: float, path: Path) -> None:
-    """Raise ValueError unless a run of `there` processes ends, on `here`, in the same steps and up to rounding
+def _refuse_processes(written: int | None, processes: int, *, dropout: float, path: Path) -> None:
+    """Raise ValueError unless a run of `written` processes ends, on `processes`, in the same steps and up to rounding
     weights.
     """
     remedy = "pass --resume false to start over in it"
-    if there is None:
+    if written is None:
         raise ValueError(
             f"{path} holds a run from before heads.batch_size was that of all processes together; {remedy} or, if it "
-            "ran in "
-            'one process, add "processes": 1 to its run.json'
+            'ran in one process, add "processes": 1 to its run.json'
         )
-    if there != here and dropout:
+    if written != processes and dropout:
         raise ValueError(
-            f"{path} holds a run of {there} processes, this one has {here}, and with heads.dropout {dropout:g} what a "
-            "step "
-            f"drops depends on their number; set trainer.devices and trainer.num_nodes to {there} in all, or {remedy}"
+            f"{path} holds a run of {written} processes, this one has {processes}, and with heads.dropout {dropout:g} "
+            "what a step drops depends on their number; set trainer.devices and trainer.num_nodes to "
+            f"{written} in all, or {remedy}"
         )
 
 
@@ -188,12 +176,3 @@ def _over(defaults: Any, values: Any) -> Any:
     if not isinstance(values, dict) or not isinstance(defaults, dict):
         return values
     return defaults | {key: _over(defaults.get(key), value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    """JSON values; anything else (a callback in the trainer section) by its type."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__

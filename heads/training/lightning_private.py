@@ -8,13 +8,18 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The trainer of a module; None for a module without, whose `trainer` raises an error."""
+    return module._trainer
+
+
 def is_within_step(trainer: pl.Trainer) -> bool:
     """Whether gradients of some batches of an accumulated step are held, and the step is still to come."""
     return trainer.fit_loop._should_accumulate()
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether one follows the newest batch, or followed it.
+    """Whether a validation follows the newest batch, or followed it.
 
     A run that goes on from a checkpoint between the two never makes it up.
     """
@@ -32,7 +37,7 @@ def ignore_requeue_checkpoints(trainer: pl.Trainer) -> None:
 
 
 class _OwnCheckpoints(_CheckpointConnector):
-    """Loads what it is told to load, and nothing else."""
+    """Loads the checkpoint that it is given, and nothing else."""
 
     @property
     def _hpc_resume_path(self) -> str | None:

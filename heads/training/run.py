@@ -29,7 +29,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     Args:
         config: the experiment.
         run: the run's name, which goes into its checkpoints.
-        device: where the steps of this process run.
+        device: the device on which the steps of this process run.
 
     Raises:
         FileNotFoundError, ValueError: from the data, or a draft that is not the one that the data was made with.
@@ -60,7 +60,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
 
 
 def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
-    """The draft; one that reads the target's states comes with it."""
+    """The draft alone, or with its target where it reads the target's states."""
     if released_layout_of(pair.draft):
         return load_pair(pair).drafting
     return load_model(pair.draft, trust_remote_code=pair.trust_remote_code, device=_CPU)
@@ -73,15 +73,14 @@ def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> 
     if embedding.shape[1] != hidden_size:
         raise ValueError(
             f"the draft's embeddings are {embedding.shape[1]} wide and its hidden states {hidden_size}; "
-            "heads.embeddings needs them equal, "
-            "set it to [false]"
+            "heads.embeddings needs them equal, set it to [false]"
         )
     return embedding
 
 
 def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
     """Write val_metrics.json, tables.md and the plots; print the tables. Returns the results by split."""
-    write_metrics(directory.metrics, sweep.results, run=sweep.facts.get("run"), history=sweep.history)
+    write_metrics(directory.metrics, sweep.results, run=sweep.facts["run"], history=sweep.history)
     texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
     sets = by_set(sweep.results, sweep.specs)
     write_atomic(directory.path / "tables.md", "\n".join([*texts, sets]).encode())
@@ -102,11 +101,8 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
-    trainer = {
-        key: config.trainer[key]
-        for key in ("max_epochs", "max_steps", "precision")
-        if config.trainer.get(key) not in (None, -1)
-    }
+    settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
+    trainer = {key: value for key, value in settings.items() if value not in (None, -1)}
     return {
         # a feature draft's drafts are its own
         "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
@@ -118,7 +114,6 @@ def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
             "responses": data.num_responses("train"),
             "learning_rate": config.heads.learning_rate,
             "sequences_per_batch": config.heads.batch_size,
-            **({"max_epochs": PAPER_EPOCHS} if not trainer else {}),
-            **trainer,
+            **(trainer or {"max_epochs": PAPER_EPOCHS}),
         },
     }

@@ -9,7 +9,7 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
     """Steps of the whole run: what warm-up and cosine are measured against.
 
     Lightning's own `estimated_stepping_batches` sets up the loader, which makes it forget the state of a resumed one;
-    so this one asks the data module.
+    so this asks the data module for a loader.
 
     Raises:
         ValueError: neither epochs nor steps are limited.
@@ -22,7 +22,7 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
             )
         return trainer.max_steps
     assert trainer.max_epochs is not None
-    batches = trainer.datamodule.num_train_batches  # type: ignore[attr-defined]
+    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
     limit = trainer.limit_train_batches
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
@@ -36,6 +36,5 @@ def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
     of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
     return (
         f"training in {processes:,} process{'es' if processes > 1 else ''}, a batch of {batch_size:,} responses in "
-        f"all{shared}, "
-        f"{num_optimizer_steps(trainer):,} steps{of_batches}"
+        f"all{shared}, {num_optimizer_steps(trainer):,} steps{of_batches}"
     )

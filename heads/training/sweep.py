@@ -26,7 +26,7 @@ from heads.measures.running import LogitHistogram
 from heads.measures.scores import auroc, measures
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
-from heads.training.lightning_private import is_within_step
+from heads.training.lightning_private import is_within_step, trainer_of
 from heads.training.loss import Targets, mean_over_processes
 from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
@@ -59,7 +59,7 @@ class Sweep(pl.LightningModule):
         heads: the `heads` section of the config.
         facts: run (its name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what all
             `Provenance` share).
-        draft: runs the frozen draft, for online features.
+        draft: a function that runs the frozen draft, for online features.
         embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
         """
         super().__init__()
@@ -97,18 +97,16 @@ class Sweep(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = self._features(batch)
         losses = []
-        for weights, (_, stack) in zip(self._weights(), self.items(), strict=True):
+        for weights, (_, stack) in zip(self._by_stack(self.reject_weights), self.items(), strict=True):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
             targets = targets._replace(mass=mean_over_processes(targets.mass))
-            dropout = stack.dropout(
-                self.config.dropout, self.config.seed, self.current_epoch, batch_idx, self.global_rank
-            )
+            step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
+            dropout = stack.dropout(self.config.dropout, *step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
-        if names := [
-            str(spec) for spec, ok in zip(self.specs, torch.isfinite(loss.detach()).tolist(), strict=True) if not ok
-        ]:
+        is_finite = torch.isfinite(loss.detach()).tolist()
+        if names := [str(spec) for spec, finite in zip(self.specs, is_finite, strict=True) if not finite]:
             raise ValueError(
                 f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate"
             )
@@ -118,39 +116,30 @@ class Sweep(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch = self._features(batch)
         for key, stack in self.items() if has_tokens(batch) else []:
-            histogram = observe(
-                self.logits(stack, batch).float(), of_timing(batch, stack.shape.timing).acceptance_prob[None]
-            )
+            label = of_timing(batch, stack.shape.timing).acceptance_prob
+            histogram = observe(self.logits(stack, batch).float(), label[None])
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
-        kl, temperature = [], []
-        entry: dict[str, list[float]] = {"raw_kl": [], "calibrated_kl": [], "auroc": []}
-        for weights, (key, _) in zip(self._weights(), self.items(), strict=True):
+        figures: dict[str, list[Tensor]] = {"raw_kl": [], "calibrated_kl": [], "auroc": [], "temperature": []}
+        for weights, key in zip(self._by_stack(self.reject_weights), self.stacks, strict=True):
             histogram = self.histograms[key].compute()  # type: ignore[operator]
             self.histograms[key].reset()  # type: ignore[operator]
             shift = self._shift(weights)
-            fitted = fit_temperature(histogram, shift)
-            calibrated = measures(histogram, 1 / fitted, shift / fitted).kl
-            kl.append(calibrated)
-            temperature.append(fitted)
-            for name, values in (
-                ("raw_kl", measures(histogram).kl),
-                ("calibrated_kl", calibrated),
-                ("auroc", auroc(histogram)),
-            ):
-                entry[name] += values.tolist()
+            temperature = fit_temperature(histogram, shift)
+            figures["raw_kl"].append(measures(histogram).kl)
+            figures["calibrated_kl"].append(measures(histogram, 1 / temperature, shift / temperature).kl)
+            figures["auroc"].append(auroc(histogram))
+            figures["temperature"].append(temperature)
         if not self.trainer.sanity_checking:
-            self._keep_best(torch.cat(kl), torch.cat(temperature))
+            of_heads = {name: torch.cat(parts) for name, parts in figures.items()}
+            kl = of_heads["calibrated_kl"]
+            self._keep_best(kl, of_heads.pop("temperature"))
+            entry = {name: values.tolist() for name, values in of_heads.items()}
             self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
-            self.log_dict(
-                {
-                    f"dev/{name}/{spec}": v
-                    for name, values in entry.items()
-                    for spec, v in zip(self.specs, values, strict=True)
-                }
-            )
-            self.log("dev/calibrated_kl", torch.cat(kl).mean(), prog_bar=True)
+            for name, values in entry.items():
+                self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
+            self.log("dev/calibrated_kl", kl.mean(), prog_bar=True)
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
@@ -195,7 +184,7 @@ class Sweep(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
-        if self._trainer is not None and is_within_step(self.trainer):
+        if (trainer := trainer_of(self)) is not None and is_within_step(trainer):
             grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
             checkpoint["partial_grads"] = {name: mean_over_processes(grad) for name, grad in grads.items()}
 
@@ -217,10 +206,7 @@ class Sweep(pl.LightningModule):
         """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
         if self.config.select == "last":
             return
-        has_best = self.best_kl.isfinite().split([len(stack.specs) for _, stack in self.items()])
-        for has, (key, stack) in zip(has_best, self.items(), strict=True):
-            for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                now.copy_(torch.where(_per_head(has, now), best, now))
+        self._copy(self.best_kl.isfinite(), source=self.best, destination=self.stacks)
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
@@ -260,11 +246,12 @@ class Sweep(pl.LightningModule):
         is_better = kl < self.best_kl if self.config.select == "best" else torch.ones_like(kl, dtype=torch.bool)
         self.best_kl.copy_(torch.where(is_better, kl, self.best_kl))
         self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
-        for better, (key, stack) in zip(
-            is_better.split([len(stack.specs) for _, stack in self.items()]), self.items(), strict=True
-        ):
-            for now, best in zip(stack.parameters(), self.best[key].parameters(), strict=True):  # type: ignore[union-attr]
-                best.copy_(torch.where(_per_head(better, now), now, best))
+        self._copy(is_better, source=self.stacks, destination=self.best)
+
+    def _copy(self, is_chosen: Tensor, *, source: nn.ModuleDict, destination: nn.ModuleDict) -> None:
+        for chosen, key in zip(self._by_stack(is_chosen), self.stacks, strict=True):
+            for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
+                old.copy_(torch.where(_per_head(chosen, old), new, old))
 
     def _stack(self, shape: HeadShape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
@@ -275,11 +262,11 @@ class Sweep(pl.LightningModule):
             stack.scalar_scale.copy_(scale[columns])
         return stack
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        """Reject weights, stack by stack."""
-        return self.reject_weights.split([len(stack.specs) for _, stack in self.items()])
+    def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
+        """The values of all heads, as one tensor for each stack."""
+        return of_heads.split([len(stack.specs) for _, stack in self.items()])
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:
-    """[heads] with as many axes as `like`, whose first are the heads."""
+    """The [heads] values with as many axes as `like`, the first of which is that of the heads."""
     return values.view(-1, *[1] * (like.dim() - 1))

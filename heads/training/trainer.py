@@ -30,8 +30,7 @@ def make_trainer(config: Config) -> pl.Trainer:
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
             f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 "
-            "bits; use "
-            f"{str(precision).replace('true', 'mixed')}"
+            f"bits; use {precision.replace('true', 'mixed')}"
         )
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
@@ -74,7 +73,9 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
-    """After each validation and on exceptions; in between every so many steps, or as often as their writing allows."""
+    """What writes checkpoints after each validation and on exceptions; in between every so many steps, or as often as
+    their writing allows.
+    """
     place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
     between = (

@@ -22,7 +22,7 @@ def check_conditions(config: Any, version: str) -> None:
 
     Args:
         config: a `VllmConfig` in which vLLM has settled what the user left open.
-        version: of vLLM.
+        version: the release of vLLM.
 
     Raises:
         ValueError: something in it that the plugin does not support.
@@ -35,8 +35,8 @@ def check_conditions(config: Any, version: str) -> None:
         method = None if drafting is None else drafting.method
         _refuse(
             f"it stops the drafts of a draft model, and the speculative method is {method}; set --speculative-config "
-            f'\'{{"method": '
-            '"draft_model", "model": DRAFT, "num_speculative_tokens": 20, "draft_sample_method": "probabilistic"}\''
+            '\'{"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 20, "draft_sample_method": '
+            '"probabilistic"}\''
         )
     for name in _MODES:
         if getattr(drafting, name, False):

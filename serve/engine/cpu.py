@@ -2,8 +2,7 @@
 `conditions.TRIED` alone.
 
 expand_batch_to_tokens    its kernel writes into a copy, so that sampled verification reads temperature, top-k and top-p
-                          from memory that
-                          nobody wrote: the output has another law than the target's
+                          from memory that nobody wrote: the output has another law than the target's
 apply_top_k_only          asks for the largest k of no rows where a step verifies no drafts, which ends the engine
 """
 
@@ -30,18 +29,18 @@ def expanded(
     """Each number of a batch as often as its request has tokens: [a, b] and ends [2, 3] give [a, a, b].
 
     Args:
-        x: a number for each request; `replace_from` becomes `replace_to`.
-        cu_num_tokens: where each request's tokens end.
-        num_tokens: of all requests.
-        replace_from: see x.
-        replace_to: see x.
+        x: a number for each request.
+        cu_num_tokens: the place where each request's tokens end.
+        num_tokens: the number of tokens of all requests.
+        replace_from: a number of x that is replaced.
+        replace_to: the number that takes its place.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _of_rows(apply: Any) -> Any:
-    """The function, but for no rows at all."""
+    """A function that leaves logits of no rows alone, and does what `apply` does with others."""
 
     @wraps(apply)
     def applied(logits: Tensor, k: Tensor) -> Tensor:

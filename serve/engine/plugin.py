@@ -28,7 +28,6 @@ def register() -> None:
 
 
 def _checked(create: Any, version: str) -> Any:
-    """`create_engine_config`, and the check of what it made."""
 
     @wraps(create)
     def checked(*args: Any, **how: Any) -> Any:

@@ -24,8 +24,7 @@ def policies_of(config: Any) -> Policies:
     if drafting.draft_sample_method == "greedy":
         warn(
             '%s: drafts are greedy, and accepted less often at temperature > 0; set "draft_sample_method": '
-            '"probabilistic" in '
-            "--speculative-config",
+            '"probabilistic" in --speculative-config',
             KEY,
         )
     return Policies(

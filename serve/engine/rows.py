@@ -23,11 +23,11 @@ def rows_of(
     """One row for each request of the batch.
 
     Args:
-        sampled: tokens of each row that verification gave, then -1 up to a common length.
+        sampled: the tokens of each row that verification gave, then -1 up to a common length.
         requests: the runner's `CachedRequestState` by id.
         batch: the runner's `InputBatch`.
-        is_discarded: rows that still read their prompts; what was sampled there means nothing.
-        policies: of requests.
+        is_discarded: whether a row still reads its prompt; what was sampled there means nothing.
+        policies: the policies that requests get.
     """
     rows = []
     for place, tokens in enumerate(sampled):

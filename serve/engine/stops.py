@@ -19,8 +19,8 @@ class Stops:
     def __init__(self, config: Any, device: torch.device, embedding: Embedding) -> None:
         """Args:
         config: a `VllmConfig`.
-        device: of the draft.
-        embedding: rows of the draft's input embeddings.
+        device: the device of the draft.
+        embedding: a function that gives the rows of the draft's input embeddings.
         """
         self._policies = policies_of(config)
         for head in self._policies.heads:
@@ -50,10 +50,10 @@ class Stops:
         """A draft step has run.
 
         Args:
-            logits: [rows, vocab], not yet scaled.
-            hidden: [rows, hidden] that gave them.
-            token: [rows] drawn.
-            probs: [rows, vocab] that they were drawn from; None: greedily.
+            logits: the draft's logits [rows, vocab], not yet scaled.
+            hidden: the hidden states [rows, hidden] that gave them.
+            token: the tokens [rows] that were drawn.
+            probs: the probabilities [rows, vocab] that they were drawn from; None: greedily.
         """
         tokens, seen = self._signals.read(self._position, logits, hidden, token, policies=self._lanes.policies)
         self._position += 1

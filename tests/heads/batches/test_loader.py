@@ -33,7 +33,7 @@ def numbers(items: object) -> list[tuple[int, int]]:
 
 
 def order(epoch: int = 0) -> list[tuple[int, int]]:
-    return numbers(turn.item for turn in shuffled(LENGTHS, seed=5, epoch=epoch))
+    return numbers(shuffled(LENGTHS, seed=5, epoch=epoch))
 
 
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own():

@@ -24,7 +24,7 @@ def spans() -> list[range]:
 
 def test_histograms_by_position_are_those_of_all_drafts(rows):
     logit, prob = rows
-    found = by_position(logit, prob, row_lengths=LENGTHS, num_positions=4)
+    found_token, found_survival = by_position(logit, prob, row_lengths=LENGTHS, num_positions=4)
     hat = logit.double().sigmoid()
     for k in range(4):
         starts = [s for span in spans() for s in span if s + k < span.stop]
@@ -33,7 +33,7 @@ def test_histograms_by_position_are_those_of_all_drafts(rows):
         predicted = torch.stack([hat[:, s : s + k + 1].prod(1) for s in starts], 1)
         survival = observe(predicted.logit(), torch.stack([prob[s : s + k + 1].double().prod() for s in starts])[None])
         for head in range(2):
-            for ours, whole in ((found.token, token), (found.survival, survival)):
+            for ours, whole in ((found_token, token), (found_survival, survival)):
                 torch.testing.assert_close(ours.accepted[head * 4 + k].sum(), whole.accepted[head].sum())
                 torch.testing.assert_close(
                     ours.logit[head * 4 + k].sum(), whole.logit[head].sum(), rtol=1e-6, atol=1e-6

@@ -30,7 +30,7 @@ def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir:
     new = changed(old, learning_rate=0.5)
     train(old)
     directory = RunDirectory(tmp_path)
-    name = directory.prepare(new, resume=False).run  # and killed before its first checkpoint
+    name = directory.prepare(new, resume=False)[0]  # and killed before its first checkpoint
     with pytest.raises(ValueError, match=r"last\.ckpt is of an earlier run"):
         export(new)
     assert directory.prepare(new, resume=True) == (name, None)
@@ -65,17 +65,15 @@ def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(
         with pytest.raises(ValueError, match="no space for"):
             WholeCheckpoints().save_checkpoint({}, tmp_path / "last.ckpt")
     assert (tmp_path / "run.json").read_bytes() == before
-    assert RunDirectory(tmp_path).prepare(config, resume=True).checkpoint
+    assert RunDirectory(tmp_path).prepare(config, resume=True)[1]
 
 
 def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_path: Path):
     config = make_config(data_dir, tmp_path, trainer=ONE)
     directory = RunDirectory(tmp_path)
-    assert directory.prepare(config, resume=True).checkpoint is None
+    assert directory.prepare(config, resume=True)[1] is None
     train(config)
-    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True).checkpoint == str(
-        directory.checkpoint
-    )
+    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True)[1] == str(directory.checkpoint)
     other = changed(config, learning_rate=0.5)
     for different, key in (
         (other, r"heads\.learning_rate"),
@@ -83,7 +81,7 @@ def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_p
     ):
         with pytest.raises(ValueError, match=key):
             directory.prepare(different, resume=True)
-    assert directory.prepare(other, resume=False).checkpoint is None
+    assert directory.prepare(other, resume=False)[1] is None
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp_path: Path):
@@ -123,7 +121,7 @@ def test_a_broken_checkpoint_is_refused_and_named(data_dir: Path, tmp_path: Path
     for use in (lambda: train(config), lambda: load_sweep(path)):
         with pytest.raises(ValueError, match=r"last\.ckpt .*(no whole checkpoint|no checkpoint of)"):
             use()
-    assert RunDirectory(tmp_path).prepare(config, resume=False).checkpoint is None
+    assert RunDirectory(tmp_path).prepare(config, resume=False)[1] is None
 
 
 def test_an_export_that_was_killed_between_its_renames_loses_no_head(tmp_path: Path):

@@ -119,7 +119,7 @@ def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_
         train(config)
         directory = RunDirectory(tmp_path / str(rate))
         assert directory.read()["processes"] == 1
-        assert directory.prepare(config, resume=True, processes=1).checkpoint
+        assert directory.prepare(config, resume=True, processes=1)[1]
         if rate:
             with pytest.raises(
                 ValueError, match=r"a run of 1 processes, this one has 8, and with heads.dropout 0.1 .*--resume false"
@@ -128,7 +128,7 @@ def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_
             assert directory.read()["processes"] == 1, "what was refused has written nothing"
         else:
             eight = replace(config, trainer=config.trainer | {"devices": 8, "num_nodes": 1})
-            assert directory.prepare(eight, resume=True, processes=8).checkpoint
+            assert directory.prepare(eight, resume=True, processes=8)[1]
             assert directory.read()["processes"] == 8
 
 
@@ -141,7 +141,7 @@ def test_a_run_whose_batch_was_that_of_each_process_is_not_gone_on_from(data_dir
     (tmp_path / "run.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"from before heads.batch_size was that of all processes .*\"processes\": 1"):
         directory.prepare(config, resume=True)
-    assert directory.prepare(config, resume=False).checkpoint is None
+    assert directory.prepare(config, resume=False)[1] is None
 
 
 @pytest.mark.slow
