@@ -35,6 +35,7 @@ from data_gen.responses.exchange import Problem, Request, Response, ResponseSour
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
+from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_pair
 
 _START_S = 1200
@@ -171,10 +172,13 @@ def compare_sources(
     greedy, plain = Sampling(temperature=0.0), Sampling()
     expected = answers_of(here(greedy), requests)
     seconds: dict[str, list[float]] = {"in_process": [], "vllm": []}
-    for _ in range(rounds):
-        for name, source in (("in_process", here(plain)), ("vllm", there(plain, "token_ids"))):
+    answers: dict[str, list[Response | Problem]] = {}
+    sources = {"in_process": lambda: here(plain), "vllm": lambda: there(plain, "token_ids")}
+    for _, order in in_turns(sources, range(rounds)):
+        for name in order:
+            source = sources[name]()
             began = time.perf_counter()
-            answers = answers_of(source, requests)
+            answers[name] = answers_of(source, requests)
             seconds[name].append(time.perf_counter() - began)
     ways = {way: {"greedy": equality(expected, answers_of(there(greedy, way), requests))} for way in _WAYS}
     for way in ("token_ids", "text"):
@@ -182,7 +186,7 @@ def compare_sources(
     rows_per_s = {name: len(requests) / min(times) for name, times in seconds.items()}
     return {
         "rows": len(requests),
-        "tokens": sum(len(answer.response_ids) for answer in answers if isinstance(answer, Response)),
+        "tokens": sum(len(answer.response_ids) for answer in answers["vllm"] if isinstance(answer, Response)),
         "rows_per_s": rows_per_s,
         "vllm_over_in_process": rows_per_s["vllm"] / rows_per_s["in_process"],
         "ways": ways,

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from benchmarks.serve.loop import ROOT, TRIO, pair_of_the_trio, requests_of
 from benchmarks.serve.session import MARK
 from configs import ModelSource
+from evaluation.turns import in_turns
 from lm import load_model
 
 LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
@@ -133,8 +134,9 @@ def timed(
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
     seen = defaultdict[tuple[int, str], list[ClockTurn]](list)
     for turn in range(turns + 1):
-        for size in sizes if turn else sizes[-1:]:
-            for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
+        arms = (ALONE, *ARMS) if turn else (ALONE, "auto")
+        for size, order in in_turns(arms, sizes if turn else sizes[-1:], first=turn):
+            for arm in order:
                 asked = [
                     prompt | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
                     for prompt in prompts_for(prompts, size, turn)

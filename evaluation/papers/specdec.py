@@ -32,6 +32,7 @@ from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
+from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
 _NEAR = 0.99
@@ -205,10 +206,10 @@ def generations(
     }
     generator = torch.Generator().manual_seed(decode.seed)
     generated: dict[str, list[Generation]] = {name: [] for name in decoders}
-    for turn, prompt in enumerate([prompts[0], *prompts]):
+    for turn, (prompt, order) in enumerate(in_turns(decoders, [prompts[0], *prompts])):
         length = max(2, round(decode.max_new_tokens * _SHARES[turn % len(_SHARES)]))
-        for name, members in decoders.items():
-            played = [member.generate(prompt, length, generator=generator) for member in members]
+        for name in order:
+            played = [member.generate(prompt, length, generator=generator) for member in decoders[name]]
             generated[name] += played if turn else []
     return generated
 
