@@ -26,7 +26,7 @@ CaseName = Literal["policies", "laws", "tight", "many", "bfloat16"]
 TIMEOUT_S = 3600
 
 
-def serve(*, only: tuple[CaseName, ...] = (), heads: tuple[str, ...] = ()) -> dict[str, Any]:
+def serve_cases(*, only: tuple[CaseName, ...] = (), heads: tuple[str, ...] = ()) -> dict[str, Any]:
     """Serve every case with vLLM, decode it with our loop, and compare.
 
     Args:
@@ -60,5 +60,5 @@ def served(python: str, jobs: list[dict[str, Any]], folder: Path) -> list[dict[s
 
 
 if __name__ == "__main__":
-    cases = run({"serve": serve}, default="serve")
+    cases = run({"serve_cases": serve_cases}, default="serve_cases")
     sys.exit(not all(case["ok"] for case in cases.values()))
