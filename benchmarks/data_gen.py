@@ -20,7 +20,6 @@ line is one JSON document.
 
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -33,9 +32,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.where import measured_where
 from configs.command import run
 from configs.schema import Config
 from data_gen.store.rows import read_rows
+from evaluation.turns import in_turns
 from store.shards import list_shards
 
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None}
@@ -124,9 +125,9 @@ def compare_programs(
         arms = {"official": lambda size: official(script, size, folder / "official")} | arms
     runs: dict[str, dict[int, list[Run]]] = {arm: {size: [] for size in sizes} for arm in arms}
     for turn in range(repeats):
-        for size in sizes:
-            for arm, make_rows in arms.items():
-                run = make_rows(size)
+        for size, order in in_turns(arms, sizes, first=turn):
+            for arm in order:
+                run = arms[arm](size)
                 runs[arm][size].append(run)
                 seconds = f"{run.wall_s:7.1f} s  CPU {run.cpu_s:7.1f} s"
                 print(f"  turn {turn + 1}: {arm:<8} {size:>5} rows  {seconds}  {run.tokens} tokens", flush=True)
@@ -212,11 +213,7 @@ def data_gen(
         "repeats": repeats,
         "target": config.pair.target.path,
         "batch_size": config.data.batch_size,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        **measured_where(),
     }
     for arm in (key for key, value in result.items() if isinstance(value, dict)):
         for size, figures in result[arm].items():

@@ -14,12 +14,13 @@ import platform
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,23 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks import injected
-from benchmarks.injected import Bench
-from benchmarks.stages_under_fault import STAGES, Child, at, experiment, results
-from benchmarks.with_ray import kill_actors
+from benchmarks.injected import SAME, Bench
+from benchmarks.stages_under_fault import STAGES, Child, at, differing, experiment, results
 from configs.command import run
+from configs.schema import RayConfig
 from data_gen.pipeline.command import make
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from heads.training.trainer import quiet
 from lm import Sampling, load_pair
+from tests.data_gen.processes import ray_actors
 
 Fault = Callable[[Bench, random.Random], tuple[str, int]]
 _ROUNDS = 10_000
+_APART = "data in three stages"
+"""The stage that makes the data once more."""
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def faults(*, out: str, trials: int = 10, only: str = "", seed: int = 0, ray_kills: int = 0) -> dict[str, Any]:
@@ -136,21 +141,14 @@ def undisturbed(folder: Path) -> Bench:
         return Bench(config, whole, **json.loads(facts.read_text()))
     shutil.rmtree(whole, ignore_errors=True)
     bench = Bench(config, whole, {}, {})
-    for stage in STAGES.values():
-        if stage.name == "data in three stages":
-            continue
-        child = bench.start(stage, config)
+    for stage in sorted(STAGES.values(), key=lambda stage: stage.name == _APART):  # last, in a place of its own
+        place = bench.place if stage.name == _APART else whole
+        shutil.rmtree(bench.place, ignore_errors=True)
+        child = bench.start(stage, at(config, place))
         if child.wait():
             raise ValueError(f"{stage.name} fails without a fault: {child.said[-2000:]}")
         bench.durations_s[stage.name] = time.monotonic() - child.began
-        bench.reference[stage.name] = results(whole, stage)
-    shutil.rmtree(bench.place, ignore_errors=True)
-    stage = STAGES["data in three stages"]
-    child = bench.start(stage)
-    if child.wait():
-        raise ValueError(f"{stage.name} fails without a fault: {child.said[-2000:]}")
-    bench.durations_s[stage.name] = time.monotonic() - child.began
-    bench.reference[stage.name] = results(bench.place, stage)
+        bench.reference[stage.name] = results(place, stage)
     shutil.rmtree(bench.place)
     outcome, _ = injected.bad_server(bench, "well", random.Random(0))
     if outcome != injected.SAME:
@@ -199,6 +197,31 @@ def memory_of_data(bench: Bench, chance: random.Random) -> tuple[str, int]:
 def _said(child: Child) -> tuple[str, int]:
     status = child.wait()
     return (child.said.splitlines()[-1] if status == 0 else f"FAILED: {child.said[-300:]}"), 1
+
+
+def kill_actors(bench: Bench, chance: random.Random, *, count: int) -> tuple[str, int]:
+    """Run `python -m data_gen` to its end and SIGKILL up to `count` actors, each a random moment after a new shard."""
+    config = at(bench.config, bench.place)
+    config = replace(config, data=replace(config.data, engine="ray", ray=RayConfig(num_workers=2)))
+    bench.place.mkdir(parents=True, exist_ok=True)
+    settings = bench.place / "ray.json"
+    settings.write_text(json.dumps(asdict(config)))
+    command = [sys.executable, "-m", "data_gen", "--config", str(settings)]
+    with (bench.place / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=_ROOT, stdout=log, stderr=log, start_new_session=True)
+        num_killed = num_shards = 0
+        while process.poll() is None:
+            time.sleep(0.02)
+            now = len(list((bench.place / "data" / "rows").glob("*.parquet")))
+            if num_killed < count and now > num_shards:
+                time.sleep(chance.uniform(0, 0.2))
+                for pid in ray_actors(process.pid)[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    num_killed, num_shards = num_killed + 1, now
+    if process.returncode:
+        return f"FAILED: {process.returncode}: {(bench.place / 'log').read_text()[-400:]}", num_killed
+    wrong = differing(bench.reference["data"], results(bench.place, STAGES["data"]))
+    return (SAME if not wrong else f"FAILED: {len(wrong)} files differ, first {wrong[0]}"), num_killed
 
 
 def resident_kb() -> int:

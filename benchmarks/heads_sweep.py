@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +31,10 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 
+from benchmarks.where import short_commit
 from configs.command import run
 from configs.schema import Config, HeadsConfig
+from evaluation.turns import in_turns
 from heads.batches.online import RowData
 from heads.training.run import build
 from heads.training.trainer import quiet
@@ -53,14 +56,16 @@ def heads_sweep(
         memory: also measure the peak memory over 1, 2 and 4 times the data.
     """
     config = replace(config, heads=replace(_cached(config.heads), num_train=num_train))
-    seconds: dict[str, list[float]] = {name: [] for name in ("sweep", "separate", "feature_pass", "products")}
-    for _ in range(repeats):
-        seconds["sweep"].append(_fit(config, epochs, DEPTHS, WEIGHTS))
-        seconds["separate"].append(
-            sum(_fit(config, epochs, (depth,), (weight,)) for depth in DEPTHS for weight in WEIGHTS)
-        )
-        seconds["feature_pass"].append(_feature_pass(config))
-        seconds["products"].append(_products(config, epochs))
+    arms: dict[str, Callable[[], float]] = {
+        "sweep": lambda: _fit(config, epochs, DEPTHS, WEIGHTS),
+        "separate": lambda: sum(_fit(config, epochs, (depth,), (weight,)) for depth in DEPTHS for weight in WEIGHTS),
+        "feature_pass": lambda: _feature_pass(config),
+        "products": lambda: _products(config, epochs),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _, order in in_turns(arms, range(repeats)):
+        for name in order:
+            seconds[name].append(arms[name]())
     median = {name: statistics.median(values) for name, values in seconds.items()}
     sweep = median["sweep"] + median["feature_pass"]
     official = median["separate"] + median["feature_pass"] * epochs * len(DEPTHS) * len(WEIGHTS)
@@ -77,9 +82,7 @@ def heads_sweep(
         "num_threads": torch.get_num_threads(),
         "machine": platform.processor() or platform.machine(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": short_commit(),
         "command": " ".join(sys.argv),
     }
     for name, value in report.items():

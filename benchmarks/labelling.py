@@ -8,9 +8,7 @@ process with 1, 4 and 16 times the rows. The last line is one JSON document.
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.where import measured_where
 from configs.command import run
 from configs.schema import Config
 from data_gen.labels.labeller import Labeller
@@ -27,6 +26,7 @@ from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.pool import load_prompts
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
+from evaluation.turns import in_turns
 from lm import forwards
 
 _MEMORY_ROWS, _MEMORY_TOKENS = 16, 16
@@ -69,11 +69,13 @@ def labelling(worker: Worker, spec: ShardSpec, repeats: int) -> dict[str, float]
 
     bare()
     label()
-    pairs = [(cpu_seconds(bare), cpu_seconds(label)) for _ in range(2 * repeats + 1)]
+    turns = [
+        {work: cpu_seconds(work) for work in order} for _, order in in_turns((bare, label), range(2 * repeats + 1))
+    ]
     return {
-        "bare_tokens_per_cpu_s": num_tokens / statistics.median(first for first, _ in pairs),
-        "labelling_tokens_per_cpu_s": num_tokens / statistics.median(second for _, second in pairs),
-        "labelling_fraction_of_bare": statistics.median(first / second for first, second in pairs),
+        "bare_tokens_per_cpu_s": num_tokens / statistics.median(seconds[bare] for seconds in turns),
+        "labelling_tokens_per_cpu_s": num_tokens / statistics.median(seconds[label] for seconds in turns),
+        "labelling_fraction_of_bare": statistics.median(seconds[bare] / seconds[label] for seconds in turns),
     }
 
 
@@ -123,11 +125,7 @@ def benchmark(config: Config, *, rows: int = 48, repeats: int = 3) -> dict[str, 
         "peak_memory_16x_over_1x": memory["peak_memory_16x_mib"] / memory["peak_memory_1x_mib"],
         "rows": rows,
         "target": config.pair.target.path,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        **measured_where(),
     }
     for key, value in result.items():
         print(f"  {key:<30} {value:,.3f}" if isinstance(value, float) else f"  {key:<30} {value}")

@@ -22,11 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from scipy.stats import kstest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.serve.laws import law_of
 from configs.command import run
 from configs.schema import Config, ServerConfig
 from data_gen.prompts.pool import load_prompts
@@ -35,6 +34,7 @@ from data_gen.responses.exchange import Problem, Request, Response, ResponseSour
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
+from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_pair
 
 _START_S = 1200
@@ -171,10 +171,13 @@ def compare_sources(
     greedy, plain = Sampling(temperature=0.0), Sampling()
     expected = answers_of(here(greedy), requests)
     seconds: dict[str, list[float]] = {"in_process": [], "vllm": []}
-    for _ in range(rounds):
-        for name, source in (("in_process", here(plain)), ("vllm", there(plain, "token_ids"))):
+    answers: dict[str, list[Response | Problem]] = {}
+    sources = {"in_process": lambda: here(plain), "vllm": lambda: there(plain, "token_ids")}
+    for _, order in in_turns(sources, range(rounds)):
+        for name in order:
+            source = sources[name]()
             began = time.perf_counter()
-            answers = answers_of(source, requests)
+            answers[name] = answers_of(source, requests)
             seconds[name].append(time.perf_counter() - began)
     ways = {way: {"greedy": equality(expected, answers_of(there(greedy, way), requests))} for way in _WAYS}
     for way in ("token_ids", "text"):
@@ -182,7 +185,7 @@ def compare_sources(
     rows_per_s = {name: len(requests) / min(times) for name, times in seconds.items()}
     return {
         "rows": len(requests),
-        "tokens": sum(len(answer.response_ids) for answer in answers if isinstance(answer, Response)),
+        "tokens": sum(len(answer.response_ids) for answer in answers["vllm"] if isinstance(answer, Response)),
         "rows_per_s": rows_per_s,
         "vllm_over_in_process": rows_per_s["vllm"] / rows_per_s["in_process"],
         "ways": ways,
@@ -208,24 +211,16 @@ def equality(expected: list[Response | Problem], found: list[Response | Problem]
     }
 
 
-@torch.inference_mode()
 def law(pair: Pair, requests: list[Request], answers: list[Response | Problem]) -> dict[str, Any]:
-    """The transform F(x-1) + U p(x) of every token under the target: uniform iff the law is right."""
-    generator, transformed = torch.Generator().manual_seed(0), []
-    for request, answer in zip(requests, answers, strict=True):
-        if isinstance(answer, Response):
-            ids = torch.tensor([request.prompt_ids + answer.response_ids])
-            logits = pair.target(ids).logits[0, len(request.prompt_ids) - 1 : -1, : pair.vocab_size]
-            probs = Sampling().probs(logits, torch.float64)
-            chosen = torch.tensor(answer.response_ids).unsqueeze(-1)
-            below = probs.cumsum(-1).gather(-1, chosen) - probs.gather(-1, chosen)
-            uniform = torch.rand(chosen.shape, generator=generator, dtype=torch.float64)
-            transformed.append((below + uniform * probs.gather(-1, chosen)).flatten())
-    values = torch.cat(transformed)
+    """Whether the tokens of all responses have the target's law at temperature 1 (`benchmarks.serve.laws`)."""
+    answered = [
+        ({"prompt_ids": request.prompt_ids}, {"token_ids": answer.response_ids})
+        for request, answer in zip(requests, answers, strict=True)
+        if isinstance(answer, Response)
+    ]
     problems = [answer.reason for answer in answers if isinstance(answer, Problem)]
     return {
-        "tokens": len(values),
-        "ks_p": float(kstest(values.numpy(), "uniform").pvalue),
+        **law_of(pair, [asked for asked, _ in answered], [said for _, said in answered], Sampling()),
         "problems": problems[:3],
         "num_problems": len(problems),
     }

@@ -80,11 +80,15 @@ def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, 
 
 
 def flat(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as columns of a CSV; a gain makes three, its value and the ends of its interval."""
+    """The values of a record, a dataclass or a mapping, as columns of a CSV; a gain makes three, its value and the ends
+    of its interval.
+    """
+    values = (
+        record if isinstance(record, Mapping) else {field.name: getattr(record, field.name) for field in fields(record)}
+    )
     columns: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        columns |= spread(field.name, value) if isinstance(value, Gain) else {field.name: value}
+    for name, value in values.items():
+        columns |= spread(name, value) if isinstance(value, Gain) else {name: value}
     return columns
 
 

@@ -1,5 +1,5 @@
-"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock HEAD [--turns 5]
-[--layers 14 60]`.
+"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock --head HEAD
+[--turns 5] [--layers '[14,60]']`.
 
 The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and
 a verification five times as long; both are measured. One engine speculates, in which every request brings its policy,
@@ -10,23 +10,22 @@ After each turn one JSON document of all turns so far: of every arm and concurre
 the best fixed length's with a 90 % interval (by resampling turns).
 """
 
-import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
-from benchmarks.serve.loop import ROOT, TRIO, pair_of_the_trio, requests_of
+from benchmarks.serve.loop import ROOT, TRIO, interpreter, pair_of_the_trio, requests_of
 from benchmarks.serve.session import MARK
 from configs import ModelSource
+from configs.command import run
+from evaluation.turns import in_turns
 from lm import load_model
 
 LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
@@ -72,37 +71,40 @@ class EngineProcess:
         self._process.wait(60)
 
 
-def main(arguments: list[str]) -> None:
-    """Serve all arms in turns."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve.clock")
-    parser.add_argument("head")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--layers", type=int, nargs=2, default=(14, 60), help="more of the draft and of the target")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0: every arm writes the same text, and only work differs"
-    )
-    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 4, 16))
-    given = parser.parse_args(arguments)
+def serve_clock(
+    *,
+    head: str,
+    turns: int = 5,
+    layers: tuple[int, int] = (14, 60),
+    temperature: float = 1.0,
+    concurrency: tuple[int, ...] = (1, 4, 16),
+) -> None:
+    """Serve all arms in turns.
+
+    Args:
+        head: directory of a drawn-time head that `evaluation tune` has been at.
+        turns: of every arm.
+        layers: more of the draft and of the target.
+        temperature: 0: every arm writes the same text, and only work differs.
+        concurrency: requests at a time.
+    """
+    python = interpreter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = {
-            role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), given.layers, strict=True)
-        }
-        settings = {"policy": "fixed_length:k=2", "heads": {"head": given.head}, "allow_foreign_heads": True}
+        models = {role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), layers, strict=True)}
+        settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
         job = {
             **models,
             "longest": LONGEST,
             "settings": settings,
-            "arguments": {"max_num_seqs": max(given.concurrency)},
+            "arguments": {"max_num_seqs": max(concurrency)},
             "batches": [],
         }
-        stopping = EngineProcess(os.environ["VLLM_PYTHON"], job, folder / "stopping.json")
-        alone = EngineProcess(os.environ["VLLM_PYTHON"], job | {"draft": None, "settings": None}, folder / "alone.json")
+        stopping = EngineProcess(python, job, folder / "stopping.json")
+        alone = EngineProcess(python, job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
-            for report in timed(
-                stopping, alone, turns=given.turns, sizes=given.concurrency, temperature=given.temperature
-            ):
-                print(json.dumps({"layers": given.layers, "temperature": given.temperature, **report}), flush=True)
+            for report in timed(stopping, alone, turns=turns, sizes=concurrency, temperature=temperature):
+                print(json.dumps({"layers": layers, "temperature": temperature, **report}), flush=True)
         finally:
             stopping.close()
             alone.close()
@@ -116,25 +118,20 @@ def slow(role: str, num_layers: int, folder: Path) -> str:
     return str(folder)
 
 
-class ClockTurn(NamedTuple):
-    """One turn of one arm."""
-
-    tokens: int
-    seconds: float
-    cpu_seconds: float
-    """CPU seconds of the engine's process, whatever else the machine does."""
-    mean_draft_length: float
+Turns = Mapping[tuple[int, str], list[dict[str, Any]]]
+"""(concurrency, arm) -> what the engine answered in each turn, as `benchmarks.serve.engine` has it."""
 
 
 def timed(
-    stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: list[int], temperature: float
+    stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: Sequence[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
     """Time the two engines in turns and yield the summary after each turn; one turn before the first warms both up."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
-    seen = defaultdict[tuple[int, str], list[ClockTurn]](list)
+    seen = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
     for turn in range(turns + 1):
-        for size in sizes if turn else sizes[-1:]:
-            for arm in (ALONE, *ARMS) if turn else (ALONE, "auto"):
+        arms = (ALONE, *ARMS) if turn else (ALONE, "auto")
+        for size, order in in_turns(arms, sizes if turn else sizes[-1:], first=turn):
+            for arm in order:
                 asked = [
                     prompt | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
                     for prompt in prompts_for(prompts, size, turn)
@@ -146,15 +143,8 @@ def timed(
                     "concurrency": size,
                 }
                 result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
-                lengths = [drafted for answer in result["answers"] for drafted, _ in answer["rounds"]]
-                taken = ClockTurn(
-                    NUM_TOKENS * len(asked),
-                    result["seconds"],
-                    result["cpu_seconds"],
-                    sum(lengths) / max(len(lengths), 1),
-                )
                 if turn:
-                    seen[size, arm].append(taken)
+                    seen[size, arm].append(result)
                 times[size] = result.get("times") or times.get(size)
         if turn:
             yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
@@ -166,13 +156,13 @@ def prompts_for(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dic
     return [prompts[(turn * count + place) % len(prompts)] for place in range(count)]
 
 
-def cell(size: int, seen: dict[tuple[int, str], list[ClockTurn]]) -> dict[str, Any]:
+def cell(size: int, seen: Turns) -> dict[str, Any]:
     """One concurrency. Every arm has written as many tokens in a turn, so that seconds alone differ."""
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
     best, rows, random = max(fixed, key=lambda arm: speed(seen[size, arm])), {}, np.random.default_rng(0)
     for arm in (ALONE, *ARMS):
         pairs = list(zip(seen[size, best], seen[size, arm], strict=True))
-        seconds = np.array([[turn.cpu_seconds for turn in pair] for pair in pairs])
+        seconds = np.array([[turn["cpu_seconds"] for turn in pair] for pair in pairs])
         resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
         low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
         rows[arm] = {
@@ -180,16 +170,27 @@ def cell(size: int, seen: dict[tuple[int, str], list[ClockTurn]]) -> dict[str, A
             "over_best_fixed": [
                 round(value, 3) for value in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)
             ],
-            "on_the_wall": round(sum(one.seconds for one, _ in pairs) / sum(one.seconds for _, one in pairs), 3),
-            "mean_draft_length": round(float(np.mean([one.mean_draft_length for _, one in pairs])), 2),
+            "on_the_wall": round(
+                sum(base["seconds"] for base, _ in pairs) / sum(turn["seconds"] for _, turn in pairs), 3
+            ),
+            "mean_draft_length": round(float(np.mean([mean_draft_length(turn) for _, turn in pairs])), 2),
         }
     return {"concurrency": size, "best_fixed": best, "arms": rows}
 
 
-def speed(turns: list[ClockTurn]) -> float:
-    """The tokens per second of these turns together, in CPU seconds of the engine's process."""
-    return sum(one.tokens for one in turns) / sum(one.cpu_seconds for one in turns)
+def mean_draft_length(turn: Mapping[str, Any]) -> float:
+    """The mean length of a turn's drafts, 0 where there were none."""
+    lengths = [drafted for answer in turn["answers"] for drafted, _ in answer["rounds"]]
+    return sum(lengths) / max(len(lengths), 1)
+
+
+def speed(turns: Sequence[Mapping[str, Any]]) -> float:
+    """The tokens per second of these turns together, in CPU seconds of the engine's process, which other work on the
+    machine does not lengthen.
+    """
+    num_tokens = sum(NUM_TOKENS * len(turn["answers"]) for turn in turns)
+    return num_tokens / sum(turn["cpu_seconds"] for turn in turns)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run({"serve_clock": serve_clock}, default="serve_clock")

@@ -6,21 +6,14 @@ transform   F(x - 1) + U p(x) of every token x under the target, tokens in the o
 z           of the sum of log p(x) against what it comes to on average under p
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from scipy.stats import kstest
 from torch import Tensor
 
 from lm import Pair, Sampling
-
-
-class _Tokens(NamedTuple):
-    transform: Tensor
-    surprise: Tensor
-    """log p(x) less its mean."""
-    variance: Tensor
-    """Variance of log p(x) under p."""
 
 
 @torch.inference_mode()
@@ -35,7 +28,7 @@ def law_of(
         _tokens(pair, request["prompt_ids"], answer["token_ids"], sampling, generator)
         for request, answer in zip(requests, answers, strict=True)
     ]
-    transform, surprise, variance = (torch.cat(column) for column in zip(*seen, strict=True))
+    transform, surprise, variance = torch.cat(seen, dim=1)
     possible = surprise.isfinite()
     return {
         "tokens": len(transform),
@@ -47,7 +40,8 @@ def law_of(
 
 def _tokens(
     pair: Pair, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, generator: torch.Generator
-) -> _Tokens:
+) -> Float[Tensor, "3 token"]:
+    """The transform of each token, log p(x) less its mean, and the variance of log p(x), both under p."""
     logits = pair.target(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1, : pair.vocab_size]
     probs, order = sampling.probs(logits, torch.float64).sort(descending=True, stable=True)
     chosen = (order == torch.tensor(token_ids).unsqueeze(-1)).long().argmax(-1, keepdim=True)
@@ -56,7 +50,8 @@ def _tokens(
     logs = probs.clamp_min(1e-300).log()
     mean, square = (probs * logs).sum(-1), (probs * logs.square()).sum(-1)
     transform = probs.cumsum(-1).gather(-1, chosen) - prob_of_chosen + uniform * prob_of_chosen
-    return _Tokens(transform.flatten(), (prob_of_chosen.log() - mean.unsqueeze(-1)).flatten(), square - mean.square())
+    surprise = prob_of_chosen.log() - mean.unsqueeze(-1)
+    return torch.stack([transform.flatten(), surprise.flatten(), square - mean.square()])
 
 
 def drafted_of(answers: list[dict[str, Any]]) -> dict[str, Any]:

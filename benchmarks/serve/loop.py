@@ -1,5 +1,6 @@
 """What stands beside vLLM: our own loop on the embedded trio, its prompts, and heads that requests may name."""
 
+import os
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -19,6 +20,21 @@ ROOT = Path(__file__).parents[2]
 TRIO = ROOT / "checkpoints/tiny"
 LENGTHS = (40, 64, 24)
 """Tokens that requests ask for, so that they end one after the other."""
+
+
+def interpreter() -> str:
+    """The interpreter of the environment that has vLLM.
+
+    Raises:
+        ValueError: VLLM_PYTHON does not name one.
+    """
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        raise ValueError(
+            "set VLLM_PYTHON to the interpreter of an environment with vLLM (see the first lines of "
+            "benchmarks/serve/__main__.py)"
+        )
+    return python
 
 
 def pair_of_the_trio() -> Pair:

@@ -12,6 +12,7 @@ import torch
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies.base import Policy
+from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
@@ -54,8 +55,9 @@ def turns(
     """Seconds of every arm on each prompt in turn, as soon as a prompt is done; one unmeasured turn first."""
     for timed in arms.values() if has_warm_up else ():
         timed(prompts[0], len(prompts))
-    for seed, prompt in enumerate(prompts):
-        yield {name: timed(prompt, seed) for name, timed in arms.items()}
+    for seed, (prompt, order) in enumerate(in_turns(arms, prompts)):
+        seconds = {name: arms[name](prompt, seed) for name in order}
+        yield {name: seconds[name] for name in arms}
 
 
 def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop, typical
 from evaluation.sheet import Sheet, crossed
+from evaluation.turns import in_turns
 
 _TURNS = 3
 _REQUESTS_PER_SEAT = 2
@@ -50,9 +51,9 @@ def measure_sizes(
     first, rows = curves_of(seen), []
     for size in sizes:
         runs: dict[str, list[tuple[float, list[BatchRound]]]] = defaultdict(list)
-        for turn in range(_TURNS + 1):
-            for name, policy in policies.items():
-                runs[name].append(_run(loop, batched(policy, size, first), prompts[size], size, seed=turn))
+        for turn, order in in_turns(policies, range(_TURNS + 1)):
+            for name in order:
+                runs[name].append(_run(loop, batched(policies[name], size, first), prompts[size], size, seed=turn))
         # the first is a warm-up
         speeds = {name: [speed for speed, _ in turns[1:]] for name, turns in runs.items()}
         best = max(fixed, key=lambda name: median(speeds[name]))

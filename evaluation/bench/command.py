@@ -91,10 +91,7 @@ def bench(
     if "policies" in parts and sizes is None:
         terms = RaceTerms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
-    return _printed(document | (bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)))
-
-
-def _printed(document: dict[str, Any]) -> dict[str, Any]:
+    document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
     print(json.dumps(document))
     return document
 

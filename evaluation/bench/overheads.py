@@ -29,7 +29,7 @@ def overheads_of(
     row: dict[str, Any] = {}
     for name, sampling in samplings.items():
         outside = outside_share(pair, prompts, _DRAFT_LENGTH, sampling, num_tokens)
-        row |= {f"outside_{what}_{name}": value for what, value in outside._asdict().items()}
+        row |= {f"outside_{what}_{name}": value for what, value in outside.items()}
     return row
 
 
@@ -65,20 +65,15 @@ class Call(NamedTuple):
         return self._replace(length=self.length // 16)
 
 
-class Outside(NamedTuple):
-    """Time outside model forwards, medians over prompts."""
+def outside_share(
+    pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int
+) -> dict[str, float]:
+    """Share of the loop's time that is spent outside forwards: "share", "own_share" and "wall_s", the seconds of a
+    whole generation, medians over prompts.
 
-    share: float
-    """1 - counts of forwards x bare forward medians / wall time. A bare forward is the transformers model called with
-    its own cache on ids that are already a tensor; the loop calls the model's halves, which is faster, so this may be
-    below zero."""
-    own_share: float
-    """The same with the loop's own forwards (`CachedModel`) in place of the bare ones."""
-    wall_s: float
-
-
-def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sampling, num_tokens: int) -> Outside:
-    """Share of the loop's time that is spent outside forwards.
+    "share" may be below zero: a bare forward is the transformers model called with its own cache on ids that are
+    already a tensor, and the loop calls the model's halves, which is faster. "own_share" takes the loop's own forwards
+    (`CachedModel`) in place of the bare ones.
 
     Each generation is followed by its own forwards once more, bare and in their order, so that both see the same caches
     of the machine; medians are per model, tokens fed, and cache length to within 16.
@@ -103,7 +98,7 @@ def outside_share(pair: Pair, prompts: Sequence[list[int]], k: int, sampling: Sa
         median(1 - sum(median(seconds[shape]) for shape in shapes) / wall_s for wall_s, shapes in runs[1:])
         for seconds in (bare, own_s)
     )
-    return Outside(share, own_share, median(wall_s for wall_s, _ in runs[1:]))
+    return {"share": share, "own_share": own_share, "wall_s": median(wall_s for wall_s, _ in runs[1:])}
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ import numpy as np
 
 from configs.schema import Config, ModelSource, PairConfig
 from evaluation.costs.model import CostModel
+from evaluation.turns import in_turns
 from lm import CachedModel, load_model
 
 _PROBED_LAYERS = 8
@@ -64,8 +65,8 @@ class Stopwatch:
         ids = list(self.prompt)
         model.forward(ids)
         seconds: dict[int, list[float]] = {length: [] for length in lengths}
-        for _ in range(_REPEATS + 1):
-            for length in lengths:
+        for _, order in in_turns(lengths, range(_REPEATS + 1)):
+            for length in order:
                 model.roll_back(len(ids) - 1)
                 started_s = perf_counter()
                 # reading a number waits for the device

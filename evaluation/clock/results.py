@@ -25,48 +25,20 @@ from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
-from evaluation.intervals import Gain, Spent, gain_over
-from evaluation.sheet import Sheet, flat
+from evaluation.intervals import Spent, gain_over
+from evaluation.sheet import Sheet, flat, shown
 from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClockRow:
-    """The clocked and predicted gain of one family, and their difference by parts."""
-
-    family: str
-    setting: str
-    predicted_tokens_per_s: float
-    clocked_tokens_per_s: float
-    difference: float
-    draft: float
-    verify: float
-    rest: float
-    predicted_gain: Gain
-    """Over the best fixed length."""
-    clocked_gain: Gain
-
-    @property
-    def largest_part(self) -> str:
-        """The part of a round that most of the difference comes from."""
-        return max(("draft", "verify", "rest"), key=lambda part: abs(getattr(self, part)))
-
-    def cells(self, names: Mapping[str, str]) -> dict[str, str]:
-        """The row as tables print it."""
-        return {
-            "policy": names.get(self.family, self.family),
-            "setting": self.setting,
-            "predicted tokens/s": f"{self.predicted_tokens_per_s:.1f}",
-            "clocked tokens/s": f"{self.clocked_tokens_per_s:.1f}",
-            "difference": f"{self.difference:+.1%}",
-            "of it draft / verify / rest": " / ".join(f"{part:+.1%}" for part in (self.draft, self.verify, self.rest)),
-            "predicted gain": self.predicted_gain.text,
-            "clocked gain": self.clocked_gain.text,
-        }
+_PARTS = ("draft", "verify", "rest")
+_COLUMNS = {
+    "setting": ("setting", ""),
+    "predicted tokens/s": ("predicted_tokens_per_s", ".1f"),
+    "clocked tokens/s": ("clocked_tokens_per_s", ".1f"),
+    "difference": ("difference", "+.1%"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +48,29 @@ class ClockReport:
     dataset: str
     about: str
     """One line on what was timed."""
-    rows: tuple[ClockRow, ...]
+    rows: Sequence[Mapping[str, Any]]
+    """A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the
+    predicted and the clocked gain over the best fixed length.
+    """
 
     @property
     def common(self) -> float:
         """Median difference of all families, the machine's pace."""
-        return float(np.median([row.difference for row in self.rows]))
+        return float(np.median([row["difference"] for row in self.rows]))
 
     @property
     def verdict(self) -> str:
         """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
-        beyond = [row for row in self.rows if abs(row.difference) > TOLERANCE]
+        beyond = [row for row in self.rows if abs(row["difference"]) > TOLERANCE]
         if not beyond:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
-        listed = ", ".join(f"{row.family} {row.difference:+.1%} (most of it: {row.largest_part})" for row in beyond)
-        own = {row.family: (1 + row.difference) / (1 + self.common) - 1 for row in self.rows}
+        listed = ", ".join(
+            f"{row['family']} {row['difference']:+.1%} (most of it: {max(_PARTS, key=lambda part: abs(row[part]))})"
+            for row in beyond
+        )
+        against_pace = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
         apart = ", ".join(
-            f"{family} {difference:+.1%}" for family, difference in own.items() if abs(difference) > TOLERANCE
+            f"{family} {difference:+.1%}" for family, difference in against_pace.items() if abs(difference) > TOLERANCE
         )
         pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
         return (
@@ -101,36 +79,44 @@ class ClockReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON has it."""
-        rows = [flat(row) for row in self.rows]
+        """The report as JSON has it."""
         return {
             "dataset": self.dataset,
             "about": self.about,
             "verdict": self.verdict,
             "common": self.common,
-            "rows": rows,
+            "rows": [flat(row) for row in self.rows],
         }
 
     def sheet(self, names: Mapping[str, str]) -> Sheet:
         """The table of every family."""
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        return Sheet(f"{self.dataset} on a clock: {self.about}", [row.cells(names) for row in self.rows], note, names=2)
+        rows = [
+            {
+                "policy": names.get(row["family"], row["family"]),
+                **cells,
+                "of it draft / verify / rest": " / ".join(f"{row[part]:+.1%}" for part in _PARTS),
+                "predicted gain": row["predicted_gain"].text,
+                "clocked gain": row["clocked_gain"].text,
+            }
+            for row, cells in zip(self.rows, shown(self.rows, _COLUMNS), strict=True)
+        ]
+        return Sheet(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
 
     def plot(self, names: Mapping[str, str]) -> Plot:
         """Plot of clocked over predicted tokens per second."""
         figure, axes = figure_of(3.6)
         predicted, clocked = (
-            np.array([getattr(row, f"{kind}_tokens_per_s") for row in self.rows]) for kind in ("predicted", "clocked")
+            np.array([row[f"{kind}_tokens_per_s"] for row in self.rows]) for kind in ("predicted", "clocked")
         )
         ends = np.array([min(predicted.min(), clocked.min()), max(predicted.max(), clocked.max())])
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
         axes.plot(predicted, clocked, "o", color=BLUE, markersize=4)
         for row in self.rows:
-            at = (row.predicted_tokens_per_s, row.clocked_tokens_per_s)
             axes.annotate(
-                names.get(row.family, row.family),
-                at,
+                names.get(row["family"], row["family"]),
+                (row["predicted_tokens_per_s"], row["clocked_tokens_per_s"]),
                 fontsize=5,
                 color=DARK,
                 xytext=(3, -3),
@@ -171,22 +157,22 @@ def report_of(
     for number, runner in enumerate(runners):
         ours, theirs = predicted[number], measured[number]
         rows.append(
-            ClockRow(
-                family=runner.family,
-                setting=runner.label,
-                predicted_tokens_per_s=ours.tokens_per_s,
-                clocked_tokens_per_s=theirs.tokens_per_s,
-                difference=theirs.tokens_per_s / ours.tokens_per_s - 1,
+            {
+                "family": runner.family,
+                "setting": runner.label,
+                "predicted_tokens_per_s": ours.tokens_per_s,
+                "clocked_tokens_per_s": theirs.tokens_per_s,
+                "difference": theirs.tokens_per_s / ours.tokens_per_s - 1,
                 **_parts(clocked, number, replays[number], cost=cost),
-                predicted_gain=gain_over(predicted[base], ours),
-                clocked_gain=gain_over(measured[base], theirs),
-            )
+                "predicted_gain": gain_over(predicted[base], ours),
+                "clocked_gain": gain_over(measured[base], theirs),
+            }
         )
     num_repeats = clocked.seconds.shape[1]
     about = f"{kept.sum()} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
     if not kept.all():
         about += f"; {(~kept).sum()} prompts left out, where a threshold falls between the last bits of loop and trace"
-    return ClockReport(dataset=dataset, about=about, rows=tuple(rows))
+    return ClockReport(dataset=dataset, about=about, rows=rows)
 
 
 def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel) -> dict[str, float]:

@@ -21,6 +21,7 @@ from evaluation.contest.arms import Pick
 from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array, Trace
+from evaluation.turns import in_turns
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 PARTS = ("wall_s", "draft_s", "target_s")
@@ -65,10 +66,9 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
             [runner.replayed(num) for runner in runners],
         )
         for turn in range(repeats + 1):
-            for row in range(num):
+            for row, order in in_turns(range(len(runners)), range(num), first=turn):
                 loop.prime(trace.rows[row].prompt_ids)
-                for place in range(len(runners)):
-                    number = (place + row + turn) % len(runners)
+                for number in order:
                     generation, timed = _timed(decoders[number], trace, row)
                     if turn:
                         seconds[number, turn - 1, row] = timed

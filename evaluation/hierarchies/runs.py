@@ -2,7 +2,7 @@
 it slows down, all do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
@@ -22,6 +22,7 @@ from evaluation.competitors import Competitor, Setting, fastest
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
+from evaluation.turns import in_turns
 from lm import RandomDraws, Sampling
 from lm.uniforms import GENERATOR, seed_of
 from store.lock import only_writer
@@ -121,7 +122,7 @@ class ResumableLoop:
             for turn, (ids, row) in enumerate(
                 tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")
             ):
-                decoded = self._decode(decoders, ids, row, turns=range(turn, turn + repeats))
+                decoded = self._decode(decoders, row, in_turns(row, repeats * [ids], first=turn))
                 append_decoded(self.directory, decoded)
                 stored |= decoded
         columns = zip(*([stored[key] for key in row] for row in keys), strict=True)
@@ -133,17 +134,14 @@ class ResumableLoop:
     def _decode(
         self,
         decoders: Mapping[tuple[str, str], SpeculativeDecoder],
-        prompt_ids: Sequence[int],
         row: Sequence[Key],
-        *,
-        turns: range,
+        turns: Iterable[tuple[Sequence[int], Sequence[Key]]],
     ) -> dict[Key, Decoded]:
-        """One prompt by every decoder, all from the same seed; each turn begins with another of them."""
+        """One prompt by every decoder, all from the same seed."""
         seed = seed_of(self.seed, "hierarchy", row[0].prompt)
         repeated: dict[Key, list[Generation]] = {key: [] for key in row}
-        for turn in turns:
-            first = turn % len(row)
-            for key in (*row[first:], *row[:first]):
+        for prompt_ids, order in turns:
+            for key in order:
                 decoder = decoders[key.arm, key.setting]
                 repeated[key].append(decoder.generate(prompt_ids, self.max_new_tokens, generator=RandomDraws(seed)))
         return {key: Decoded.of(generations) for key, generations in repeated.items()}

@@ -14,9 +14,9 @@ of them it has to beat.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from decode.loop.counts import Counts
 from evaluation.competitors import Standing
@@ -122,19 +122,6 @@ def _part(spent: Spent, chosen: np.ndarray) -> Spent:
     return Spent(spent.tokens[chosen], spent.seconds[chosen])
 
 
-class ModelledTimes(NamedTuple):
-    """a, b, c and d, in seconds."""
-
-    begin_s: float
-    draft_s: float
-    verify_s: float
-    node_s: float
-
-    def spent(self, run: Candidate) -> Spent:
-        """The tokens of each prompt, and T."""
-        return run.spent([float(np.dot(self, [*_drafting(counts), *_verifying(counts)])) for counts in run.each])
-
-
 def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
     """The contest at the settings that are clocked on test: the published length, and what dev chooses.
 
@@ -152,7 +139,13 @@ def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
             "fixed lengths and thresholds are chosen on dev prompts, and there are none; raise decode.num_dev"
         )
     times = {name: fitted([run for run in runs if run.competitor.name == name]) for name in names} if runs else {}
-    best = best_on_dev(runs, lambda run: times[run.competitor.name].spent(run).tokens_per_s)
+
+    def modelled(run: Candidate) -> float:
+        coefficients = times[run.competitor.name]
+        seconds = [float(np.dot(coefficients, [*_drafting(counts), *_verifying(counts)])) for counts in run.each]
+        return run.spent(seconds).tokens_per_s
+
+    best = best_on_dev(runs, modelled)
     fixed, *stops = at_settings(contest.competitors, best)
     lengths = {setting.key: setting for setting in (contest.published, fixed.settings[0]) if setting is not None}
     return contest._replace(
@@ -162,8 +155,8 @@ def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
     )
 
 
-def fitted(runs: Sequence[Candidate]) -> ModelledTimes:
-    """The times of one competitor, from all its settings; rounds that read a prompt are left out.
+def fitted(runs: Sequence[Candidate]) -> Float[np.ndarray, " 4"]:
+    """a, b, c and d of one competitor, in seconds, from all its settings; rounds that read a prompt are left out.
 
     Raises:
         ValueError: no generation has a second round.
@@ -182,7 +175,7 @@ def fitted(runs: Sequence[Candidate]) -> ModelledTimes:
         np.array([_verifying(generation.later) for generation in decoded]),
         np.array([generation.later_target_s for generation in decoded]),
     )
-    return ModelledTimes(*drafting.tolist(), *verifying.tolist())
+    return np.concatenate([drafting, verifying])
 
 
 def joined(parts: Sequence[Sequence[Candidate]]) -> list[Candidate]:

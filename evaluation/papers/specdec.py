@@ -17,7 +17,7 @@ the first round of each, which reads the prompt, is left out.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
+from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
 _NEAR = 0.99
@@ -44,11 +45,8 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
 
 
-class Best(NamedTuple):
-    """The best of some settings on test."""
-
-    tokens_per_s: float
-    setting: float
+Best = tuple[float, float]
+"""(tokens per second, setting) of the fastest of some settings on test."""
 
 
 def specdec_tables(experiment: Experiment) -> list[Sheet]:
@@ -74,7 +72,7 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
     }
     fastest = max(
         best,
-        key=lambda name: sum(each.tokens_per_s / plain[dataset].tokens_per_s for dataset, each in best[name].items()),
+        key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()),
     )
     return [
         throughput_sheet(plain, best, cost),
@@ -100,10 +98,7 @@ def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, 
     """
 
     def cells(of_dataset: Mapping[str, Best]) -> dict[str, str]:
-        return {
-            name: f"{each.tokens_per_s:.2f} ({each.tokens_per_s * cost.t_target_s[0]:.2f}x)"
-            for name, each in of_dataset.items()
-        }
+        return {name: f"{speed:.2f} ({speed * cost.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
 
     largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in plain}
     rows = [{"Dataset": "SpecDec++", **cells(largest)}, {"Dataset": "SpecDec (baseline)", **cells(plain)}]
@@ -115,7 +110,7 @@ def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[
     code's sign slip.
     """
     ordered = sorted(heads, key=lambda name: (heads[name].provenance.reject_weight, heads[name].depth))
-    largest = {dataset: max(of_head[dataset].tokens_per_s for of_head in best.values()) for dataset in best[ordered[0]]}
+    largest = {dataset: max(of_head[dataset][0] for of_head in best.values()) for dataset in best[ordered[0]]}
     rows = []
     for name in ordered:
         head = heads[name]
@@ -138,15 +133,7 @@ def described(cost: CostModel) -> str:
 
 def _best(speeds: np.ndarray, settings: np.ndarray) -> Best:
     place = int(speeds.argmax())
-    return Best(float(speeds[place]), float(settings[place]))
-
-
-class ForwardTimes(NamedTuple):
-    """Seconds per forward, and how well they explain the clock."""
-
-    t_draft_s: float
-    t_target_s: float
-    r2: str
+    return float(speeds[place]), float(settings[place])
 
 
 def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
@@ -156,37 +143,34 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
         experiment: whose pair and datasets are timed.
         head: stops the drafts of the rows of SpecDec++.
     """
-    times: dict[str, dict[str, ForwardTimes]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    times: dict[str, dict[str, dict[str, Any]]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
         (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
-        times["stand-alone"][dataset] = ForwardTimes(t_draft, t_target, f"{r2_draft:.4f} & {r2_target:.4f}")
+        r2 = f"{r2_draft:.4f} & {r2_target:.4f}"
+        times["stand-alone"][dataset] = {"t_draft": t_draft, "t_target": t_target, "R^2": r2}
         for setting in ("SpecDec", "SpecDec++"):
             fit = fit_costs(generated[setting])
-            times[setting][dataset] = ForwardTimes(fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}")
+            times[setting][dataset] = {"t_draft": fit.t_draft_s, "t_target": fit.t_target_s, "R^2": f"{fit.r2:.4f}"}
     rows = [row for setting, by_dataset in times.items() for row in time_rows(setting, by_dataset)]
     return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def time_rows(setting: str, times: Mapping[str, ForwardTimes]) -> list[dict[str, str]]:
-    """One row per dataset, and their average with its deviation."""
+def time_rows(setting: str, times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """One row per dataset, and their average with its deviation; `times` has seconds, and R² as it is printed."""
     rows = [
-        {
-            "Setting": setting,
-            "Dataset": dataset,
-            "t_draft": f"{each.t_draft_s:.5f}",
-            "t_target": f"{each.t_target_s:.5f}",
-            "R^2": each.r2,
-        }
-        for dataset, each in times.items()
+        {"Setting": setting, "Dataset": dataset, **{name: _seconds(value) for name, value in record.items()}}
+        for dataset, record in times.items()
     ]
     average = {"Setting": setting, "Dataset": "average"}
-    for column, values in (
-        ("t_draft", [t.t_draft_s for t in times.values()]),
-        ("t_target", [t.t_target_s for t in times.values()]),
-    ):
-        average[column] = f"{mean(values):.5f}" + (f" ± {stdev(values):.5f}" if len(values) > 1 else "")
+    for column in ("t_draft", "t_target"):
+        seconds = [record[column] for record in times.values()]
+        average[column] = f"{mean(seconds):.5f}" + (f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else "")
     return [*rows, average]
+
+
+def _seconds(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.5f}"
 
 
 def generations(
@@ -205,10 +189,10 @@ def generations(
     }
     generator = torch.Generator().manual_seed(decode.seed)
     generated: dict[str, list[Generation]] = {name: [] for name in decoders}
-    for turn, prompt in enumerate([prompts[0], *prompts]):
+    for turn, (prompt, order) in enumerate(in_turns(decoders, [prompts[0], *prompts])):
         length = max(2, round(decode.max_new_tokens * _SHARES[turn % len(_SHARES)]))
-        for name, members in decoders.items():
-            played = [member.generate(prompt, length, generator=generator) for member in members]
+        for name in order:
+            played = [member.generate(prompt, length, generator=generator) for member in decoders[name]]
             generated[name] += played if turn else []
     return generated
 

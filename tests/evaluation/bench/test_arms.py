@@ -129,10 +129,10 @@ def test_arms_take_turns_after_one_turn_that_is_not_measured():
     played = []
     arms = {name: lambda prompt, seed, name=name: played.append((name, prompt[0])) or float(prompt[0]) for name in "ab"}
     assert timed_in_turns(arms, [[1], [2]]) == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
-    assert played == [("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert played == [("a", 1), ("b", 1), ("a", 1), ("b", 1), ("b", 2), ("a", 2)]
     played.clear()
     assert len(list(turns(arms, [[1], [2]], has_warm_up=False))) == 2
-    assert played == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert played == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
 
 
 def test_a_ratio_is_the_median_over_prompts():

@@ -31,6 +31,6 @@ def test_the_log_holds_every_forward_of_a_generation(pair, k, is_unread):
 
 def test_time_outside_forwards_is_less_than_all_of_it(pair):
     outside = outside_share(pair, PROMPTS[:2], 3, Sampling(), NUM_TOKENS)
-    assert outside.wall_s > 0
-    assert outside.share < 1
-    assert outside.own_share < 1
+    assert outside["wall_s"] > 0
+    assert outside["share"] < 1
+    assert outside["own_share"] < 1

@@ -111,16 +111,18 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     clocked = Clocked(np.stack(parts)[:, None].repeat(3, 1), agrees)
     report = report_of(clocked, runners, COST, dataset="made", baseline="fixed_length")
     first, second, _ = report.rows
-    assert (first.difference, first.draft, first.verify, first.rest) == pytest.approx((0, 0, 0, 0))
+    assert (first["difference"], first["draft"], first["verify"], first["rest"]) == pytest.approx((0, 0, 0, 0))
     total_s = predicted[1][agrees].sum()
-    assert second.draft == pytest.approx(slower[1][agrees].sum() / total_s)
-    assert second.rest == pytest.approx(0.0004 / total_s)
-    assert second.difference == pytest.approx(1 / (1 + second.draft + second.verify + second.rest) - 1)
-    assert second.clocked_gain.value == pytest.approx((1 + second.predicted_gain.value) * (1 + second.difference) - 1)
+    assert second["draft"] == pytest.approx(slower[1][agrees].sum() / total_s)
+    assert second["rest"] == pytest.approx(0.0004 / total_s)
+    assert second["difference"] == pytest.approx(1 / (1 + second["draft"] + second["verify"] + second["rest"]) - 1)
+    assert second["clocked_gain"].value == pytest.approx(
+        (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
+    )
     assert "1 prompts left out" in report.about
-    assert f"{second.family} {second.difference:+.1%} (most of it: draft)" in report.verdict
-    assert first.family not in report.verdict.split("pace")[0]
-    assert f"beyond 3% of that pace: {first.family} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
+    assert f"{second['family']} {second['difference']:+.1%} (most of it: draft)" in report.verdict
+    assert first["family"] not in report.verdict.split("pace")[0]
+    assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
     path = tmp_path / "report.html"
     grid = make_grid("fixed_length", "fixed_length", {"k": [2]})
     (arm,) = replay_arms([grid], Traces(recorded, recorded))

@@ -107,9 +107,9 @@ def test_the_best_threshold_is_that_of_the_papers_five(played):
     head = AcceptanceHead(16, 0)
     torch.nn.init.normal_(head.out.weight)
     speeds = {h: COST.tokens_per_s(replay_settings(played, HeadPolicy(head, h)))[0] for h in THRESHOLDS}
-    best = best_threshold(head, played, COST)
-    assert best.tokens_per_s == pytest.approx(max(speeds.values()))
-    assert speeds[best.setting] == pytest.approx(best.tokens_per_s)
+    tokens_per_s, threshold = best_threshold(head, played, COST)
+    assert tokens_per_s == pytest.approx(max(speeds.values()))
+    assert speeds[threshold] == pytest.approx(tokens_per_s)
     assert (len(LENGTHS), len(THRESHOLDS)) == (7, 5)
 
 
