@@ -29,6 +29,7 @@ SMALL = (
     "--decode.max_draft_length",
     "6",
 )
+JSON = ("--json", "true")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 
 
@@ -85,7 +86,7 @@ def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, cap
 
 
 def test_what_tune_writes_is_what_auto_replays(flags, capsys):
-    lines, document = printed(capsys, "tune", *flags)
+    lines, document = printed(capsys, "tune", *flags, *JSON)
     assert max(map(len, lines)) <= 190
     assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
@@ -187,7 +188,9 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
         "true",
     ]
     home = flags[flags.index("--decode.dir") + 1]
-    _, document = printed(capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home)
+    _, document = printed(
+        capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home, *JSON
+    )
     rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
     assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
     assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
