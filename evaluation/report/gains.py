@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from evaluation.contest.colours import colours_of
 from evaluation.contest.results import Result
@@ -31,7 +32,8 @@ def gain_stages(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Pl
     for row, (family, _, _, gain) in enumerate(stages):
         value, low, high = (100 * part for part in gain[:3])
         axes.barh(row, min(before, value), color=colours[family], alpha=0.35, height=0.62)
-        axes.barh(row, value - before, left=before, color=colours[family], height=0.62)
+        if value > before:
+            axes.barh(row, value - before, left=before, color=colours[family], height=0.62)
         if row:
             axes.errorbar(value, row, xerr=[[value - low], [high - value]], color=GREY, capsize=3, linewidth=1.2)
             axes.annotate(
@@ -86,6 +88,7 @@ def verification_curve(cost: CostModel) -> Plot:
     figure, axes = figure_of(2.8)
     forwards = np.asarray(cost.t_target_s) / cost.t_draft_s
     axes.plot(forwards, color="#3b6fb6", marker="o", markersize=3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="drafted tokens that are verified", ylabel="draft forwards", ylim=(0, 1.1 * forwards.max()))
     added = forwards[-1] / forwards[0] - 1
     return plot_of(

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.contest.arms import BASELINE, Arm, Pick, Replays, picks_of
@@ -60,21 +61,23 @@ def pareto(
     """
     figure, axes = figure_of(4.2)
     picks, colours = picks_of(arms, cost), colours_of(arm.grid.family for arm in arms)
-    most = 0.0
+    right, top = 0.0, 0.0
     for family, pick in picks.items():
         if shown is not None and family not in shown:
             continue
         verified, discarded = _rates(pick.arm)
         near = discarded < _MOST_DISCARDED
-        most = max(most, float(verified[near].max(initial=0.0)))
+        right, top = (
+            max(most, float(rate[near].max(initial=0.0))) for most, rate in ((right, verified), (top, discarded))
+        )
         axes.plot(verified, discarded, ".", markersize=5, color=colours[family], label=names.get(family, family))
         chosen = verified[pick.setting], discarded[pick.setting]
         axes.plot(*chosen, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colours[family])
     axes.set(
         xlabel="verifications per emitted token",
         ylabel="discarded tokens per emitted token",
-        ylim=(-0.05, _MOST_DISCARDED),
-        xlim=(0, 1.05 * most or None),
+        ylim=(-0.05, 1.05 * top + 0.05),
+        xlim=(0, 1.05 * right),
     )
     legend_below(axes)
     return plot_of(
@@ -129,6 +132,7 @@ def draft_lengths(
             continue
         share = 100 * lengths / lengths.sum()
         axes.step(np.arange(len(lengths)), share, where="mid", color=colours[family], label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="drafted tokens in a round", ylabel="% of rounds")
     legend_below(axes)
     return plot_of(

@@ -190,8 +190,8 @@ def _doubt(lead: Gain, free: Result, num_prompts: int) -> str:
         return ""
     rival = "the best fixed length" if free.family == BASELINE else _rival(free)
     return (
-        f" That lead is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of them "
-        "(decode.num_test) would tell."
+        f" That difference is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of "
+        "them (decode.num_test) would tell."
     )
 
 
