@@ -172,6 +172,8 @@ def entropies(trace: Trace) -> Plot:
     entropy, is_accepted = trace.signals["entropy"][trace.first_drawn], trace.is_first_accepted
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
     for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
+        if not mask.any():
+            continue
         mean = f"{label} (mean {entropy[mask].mean():.2f})"
         axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
     axes.set(xlabel="entropy of the draft's distribution (nats)", ylabel="density of tokens")

@@ -77,7 +77,7 @@ class Answer:
             for row in rows
         ]
         left_out = len(self.sheet.rows) - len(rows)
-        note = f"{self.sheet.note}; {left_out} more rows with --all true" if left_out else self.sheet.note
+        note = f"{self.sheet.note}; {left_out} more rows with --all" if left_out else self.sheet.note
         return self.sheet._replace(rows=bold, note=note)
 
 

@@ -114,7 +114,7 @@ def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
     assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
     short, whole = (answer.printed(has_all=has_all) for has_all in (False, True))
     assert len(short.rows) == len(shown) < len(whole.rows)
-    assert f"{len(whole.rows) - len(shown)} more rows with --all true" in short.note
+    assert f"{len(whole.rows) - len(shown)} more rows with --all" in short.note
     assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
         f"[bold]{called(answer.best)}[/bold]"
     ]
