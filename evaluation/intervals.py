@@ -12,16 +12,24 @@ within its standard error; all competitors share the draws.
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import bootstrap
 
+Kept = TypeVar("Kept")
 _RESAMPLES = 2000
 _LEVELS = (2.5, 97.5)
 """Percentiles of a 95 % interval."""
+
+
+class Splits(NamedTuple, Generic[Kept]):
+    """What is kept of the dev prompts, which choose a setting, and the same of the test prompts, which judge it."""
+
+    dev: Kept
+    test: Kept
 
 
 class Spent(NamedTuple):
@@ -114,13 +122,6 @@ class Work(NamedTuple):
         return self.drafting_s + self.stopping_s + self.verifying_s
 
 
-class SplitWork(NamedTuple):
-    """A policy and all its settings, on both splits."""
-
-    dev: Work
-    test: Work
-
-
 class Resamples:
     """Draws of prompts and times that all competitors share."""
 
@@ -153,7 +154,7 @@ class Resamples:
         self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
     def throughput(
-        self, competitors: Sequence[SplitWork], *, is_from_home: bool = False
+        self, competitors: Sequence[Splits[Work]], *, is_from_home: bool = False
     ) -> Float[np.ndarray, " resample"]:
         """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts
         choose.

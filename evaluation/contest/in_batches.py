@@ -16,6 +16,7 @@ from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
+from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
@@ -24,7 +25,6 @@ from heads.model.head import AcceptanceHead, Timing
 
 Sizes = tuple[int, ...] | int | str
 """Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
-"""Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class BatchResult:
     name: str
     setting: Mapping[str, Any]
     tokens_per_s: float
+    """Throughput of the whole batch."""
     gain: float
     """Throughput over that of the best fixed length, less 1."""
     request_s: float
@@ -115,9 +116,10 @@ class BatchContest:
     def results(self) -> Iterator[tuple[Setup, list[BatchResult]]]:
         """Results of every setup in turn, all sizes and families."""
         cost, traces = self._setups[0].cost, self._replays.traces
+        # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
         families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
         grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
-        entries = [(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
+        entries = [Splits(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
         loads = {
             (grid.family, size): dev.loads(size)
             for grid, (dev, _) in zip(grids, entries, strict=True)

@@ -12,9 +12,8 @@ from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
 from evaluation.contest.grids import label_of
 from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
-from evaluation.traces.recording import Traces
-from evaluation.traces.trace import Array
+from evaluation.intervals import Gain, Resamples, Spent, Splits, gain_of, gain_over
+from evaluation.traces.trace import Array, Trace
 
 TRAINING_FREE, HEADS = "training-free", "heads"
 """Groups of families, of which the best are compared."""
@@ -103,7 +102,9 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
     return [result_of(pick.finalist(cost), yardstick) for pick in picks_of(arms, cost).values()]
 
 
-def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> list[Result]:
+def parallel_results(
+    traces: Splits[Trace], cost: CostModel, yardstick: Yardstick, *, exchange_s: float
+) -> list[Result]:
     """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by
     `evaluation.contest.pearl_steps`.
 

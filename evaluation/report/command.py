@@ -31,10 +31,12 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.hierarchies.runs import resumable_loop
+from evaluation.intervals import Splits
 from evaluation.report.page import Page, report_arms, write_report
 from evaluation.report.plots import all_plots, speed_up_bars
 from evaluation.sheet import announce, wide_console
-from evaluation.traces.recording import TraceFolder, Traces, trace_folder
+from evaluation.traces.recording import TraceFolder, trace_folder
+from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
 
@@ -145,7 +147,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def hierarchies_of(
-    experiment: Experiment, dataset: str, traces: Traces, *, trio: PairModels, costs: Sequence[CostModel]
+    experiment: Experiment, dataset: str, traces: Splits[Trace], *, trio: PairModels, costs: Sequence[CostModel]
 ) -> DecodedHierarchies | None:
     """Decoded hierarchies of one dataset; None where none are asked for."""
     if not experiment.decode.hierarchies:

@@ -15,9 +15,10 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
+from evaluation.intervals import Splits
 from evaluation.sheet import Sheet
-from evaluation.traces.recording import Traces, trace_folder
-from evaluation.traces.trace import join_traces
+from evaluation.traces.recording import trace_folder
+from evaluation.traces.trace import Trace, join_traces
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, update_config
 
@@ -74,7 +75,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
     folder.complete()
     dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
-    tuned = [tune_head(name, head, traces=Traces(dev, test), cost=cost) for name, head in experiment.heads.items()]
+    tuned = [tune_head(name, head, traces=Splits(dev, test), cost=cost) for name, head in experiment.heads.items()]
     threshold_sheet(tuned, cost).print()
     for result in tuned if write else []:
         path = experiment.head_paths[result.head]
@@ -86,7 +87,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> N
     print(json.dumps({"costs": asdict(cost), "tuned": [asdict(result) for result in tuned]}))
 
 
-def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel) -> Tuned:
+def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
     on_dev, on_test = (cost.speeds(trace, HeadPolicy(head, thresholds)) for trace in traces)
