@@ -61,16 +61,16 @@ class Gain(NamedTuple):
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
 
-def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
-    """The gain of `own` over `base`, which have the same prompts in the same order."""
-    value = float(_gain(*base, *own, axis=-1))
-    if len(own.tokens) < 2:
+def gain_over(base: Spent, spent: Spent, *, seed: int = 0) -> Gain:
+    """The gain of `spent` over `base`, which have the same prompts in the same order."""
+    value = float(_gain(*base, *spent, axis=-1))
+    if len(spent.tokens) < 2:
         return Gain(value, value, value, float("nan"))
     # no resample differs; the baseline itself is exactly 0
-    if all(np.allclose(*pair) for pair in zip(base, own, strict=True)):
+    if all(np.allclose(*pair) for pair in zip(base, spent, strict=True)):
         return Gain(value, value, value, 0.0)
     resampled = bootstrap(
-        (*base, *own),
+        (*base, *spent),
         _gain,
         paired=True,
         vectorized=True,
@@ -82,10 +82,10 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
     return Gain(value, float(interval.low), float(interval.high), float(resampled.standard_error))
 
 
-def _gain(base_tokens: np.ndarray, base_s: np.ndarray, own_tokens: np.ndarray, own_s: np.ndarray, *, axis: int) -> Any:
+def _gain(base_tokens: np.ndarray, base_s: np.ndarray, tokens: np.ndarray, seconds: np.ndarray, *, axis: int) -> Any:
     # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of
     # times.
-    return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
+    return base_s.sum(axis) / seconds.sum(axis) * (tokens.sum(axis) / base_tokens.sum(axis)) - 1
 
 
 def median_ratio(slower: Iterable[float], faster: Iterable[float]) -> float:
@@ -186,9 +186,9 @@ class Resamples:
         return np.asarray(weights @ work.tokens.T / seconds)
 
 
-def gain_of(value: float, base: Float[np.ndarray, " resample"], own: Float[np.ndarray, " resample"]) -> Gain:
+def gain_of(value: float, base: Float[np.ndarray, " resample"], reached: Float[np.ndarray, " resample"]) -> Gain:
     """The gain `value` with the interval that the throughputs of both in the same resamples give."""
-    gains = own / base - 1
+    gains = reached / base - 1
     low, high = np.percentile(gains, _LEVELS)
     return Gain(value, min(value, float(low)), max(value, float(high)), float(gains.std(ddof=1)))
 

@@ -73,8 +73,8 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> 
     """
     families, picks = by_family(arms), picks_of(arms, cost)
     competitors = {family: [arm.work(cost) for arm in members] for family, members in families.items()}
-    one = competitors[BASELINE][0]
-    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
+    num_dev, num_test = (work.tokens.shape[1] for work in competitors[BASELINE][0])
+    resamples = Resamples(num_dev, num_test, cost.errors, num_home=num_home)
     reached = {family: resamples.throughput(members) for family, members in competitors.items()}
     champions = {}
     for group, belongs in _GROUPS.items():
@@ -93,8 +93,9 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
     """The gain of the best head over the best training-free policy, both chosen on dev; None where there is no head."""
     if HEADS not in yardstick.champions:
         return None
-    own, base = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
-    return gain_of(own.tokens_per_s / base.tokens_per_s - 1, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
+    head, training_free = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    lead = head.tokens_per_s / training_free.tokens_per_s - 1
+    return gain_of(lead, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
 
 
 def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
@@ -146,5 +147,5 @@ def _gain(family: str, spent: Spent, rival: str, group: str, yardstick: Yardstic
     return gain_of(value, yardstick.reached[group], yardstick.reached[family])
 
 
-def _percent_of(bound: Spent, own: Spent) -> float:
-    return float(100 * bound.seconds.sum() / own.seconds.sum() * (own.tokens.sum() / bound.tokens.sum()))
+def _percent_of(bound: Spent, spent: Spent) -> float:
+    return float(100 * bound.seconds.sum() / spent.seconds.sum() * (spent.tokens.sum() / bound.tokens.sum()))

@@ -81,8 +81,8 @@ def lead_line(yardstick: Yardstick) -> str:
     lead = lead_of(yardstick)
     if lead is None:
         return ""
-    own, base = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
-    return f"best head ({own}) over best training-free policy ({base}): {lead.text}"
+    head, training_free = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    return f"best head ({head}) over best training-free policy ({training_free}): {lead.text}"
 
 
 def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:

@@ -116,10 +116,10 @@ class TraceFolder:
         """
         data, decode = self.data, self.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
-        what = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
+        subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
         for model in (pair.target, pair.drafting):
             if isinstance(model, PreTrainedModel):
-                refuse_crossing(model, 0, longest, what=what, remedy="lower one of the three")
+                refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
     def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
         for draw in range(self.decode.draws_per_prompt):
