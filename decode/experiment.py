@@ -140,8 +140,9 @@ class Experiment:
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_home(dataset):
-            return load_prompts(data, split)
-        return load_prompts(replace(data, split_weights=(0, 1, 1), split_ids=None), split, may_be_fewer=True)
+            return load_prompts(data, split, section="decode")
+        abroad = replace(data, split_weights=(0, 1, 1), split_ids=None)
+        return load_prompts(abroad, split, may_be_fewer=True, section="decode")
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
         """Token ids of the prompts that `encoded` returns."""

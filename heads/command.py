@@ -22,6 +22,8 @@ from heads.training.sweep import Sweep
 from store.json_files import read_json
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+_LOOKED_FOR = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
+"""What `inspect` prints first."""
 _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
 """Files of a head, and what a process that is killed while it writes one leaves of it."""
 
@@ -133,6 +135,9 @@ def inspect(*, path: str) -> dict[str, Any]:
         "calibration_shift": head.calibration_shift,
         "tensors": {name: list(t.shape) for name, t in head.state_dict().items()},
     }
+    # what somebody looks for first stands first, and the models with their hashes last
+    facts = {name: facts.pop(name) for name in _LOOKED_FOR} | facts
+    facts |= {name: facts.pop(name) for name in ("draft", "target")}
     print(json.dumps(facts, indent=1))
     return facts
 

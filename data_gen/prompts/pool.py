@@ -11,7 +11,9 @@ from data_gen.prompts.splits import Split, in_hash_order, split_by_id
 from data_gen.stories.stories import stories
 
 
-def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False) -> list[Prompt]:
+def load_prompts(
+    config: DataConfig, split: Split, *, may_be_fewer: bool = False, section: str = "data"
+) -> list[Prompt]:
     """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the
     shorter one.
 
@@ -19,6 +21,7 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
         config: the `data` section of the run.
         split: train, dev or test.
         may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
+        section: the section of the experiment that asked for so many, which an error names.
 
     Raises:
         FileNotFoundError: neither a known set, nor a file, nor one that the hub has.
@@ -26,7 +29,7 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
     """
     count = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
     if count < 0:
-        raise ValueError(f"data.num_{split} is {count}; it must be at least 0")
+        raise ValueError(f"{section}.num_{split} is {count}; it must be at least 0")
     if count == 0:
         return []
     sources = sources_of(config)
@@ -42,9 +45,9 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
         prompts = next(iter(pools.values()))[:count]
     if len(prompts) < (1 if may_be_fewer else count):
         raise ValueError(
-            f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has "
+            f"{section}.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has "
             f"{len(prompts)} {split} prompts"
-            f"{' in these proportions' if len(sources) > 1 else ''}; set data.num_{split}={len(prompts)}"
+            f"{' in these proportions' if len(sources) > 1 else ''}; set {section}.num_{split}={len(prompts)}"
         )
     return prompts
 

@@ -3,6 +3,7 @@ filled in.
 """
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines; warnings stay."""
+    """Silence Lightning's start-up lines; warnings stay, but for those of a directory that is rightly not empty."""
+    # run.json lies in heads.dir before the first checkpoint, and `RunDirectory` refuses what another run left there
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -95,6 +95,16 @@ def test_a_larger_run_contains_the_smaller_one(tmp_path):
         assert more[: len(fewer)] == fewer[: len(more)]
 
 
+def test_too_few_prompts_are_reported_under_the_setting_that_asked(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
+    asked = DataConfig(prompts=str(path), num_dev=50)
+    with pytest.raises(ValueError, match=r"^data\.num_dev is 50 .* set data\.num_dev="):
+        load_prompts(asked, "dev")
+    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50 .* set decode\.num_dev="):
+        load_prompts(asked, "dev", section="decode")
+
+
 def test_listed_ids_decide_the_split(tmp_path):
     lists = tmp_path / "ids.json"
     lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))

@@ -1,6 +1,7 @@
 """The whole run: resume bit for bit, two processes, another config refused, overfitting, what is written."""
 
 import json
+import warnings
 import os
 import shutil
 import signal
@@ -126,7 +127,9 @@ def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Pa
         scalars=(False, True),
         trainer={"logger": True, "log_every_n_steps": 2},
     )
-    results = train(config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Checkpoint directory")
+        results = train(config)
     written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
     assert set(results["dev"]["heads"]) == set(written["results"]["dev"]["heads"])
     assert len(results["dev"]["heads"]) == 16
