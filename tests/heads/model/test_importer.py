@@ -59,7 +59,7 @@ def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers
     assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)
     facts = inspect(path=str(path))
     assert facts["num_layers"] == num_layers
-    assert list(facts)[0] == "timing"
+    assert next(iter(facts)) == "timing"
     assert list(facts)[-2:] == ["draft", "target"], "hashes stand last"
 
 

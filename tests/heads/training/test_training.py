@@ -1,12 +1,12 @@
 """The whole run: resume bit for bit, two processes, another config refused, overfitting, what is written."""
 
 import json
-import warnings
 import os
 import shutil
 import signal
 import subprocess
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
