@@ -134,12 +134,16 @@ class DataConfig:
     """
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
-    num_train: int = 1000
+    num_train: int | None = 1000
+    """Prompts that heads are trained on; null: all that dev and test leave."""
     num_dev: int = 100
+    """Prompts on which heads are calibrated and the best weights are chosen."""
     num_test: int = 100
-    split_weights: tuple[int, int, int] = (40, 10, 2)
-    """Shares of train, dev and test in a set without splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are
-    drawn from them.
+    """Prompts on which heads are measured."""
+    split_weights: tuple[int, int, int] | None = None
+    """Shares of train, dev and test in a set without splits of its own; the num_* are drawn from them. null: 40, 10 and
+    2 (SpecDec++: Alpaca 40k/10k/2k), or, where these do not have the num_* or num_train is null, num_dev and num_test
+    as they are and the rest for train.
     """
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""

@@ -15,7 +15,8 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from configs.paths import check_local
-from configs.schema import Config, ModelSource, PromptSource
+from configs.schema import Config, DataConfig, ModelSource, PromptSource
+from data_gen.pipeline.sizes import settled
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
@@ -49,11 +50,16 @@ class Experiment:
         if needs_micro:
             refuse_feature_draft(config.pair)
             check_micro(config.pair)
-        self.models, self.data, self.decode = config.pair, config.data, config.decode
+        self.models, self.decode, self._data = config.pair, config.decode, config.data
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling = Sampling(**vars(config.pair.sampling))
         self._described: dict[Level, dict[str, Any]] = {}
+
+    @cached_property
+    def data(self) -> DataConfig:
+        """The prompts and their splits, as data and training have them."""
+        return settled(self._data)
 
     @cached_property
     def pair(self) -> Pair:

@@ -20,6 +20,7 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import order_of
+from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
@@ -54,13 +55,16 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     Args:
         sample: prompts that are made and timed; 0 loads no model.
     """
+    check_settings(config.pair, config.data)
+    config = replace(config, data=_settled(config.data, is_needed=sample > 0))
     pair, data = config.pair, config.data
-    check_settings(pair, data)
     _check_memory(config, is_measured=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     num_rows = (
-        data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
+        (data.num_train or 0) + data.num_dev + data.num_test
+        if missing is None
+        else sum(spec.num_requests for spec in missing)
     )
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
@@ -89,6 +93,16 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
         print(f"warning: {problem}")
+
+
+def _settled(data: DataConfig, *, is_needed: bool) -> DataConfig:
+    """The section with all its sizes; as it is, where the prompts are not at hand and its own sizes do."""
+    try:
+        return settled(data)
+    except FileNotFoundError:
+        if is_needed or data.num_train is None:
+            raise
+        return data
 
 
 def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
