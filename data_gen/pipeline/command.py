@@ -34,7 +34,7 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
         retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
     """
     check_settings(config.pair, config.data)
-    pair, data = config.pair, settled(config.data)
+    pair, data = config.pair, settled(config.data, config.heads)
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)

@@ -1,17 +1,20 @@
-"""How many prompts are train, dev and test, where the YAML leaves it open: settled once, before anything reads it."""
+"""What the YAML's `data` leaves open, settled once, before anything reads it: how many prompts are train, dev and test,
+and which features are kept.
+"""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from configs.schema import DataConfig
+from configs.schema import DataConfig, HeadsConfig
 from data_gen.prompts.hub import load, set_of
 from data_gen.prompts.pool import WEIGHTS, load_prompts
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.store.manifest import read_manifest
 
 
-def settled(config: DataConfig) -> DataConfig:
-    """The section with `split_weights` and `num_train` as numbers, whatever it leaves open.
+def settled(config: DataConfig, heads: HeadsConfig | None = None) -> DataConfig:
+    """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need.
 
     What a directory was made with stays, so that no prompt moves from one split to another. Evaluation settles the same
     section as training did, so none of its test prompts was trained on.
@@ -25,7 +28,20 @@ def settled(config: DataConfig) -> DataConfig:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null and stories are written here without an end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
+    if config.features is None and heads is not None:
+        config = replace(config, features=_features(config, heads))
     return config
+
+
+def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Literal["fed", "drawn"], ...]:
+    """The feature sets that heads of these timings read; more, where the directory was made with more."""
+    reads_fed = "fed" in heads.timings or heads.specdec
+    reads_drawn = any(timing != "fed" for timing in heads.timings)
+    manifest = Path(config.dir) / "manifest.json"
+    made = read_manifest(config.dir).get("features", ()) if manifest.is_file() else ()
+    fed: tuple[Literal["fed"], ...] = ("fed",) if reads_fed or "fed" in made else ()
+    drawn: tuple[Literal["drawn"], ...] = ("drawn",) if reads_drawn or "drawn" in made else ()
+    return (*fed, *drawn)
 
 
 def _weights(config: DataConfig) -> tuple[int, int, int]:

@@ -30,8 +30,8 @@ def make_trainer(config: Config) -> pl.Trainer:
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 "
-            f"bits; use {precision.replace('true', 'mixed')}"
+            f"trainer.precision is {precision}: steps of heads.learning_rate are lost in weights of 16 bits; "
+            f"use {precision.replace('true', 'mixed')}"
         )
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
