@@ -15,6 +15,7 @@ from configs.command import run
 from configs.schema import Config
 from heads.training.cluster import stopped_by_sigusr1
 from heads.training.directory import RunDirectory
+from heads.training.recipe import settled
 from heads.training.run import build, report
 from heads.training.trainer import make_trainer, quiet
 
@@ -32,6 +33,7 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    config = settled(config)
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)

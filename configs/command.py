@@ -155,15 +155,29 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
     return None
 
 
+def _plain(problem: str) -> str:
+    """A complaint of the parser about a value of several possible types in a few words: the package that its class
+    lacks, or the value and the types.
+    """
+    if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
+        return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
+    union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)
+    if union is None:
+        return problem
+    types = re.sub(r"<class '([^']*)'>", r"\1", union[1][1:-1]).replace("NoneType", "null")
+    types = re.sub(r"[a-z_]+\.(?:\w+\.)*", "", types)
+    return f"{problem[: union.start()]}{problem.rpartition('Given value: ')[2]} is none of {types}"
+
+
 def one_line(error: ArgumentError) -> str:
     """What the parser says, in one line, its middle left out where it repeats a long value."""
-    text = " ".join(str(error).split())
+    text = _plain(" ".join(str(error).split()))
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
 def _in_one_line(error: ValueError | OSError) -> str:
     """The problem in one line; of an error that the system raised, also the file and the remedy."""
-    text = " ".join(str(error).split())
+    text = _plain(" ".join(str(error).split()))
     if not isinstance(error, OSError) or error.strerror is None:
         return text
     return (

@@ -134,12 +134,16 @@ class DataConfig:
     """
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
-    num_train: int = 1000
+    num_train: int | None = 1000
+    """Prompts that heads are trained on; null: all that dev and test leave."""
     num_dev: int = 100
+    """Prompts on which heads are calibrated and the best weights are chosen."""
     num_test: int = 100
-    split_weights: tuple[int, int, int] = (40, 10, 2)
-    """Shares of train, dev and test in a set without splits of its own (SpecDec++: Alpaca 40k/10k/2k); the num_* are
-    drawn from them.
+    """Prompts on which heads are measured."""
+    split_weights: tuple[int, int, int] | None = None
+    """Shares of train, dev and test in a set without splits of its own; the num_* are drawn from them. null: 40, 10 and
+    2 (SpecDec++: Alpaca 40k/10k/2k), or, where these do not have the num_* or num_train is null, num_dev and num_test
+    as they are and the rest for train.
     """
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
@@ -172,9 +176,9 @@ class DataConfig:
     """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft
     one.
     """
-    features: tuple[Literal["fed", "drawn"], ...] = ("fed", "drawn")
+    features: tuple[Literal["fed", "drawn"], ...] | None = None
     """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from
-    (law 4.8b).
+    (law 4.8b). null: those that heads.timings and heads.specdec need.
     """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     engine: Literal["local", "ray"] = "local"
@@ -186,6 +190,11 @@ class DataConfig:
             check_local(getattr(self, name), f"data.{name}")
         for source in self.prompt_sources:
             check_local(source.path, "data.prompts", may_be_on_hub=True)
+
+    @property
+    def feature_sets(self) -> tuple[Literal["fed", "drawn"], ...]:
+        """`features`, or both where nothing has settled it yet."""
+        return ("fed", "drawn") if self.features is None else self.features
 
     @property
     def prompt_sources(self) -> tuple[PromptSource, ...]:
@@ -206,11 +215,11 @@ class HeadsConfig:
     """What a block computes: resnet, the paper's, or others of `heads.model.architectures`."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     accept_weight: float = 1.0
-    timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("fed",)
+    timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
     """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate:
     drawn, for trees.
     """
-    scalars: tuple[bool | tuple[str, ...], ...] = (False,)
+    scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by
     name: [entropy].
     """
@@ -222,7 +231,7 @@ class HeadsConfig:
     """Share of the residual stream that a training step drops: such a head fits home a little less, and travels
     better.
     """
-    specdec: bool = False
+    specdec: bool = True
     """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings`
     combine to.
     """
@@ -230,8 +239,12 @@ class HeadsConfig:
     """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
     num_train: int | None = None
     """Use only the first so many training responses; null: all."""
-    learning_rate: float = 5e-5
+    learning_rate: float | None = None
+    """Adam's, at the end of the warm-up; null: by rule from the draft's width (`heads.training.recipe`). SpecDec++ has
+    5e-5, for millions of tokens and a width of 4096.
+    """
     warmup_ratio: float = 0.03
+    """Share of the steps in which the rate rises to its height; then it falls as a cosine."""
     batch_size: int = 32
     """Responses per batch, of all processes together: each of n processes takes an n-th part."""
     select: Literal["best", "last"] = "best"
@@ -318,5 +331,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of pytorch_lightning.Trainer; devices is 1 where nothing else is said, `auto` takes all."""
+    """Arguments of pytorch_lightning.Trainer; max_epochs is by rule (`heads.training.recipe`) and devices is 1 where
+    nothing else is said, `auto` takes all.
+    """
     decode: DecodeConfig = field(default_factory=DecodeConfig)

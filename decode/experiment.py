@@ -15,7 +15,8 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from configs.paths import check_local
-from configs.schema import Config, ModelSource, PromptSource
+from configs.schema import Config, DataConfig, ModelSource, PromptSource
+from data_gen.pipeline.sizes import settled
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
@@ -49,11 +50,16 @@ class Experiment:
         if needs_micro:
             refuse_feature_draft(config.pair)
             check_micro(config.pair)
-        self.models, self.data, self.decode = config.pair, config.data, config.decode
+        self.models, self.decode, self._data = config.pair, config.decode, config.data
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling = Sampling(**vars(config.pair.sampling))
         self._described: dict[Level, dict[str, Any]] = {}
+
+    @cached_property
+    def data(self) -> DataConfig:
+        """The prompts and their splits, as data and training have them."""
+        return settled(self._data)
 
     @cached_property
     def pair(self) -> Pair:
@@ -140,8 +146,9 @@ class Experiment:
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_home(dataset):
-            return load_prompts(data, split)
-        return load_prompts(replace(data, split_weights=(0, 1, 1), split_ids=None), split, may_be_fewer=True)
+            return load_prompts(data, split, section="decode")
+        abroad = replace(data, split_weights=(0, 1, 1), split_ids=None)
+        return load_prompts(abroad, split, may_be_fewer=True, section="decode")
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
         """Token ids of the prompts that `encoded` returns."""

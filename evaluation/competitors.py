@@ -8,8 +8,11 @@
     standing     what was clocked of a finalist on test, beside its rivals
     gain         over another one on test, paired over prompts, with an interval (`evaluation.intervals`)
 
-Replay runs all settings of a competitor at once, as one policy whose parameters are arrays
-(`evaluation.contest.grids`); what cannot be replayed is built and decoded setting by setting.
+Replay runs all settings of a competitor at once, as one policy whose parameters are arrays: there the competitor is a
+`Grid` (`evaluation.contest.grids`), what it did on both splits an `Arm`, and an arm at one setting, its candidate, a
+`Pick` (`evaluation.contest.arms`). What cannot be replayed is built and decoded setting by setting: `Competitor`,
+`Setting` and `Candidate` (`evaluation.hierarchies.runs`). Both choose by `fastest`, become a `Finalist`, and are judged
+by the same gain.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -12,16 +12,24 @@ within its standard error; all competitors share the draws.
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import bootstrap
 
+Kept = TypeVar("Kept")
 _RESAMPLES = 2000
 _LEVELS = (2.5, 97.5)
 """Percentiles of a 95 % interval."""
+
+
+class Splits(NamedTuple, Generic[Kept]):
+    """What is kept of the dev prompts, which choose a setting, and the same of the test prompts, which judge it."""
+
+    dev: Kept
+    test: Kept
 
 
 class Spent(NamedTuple):
@@ -59,16 +67,16 @@ class Gain(NamedTuple):
         return f"{value:+d} % ({low}, {high})"
 
 
-def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
-    """The gain of `own` over `base`, which have the same prompts in the same order."""
-    value = float(_gain(*base, *own, axis=-1))
-    if len(own.tokens) < 2:
+def gain_over(base: Spent, spent: Spent, *, seed: int = 0) -> Gain:
+    """The gain of `spent` over `base`, which have the same prompts in the same order."""
+    value = float(_gain(*base, *spent, axis=-1))
+    if len(spent.tokens) < 2:
         return Gain(value, value, value, float("nan"))
     # no resample differs; the baseline itself is exactly 0
-    if all(np.allclose(*pair) for pair in zip(base, own, strict=True)):
+    if all(np.allclose(*pair) for pair in zip(base, spent, strict=True)):
         return Gain(value, value, value, 0.0)
     resampled = bootstrap(
-        (*base, *own),
+        (*base, *spent),
         _gain,
         paired=True,
         vectorized=True,
@@ -80,10 +88,10 @@ def gain_over(base: Spent, own: Spent, *, seed: int = 0) -> Gain:
     return Gain(value, float(interval.low), float(interval.high), float(resampled.standard_error))
 
 
-def _gain(base_tokens: np.ndarray, base_s: np.ndarray, own_tokens: np.ndarray, own_s: np.ndarray, *, axis: int) -> Any:
+def _gain(base_tokens: np.ndarray, base_s: np.ndarray, tokens: np.ndarray, seconds: np.ndarray, *, axis: int) -> Any:
     # The ratio of tokens apart: it is exactly 1 for texts that both share, so that rounding cannot move the ratio of
     # times.
-    return base_s.sum(axis) / own_s.sum(axis) * (own_tokens.sum(axis) / base_tokens.sum(axis)) - 1
+    return base_s.sum(axis) / seconds.sum(axis) * (tokens.sum(axis) / base_tokens.sum(axis)) - 1
 
 
 def median_ratio(slower: Iterable[float], faster: Iterable[float]) -> float:
@@ -120,13 +128,6 @@ class Work(NamedTuple):
         return self.drafting_s + self.stopping_s + self.verifying_s
 
 
-class SplitWork(NamedTuple):
-    """A policy and all its settings, on both splits."""
-
-    dev: Work
-    test: Work
-
-
 class Resamples:
     """Draws of prompts and times that all competitors share."""
 
@@ -159,7 +160,7 @@ class Resamples:
         self._home = _weights(np.random.default_rng((seed, num_home)), num_home, num) if num_home else None
 
     def throughput(
-        self, competitors: Sequence[SplitWork], *, is_from_home: bool = False
+        self, competitors: Sequence[Splits[Work]], *, is_from_home: bool = False
     ) -> Float[np.ndarray, " resample"]:
         """Tokens per second on the test prompts of each resample, of the competitor and setting that its dev prompts
         choose.
@@ -191,9 +192,9 @@ class Resamples:
         return np.asarray(weights @ work.tokens.T / seconds)
 
 
-def gain_of(value: float, base: Float[np.ndarray, " resample"], own: Float[np.ndarray, " resample"]) -> Gain:
+def gain_of(value: float, base: Float[np.ndarray, " resample"], reached: Float[np.ndarray, " resample"]) -> Gain:
     """The gain `value` with the interval that the throughputs of both in the same resamples give."""
-    gains = own / base - 1
+    gains = reached / base - 1
     low, high = np.percentile(gains, _LEVELS)
     return Gain(value, min(value, float(low)), max(value, float(high)), float(gains.std(ddof=1)))
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from configs.paths import local_path
 from configs.schema import Config
 from heads.measures.tables import best_heads
+from heads.measures.verdict import beats_signal, verdict
 from heads.model import hub
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
@@ -22,6 +23,8 @@ from heads.training.sweep import Sweep
 from store.json_files import read_json
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+_LOOKED_FOR = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
+"""What `inspect` prints first."""
 _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
 """Files of a head, and what a process that is killed while it writes one leaves of it."""
 
@@ -33,6 +36,7 @@ def export(
     metric: str = "calibrated_kl",
     out: str | None = None,
     checkpoint: str | None = None,
+    force: bool = False,
 ) -> list[Path]:
     """Lightning checkpoint -> safetensors, config.json and model card, one directory per head.
 
@@ -42,6 +46,11 @@ def export(
         metric: the metric of `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
         out: the folder of these directories; null: heads.dir/exported.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
+        force: export also where no head beats the draft's own log q(y), which needs no training.
+
+    Raises:
+        FileNotFoundError: no checkpoint.
+        ValueError: one of another run, no such head or metric, or heads that are worse than log q(y).
     """
     run = RunDirectory(Path(config.heads.dir))
     root = local_path(out, "--out") if out else run.path / "exported"
@@ -53,6 +62,8 @@ def export(
             "`python train.py` go on, or pass --checkpoint to export the earlier run"
         )
     results, heads, written = _results(run, sweep), sweep.heads(), []
+    if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
+        raise ValueError(f"{verdict(results['dev'], sweep.specs)} Pass --force to export all the same.")
     for name in _names(head, sweep, results=results, metric=metric):
         if results:
             on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
@@ -60,7 +71,9 @@ def export(
             metrics["train_raw_kl"] = on_train["raw_kl"]
             heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
         written.append(save_whole(heads[name], root / name))
-    print("\n".join(map(str, written)))
+    if results:
+        print(verdict(results["dev"], sweep.specs))
+    print(f"wrote {len(written)} heads into {root}; next: evaluate")
     return written
 
 
@@ -133,6 +146,9 @@ def inspect(*, path: str) -> dict[str, Any]:
         "calibration_shift": head.calibration_shift,
         "tensors": {name: list(t.shape) for name, t in head.state_dict().items()},
     }
+    # what somebody looks for first stands first, and the models with their hashes last
+    facts = {name: facts.pop(name) for name in _LOOKED_FOR} | facts
+    facts |= {name: facts.pop(name) for name in ("draft", "target")}
     print(json.dumps(facts, indent=1))
     return facts
 

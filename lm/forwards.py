@@ -71,8 +71,8 @@ def hidden_states(
             # the text before the first wanted state has been read in one forward, or with the same frequencies
             num_prompt = starts[place] + frequencies.reads_again
             length = len(rows[place])
-            what = f"a sequence of {length} tokens, of which {length - starts[place]} are looked at, is read at once"
-            refuse_crossing(model, num_prompt, length, what=what, remedy=SHORTER)
+            subject = f"a sequence of {length} tokens, of which {length - starts[place]} are looked at, is read at once"
+            refuse_crossing(model, num_prompt, length, subject=subject, remedy=SHORTER)
         if places:
             states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
             parts |= dict(zip(places, states, strict=True))

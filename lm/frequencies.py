@@ -52,11 +52,11 @@ class Frequencies(NamedTuple):
         """
         return num_fed > self.bound and (self.is_dynamic or num_prompt <= self.bound)
 
-    def refusal(self, what: str, remedy: str) -> ValueError:
+    def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error for what crosses the bound: what it is, and what to do."""
         return ValueError(
-            f"{what}, and {self.model} changes the rotary frequencies of all tokens of a forward beyond {self.bound} "
-            f"(rope_type {self.rope_type}): {remedy}"
+            f"{subject}, and {self.model} changes the rotary frequencies of all tokens of a forward beyond "
+            f"{self.bound} (rope_type {self.rope_type}): {remedy}"
         )
 
 
@@ -70,8 +70,8 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
         bounds = dict(_bounds(model.config.get_text_config()))
         if len(bounds) > 1:
             lengths = " and ".join(map(str, sorted(bounds)))
-            what = f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens"
-            raise ValueError(f"{what}; choose another")
+            subject = f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens"
+            raise ValueError(f"{subject}; choose another")
         found = [
             Frequencies(type(model).__name__, rope_type, bound, rope_type == "longrope" and _reads_again(model, bound))
             for bound, rope_type in bounds.items()
@@ -80,19 +80,19 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
     return _KNOWN[model]
 
 
-def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, what: str, remedy: str) -> None:
+def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> None:
     """Raise ValueError where a text is read with several frequencies, for those who read several of its tokens at once.
 
     Args:
         model: the model that reads the text.
         num_prompt: tokens that `generate` would read in its first forward.
         num_fed: the most tokens that are read.
-        what: the clause that begins the refusal: what has so many tokens.
+        subject: the clause that begins the refusal: what has so many tokens.
         remedy: the clause that ends the refusal: what to do.
     """
     frequencies = frequencies_of(model)
     if frequencies is not None and frequencies.crosses(num_prompt, num_fed):
-        raise frequencies.refusal(what, remedy)
+        raise frequencies.refusal(subject, remedy)
 
 
 def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:

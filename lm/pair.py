@@ -119,9 +119,9 @@ def refuse_feature_draft(config: PairConfig) -> None:
         raise ValueError(_reads_the_target(f"{layout} directory ({config.draft.path})"))
 
 
-def _reads_the_target(what: str) -> str:
+def _reads_the_target(kind: str) -> str:
     return (
-        f"pair.draft is a feature draft, an {what}, which drafts only beside the target whose states it reads; this "
+        f"pair.draft is a feature draft, an {kind}, which drafts only beside the target whose states it reads; this "
         "takes a draft that is a model of its own: set pair.draft.path"
     )
 

@@ -1,10 +1,11 @@
 """`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the
-target).
+target). `python -m checkpoints.recipes smollm2`: make a directory of a published model without a hub.
 """
 
 from typing import Literal
 
 from checkpoints.recipes.recipe import make_feature_drafts, make_trio
+from checkpoints.recipes.smollm2 import smollm2
 from configs.command import run
 
 
@@ -31,4 +32,4 @@ def tiny(
 
 
 if __name__ == "__main__":
-    run({"tiny": tiny}, default="tiny")
+    run({"tiny": tiny, "smollm2": smollm2}, default="tiny")

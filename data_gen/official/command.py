@@ -198,7 +198,7 @@ def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple
         "sampling": _SAMPLING,
         "keys": list(keys),
         "rows_per_shard": data.rows_per_shard,
-        **({"features": list(data.features), **settings} if features else {}),
+        **({"features": list(data.feature_sets), **settings} if features else {}),
         "recorded": {"target_path": pair.target.path, "draft_path": pair.draft.path},
     }
 

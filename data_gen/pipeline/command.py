@@ -11,6 +11,7 @@ from tqdm import tqdm
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.on_ray import run_on_actors
+from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.responses.conversation import ShardSpec
@@ -32,8 +33,8 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
         config: the experiment.
         retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
     """
-    pair, data = config.pair, config.data
-    check_settings(pair, data)
+    check_settings(config.pair, config.data)
+    pair, data = config.pair, settled(config.data, config.heads)
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)

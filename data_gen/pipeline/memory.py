@@ -79,7 +79,7 @@ def needs(config: Config) -> list[Need]:
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
     sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
     pair = {name: sizes[name] for name in ("target", "draft")}
-    makes_data = data.num_train + data.num_dev + data.num_test > 0
+    makes_data = any((data.num_train, data.num_dev, data.num_test))
     stages = _data_stages(pair, data) if makes_data else []
     if data.num_train:
         stages.append(_training(sizes["draft"], data, config.heads))

@@ -20,6 +20,7 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import order_of
+from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
@@ -54,13 +55,16 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     Args:
         sample: prompts that are made and timed; 0 loads no model.
     """
+    check_settings(config.pair, config.data)
+    config = replace(config, data=_settled(config, is_needed=sample > 0))
     pair, data = config.pair, config.data
-    check_settings(pair, data)
     _check_memory(config, is_measured=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     num_rows = (
-        data.num_train + data.num_dev + data.num_test if missing is None else sum(spec.num_requests for spec in missing)
+        (data.num_train or 0) + data.num_dev + data.num_test
+        if missing is None
+        else sum(spec.num_requests for spec in missing)
     )
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
@@ -89,6 +93,16 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
         print(f"warning: {problem}")
+
+
+def _settled(config: Config, *, is_needed: bool) -> DataConfig:
+    """The section with all its sizes; as it is, where the prompts are not at hand and its own sizes do."""
+    try:
+        return settled(config.data, config.heads)
+    except FileNotFoundError:
+        if is_needed or config.data.num_train is None:
+            raise
+        return config.data
 
 
 def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
@@ -121,7 +135,7 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
         "response_tokens": round(num_rows * estimate.response_tokens),
         "target_decode_forwards": num_steps if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows,
-        "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.features else 0)),
+        "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
         "disk_bytes": round(disk_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": None if estimate.seconds is None else num_rows * estimate.seconds,
@@ -162,7 +176,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    num_features = (data.mixes if "fed" in data.features else 0) + ("drawn" in data.features)
+    num_features = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
     width = width_of(pair.draft)
     if width is None:
         width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size

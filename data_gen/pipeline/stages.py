@@ -48,7 +48,7 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
     """Whether a shard needs this stage no more: the stage's own result or the whole shard is on disk."""
-    paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.features]
+    paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
     if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
     return stage in _SUFFIXES and is_whole(_stage_path(spec, data, stage))
@@ -82,17 +82,17 @@ def label_and_mix(
         "uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens),
         **(known_columns or {}),
     }
-    columns, broken = labeller.label(exchanges, inputs, with_hidden="drawn" in data.features, progress=progress)
+    columns, broken = labeller.label(exchanges, inputs, with_hidden="drawn" in data.feature_sets, progress=progress)
     coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
     columns["from_target"] = coins < data.mixing_ratio
-    if "fed" in data.features:
+    if "fed" in data.feature_sets:
         order = layout.order(data.mixes)
         response_ids = torch.tensor(
             [token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64
         )
         mixed_ids = mixed(response_ids[order], columns["draft_ids"][order], columns["from_target"])
         columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
-    for timing in data.features:
+    for timing in data.feature_sets:
         mixes = data.mixes if timing == "fed" else 1
         places = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
         reason = (
@@ -135,7 +135,7 @@ def _failed(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
 def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
     """Write the features and then the rows of a shard, so that rows on disk always have their features."""
     layout = layout_of(answers.exchanges)
-    for timing in data.features:
+    for timing in data.feature_sets:
         mixes = data.mixes if timing == "fed" else 1
         is_drafted = ~columns["from_target"] if timing == "fed" else torch.ones(layout.num_tokens)
         content = features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
@@ -152,10 +152,10 @@ def write_drafts(
     """
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
     chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
-    drafts = labeller.label(answers.exchanges, chance, timings=data.features, progress=progress)
+    drafts = labeller.label(answers.exchanges, chance, timings=data.feature_sets, progress=progress)
     answers = _failed(spec, answers, drafts.broken)
     num_tokens = sum(map(sum, drafts.lengths))
-    for timing in data.features:
+    for timing in data.feature_sets:
         path = features_path(data.dir, timing, spec.split, spec.index)
         write_shard(
             path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens

@@ -231,16 +231,18 @@ def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("d
         names: the models that are going to read texts.
     """
     longest = data.max_prompt_tokens + data.max_new_tokens
-    what = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
+    subject = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
     for name in names:
         source: ModelSource = getattr(pair, name)
         is_feature_draft = name == "draft" and released_layout_of(source) is not None
         model = None if is_feature_draft else without_weights(source, trust_remote_code=pair.trust_remote_code)
         limit = max_positions_of(source) if model is None else max_positions(model)
         if limit is not None and longest > limit:
-            raise ValueError(f"{what} and {name} {source.path} reads at most {limit} positions; lower one of the two")
+            raise ValueError(
+                f"{subject} and {name} {source.path} reads at most {limit} positions; lower one of the two"
+            )
         if model is not None:
-            refuse_crossing(model, 0, longest, what=what, remedy=f"lower one of the two for {name} {source.path}")
+            refuse_crossing(model, 0, longest, subject=subject, remedy=f"lower one of the two for {name} {source.path}")
 
 
 def _errors(answers: Answers) -> list[Problem]:

@@ -92,11 +92,15 @@ def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
     """
     part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
     if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
-        return prompts_of(_json_records(Path(prompt_set.data_files)), prompt_set.columns)
-    where, records = f"{prompt_set.data_files or prompt_set.path} [{part}]", enumerate(_records(prompt_set, part))
-    return prompts_of(
-        ((f"{where} record {index}", str(index), record) for index, record in records), prompt_set.columns
-    )
+        where, records = prompt_set.data_files, _json_records(Path(prompt_set.data_files))
+    else:
+        where = f"{prompt_set.data_files or prompt_set.path} [{part}]"
+        numbered = enumerate(_records(prompt_set, part))
+        records = ((f"{where} record {index}", str(index), record) for index, record in numbered)
+    prompts = prompts_of(records, prompt_set.columns)
+    if not prompts:
+        raise ValueError(f"{where} is empty: it holds no prompt")
+    return prompts
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:

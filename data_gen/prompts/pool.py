@@ -1,5 +1,6 @@
 """The prompts of a run, from wherever `data.prompts` points."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +11,30 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id
 from data_gen.stories.stories import stories
 
+WEIGHTS = (40, 10, 2)
+"""Shares of train, dev and test where nothing else is said: those of SpecDec++ on Alpaca."""
 
-def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False) -> list[Prompt]:
+
+def load_prompts(
+    config: DataConfig, split: Split, *, may_be_fewer: bool = False, section: str = "data"
+) -> list[Prompt]:
     """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the
     shorter one.
 
     Args:
-        config: the `data` section of the run.
+        config: the `data` section of the run, `settled` (`data_gen.pipeline.sizes`).
         split: train, dev or test.
         may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
+        section: the section of the experiment that asked for so many, which an error names.
 
     Raises:
         FileNotFoundError: neither a known set, nor a file, nor one that the hub has.
         ValueError: a malformed record, a repeated id, or fewer prompts than asked for.
     """
-    count = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
+    asked = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
+    count = sys.maxsize if asked is None else asked
     if count < 0:
-        raise ValueError(f"data.num_{split} is {count}; it must be at least 0")
+        raise ValueError(f"{section}.num_{split} is {count}; it must be at least 0")
     if count == 0:
         return []
     sources = sources_of(config)
@@ -40,11 +48,11 @@ def load_prompts(config: DataConfig, split: Split, *, may_be_fewer: bool = False
         prompts = _in_proportion(named, weights, count)
     else:
         prompts = next(iter(pools.values()))[:count]
-    if len(prompts) < (1 if may_be_fewer else count):
+    if len(prompts) < (1 if may_be_fewer or asked is None else count):
         raise ValueError(
-            f"data.num_{split} is {count} and {', '.join(source.path for source in sources.values())} has "
+            f"{section}.num_{split} is {asked} and {', '.join(source.path for source in sources.values())} has "
             f"{len(prompts)} {split} prompts"
-            f"{' in these proportions' if len(sources) > 1 else ''}; set data.num_{split}={len(prompts)}"
+            f"{' in these proportions' if len(sources) > 1 else ''}; set {section}.num_{split}={len(prompts)}"
         )
     return prompts
 
@@ -103,5 +111,8 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     ):  # all of the set's own test part, which needs no splitting
         return in_hash_order(prompts, config.seed)
     return split_by_id(
-        prompts, weights=prompt_set.shares or config.split_weights, seed=config.seed, split_ids=config.split_ids
+        prompts,
+        weights=prompt_set.shares or config.split_weights or WEIGHTS,
+        seed=config.seed,
+        split_ids=config.split_ids,
     )[split]

@@ -2,7 +2,7 @@
 
 Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value,
 ShareGPT), `turns` (MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt`
-(HumanEval). Replies that a conversation brings along are dropped, because the target writes its own.
+(HumanEval), `text`. Replies that a conversation brings along are dropped, because the target writes its own.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
-_EXPECTED = "one of the fields messages, conversations, turns, instruction, question, prompt"
+_EXPECTED = "one of the fields messages, conversations, turns, instruction, question, prompt, text"
 _USER = {"user", "human"}
 
 
@@ -131,10 +131,13 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"expected turns to be a list of strings, got {_shown(turns)}")
         return Prompt(prompt_id, tuple(turns), category=category)
-    for name in ("instruction", "question", "prompt"):
+    for name in ("instruction", "question", "prompt", "text"):
         if name in record:
             return Prompt(prompt_id, (_text(record, name),), context=_text(record, "input"), category=category)
-    raise ValueError(f"expected {_EXPECTED}; got {sorted(record)}")
+    raise ValueError(
+        f"expected {_EXPECTED}; got {', '.join(sorted(record))}; say which of them it is, as data.prompts: "
+        f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
+    )
 
 
 def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str) -> Prompt:

@@ -83,11 +83,11 @@ class TargetInProcess:
         for index, request in enumerate(requests):
             num_prompt = len(request.prompt_ids)
             if frequencies.crosses(num_prompt, num_prompt + self.max_new_tokens - 1):
-                what = (
+                subject = (
                     f"request {request.id} has {num_prompt} prompt tokens and up to {self.max_new_tokens} new ones, "
                     "read in batches"
                 )
-                raise frequencies.refusal(what, SHORTER)
+                raise frequencies.refusal(subject, SHORTER)
             sides[num_prompt > frequencies.bound].append(index)
         return list(sides)
 

@@ -29,7 +29,8 @@ from evaluation.contest.grids import BOUNDS, grids_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
-from evaluation.traces.recording import Traces, trace_folder
+from evaluation.intervals import Splits
+from evaluation.traces.recording import trace_folder
 from lm import Pair, Sampling
 from store.keyed import KeyedStore
 
@@ -213,7 +214,7 @@ class Choices:
         folder.complete()
         dev = folder.load(next(iter(experiment.datasets))).dev
         grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
-        traces = Traces(dev, dev.select([0]))  # nothing is reported on test here
+        traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
         return replay_dataset(
             traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"
         )

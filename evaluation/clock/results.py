@@ -26,9 +26,8 @@ from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
-from evaluation.intervals import Spent, gain_over
+from evaluation.intervals import Spent, Splits, gain_over
 from evaluation.sheet import Sheet, flat, shown
-from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed
 
 TOLERANCE = 0.03
@@ -200,7 +199,7 @@ def clock_dataset(
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
     families = [family for family in NAMES if family in picks and family not in BOUNDS]
-    runners = [Pick(next(replay_arms([alone], Traces(trace, trace))), 0), *(picks[family] for family in families)]
+    runners = [Pick(next(replay_arms([alone], Splits(trace, trace))), 0), *(picks[family] for family in families)]
     return report_of(
         clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE
     )

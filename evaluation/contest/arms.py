@@ -18,9 +18,9 @@ from decode.policies.bounds import Oracle
 from evaluation.competitors import Finalist, fastest
 from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid, label_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, SplitWork
-from evaluation.traces.recording import Traces
+from evaluation.intervals import Spent, Splits, Work
 from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 
@@ -44,9 +44,9 @@ class Arm:
     ratio: float | None = None
     """t_target / t_draft that its rule was solved for; None: it depends on no times, or on those of the evaluation."""
 
-    def work(self, cost: CostModel) -> SplitWork:
+    def work(self, cost: CostModel) -> Splits[Work]:
         """Tokens and seconds of all its settings at this cost."""
-        return SplitWork(cost.work(self.dev), cost.work(self.test))
+        return Splits(cost.work(self.dev), cost.work(self.test))
 
 
 class Pick(NamedTuple):
@@ -102,7 +102,7 @@ class Pick(NamedTuple):
 class Replays:
     """One dataset: its traces, and all arms that do not depend on costs."""
 
-    traces: Traces
+    traces: Splits[Trace]
     arms: list[Arm]
     heads: Mapping[str, AcceptanceHead]
     """Heads of the arms, by name."""
@@ -151,7 +151,7 @@ class Replays:
 
 
 def replay_dataset(
-    traces: Traces,
+    traces: Splits[Trace],
     grids: Sequence[Grid],
     *,
     heads: Mapping[str, AcceptanceHead],
@@ -183,7 +183,7 @@ def replay_dataset(
 
 
 def replay_arms(
-    grids: Iterable[Grid], traces: Traces, progress: Callable[[int], object] = lambda count: None
+    grids: Iterable[Grid], traces: Splits[Trace], progress: Callable[[int], object] = lambda count: None
 ) -> Iterator[Arm]:
     """Every grid on both splits; `progress` is told the number of settings after each."""
     for grid in grids:

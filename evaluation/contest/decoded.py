@@ -21,9 +21,9 @@ from evaluation.costs.model import CostModel
 from evaluation.hierarchies.configurations import competitors_of
 from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, ResumableLoop, at_settings, best_on_dev, trio_times
 from evaluation.hierarchies.times import COUNTED, redundancy, target_utilisation
-from evaluation.intervals import Spent
+from evaluation.intervals import Spent, Splits
 from evaluation.sheet import Sheet
-from evaluation.traces.recording import Traces
+from evaluation.traces.trace import Trace
 
 FAMILIES = {
     MICRO_ALONE: "decoded_micro",
@@ -124,7 +124,7 @@ class DecodedHierarchies:
 
 
 def decode_hierarchies(
-    loop: ResumableLoop, traces: Traces, *, costs: Sequence[CostModel], t_micro_s: float | None
+    loop: ResumableLoop, traces: Splits[Trace], *, costs: Sequence[CostModel], t_micro_s: float | None
 ) -> DecodedHierarchies:
     """Decode what is not there yet: every setting on dev, on test those that win at one of the costs.
 

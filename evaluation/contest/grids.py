@@ -46,19 +46,19 @@ def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]
 
 
 def grids_of(
-    own: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int
+    chosen: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int
 ) -> list[Grid]:
     """All grids of an evaluation but the bounds.
 
     Args:
-        own: policy -> parameter -> values, in place of the built-in values of that policy.
+        chosen: policy -> parameter -> values, in place of the built-in values of that policy.
         heads: by name; each has a grid of its own.
         max_draft_length: the longest fixed length.
 
     Raises:
         ValueError: an unknown policy or parameter, a value out of range.
     """
-    values = default_values(max_draft_length) | dict(own)
+    values = default_values(max_draft_length) | dict(chosen)
     grids = []
     for name, parameters in values.items():
         if name not in POLICIES:

@@ -16,6 +16,7 @@ from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
+from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
@@ -24,7 +25,6 @@ from heads.model.head import AcceptanceHead, Timing
 
 Sizes = tuple[int, ...] | int | str
 """Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
-"""Families that know of no other sequence, and bound nothing in a batch; a perfect head in the batch's rule does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class BatchResult:
     name: str
     setting: Mapping[str, Any]
     tokens_per_s: float
+    """Throughput of the whole batch."""
     gain: float
     """Throughput over that of the best fixed length, less 1."""
     request_s: float
@@ -69,11 +70,13 @@ class Setup(NamedTuple):
     @property
     def title(self) -> str:
         """Name of the setup in titles of tables."""
-        of = "batches" if self.measured is not None else "one sequence"
-        each = (
-            f"curves of {of}" if self.verify_share is None else f"a verified token costs {self.verify_share:g} t_draft"
+        measured_on = "batches" if self.measured is not None else "one sequence"
+        verifying = (
+            f"curves of {measured_on}"
+            if self.verify_share is None
+            else f"a verified token costs {self.verify_share:g} t_draft"
         )
-        return f"{self.cost.title}; {each}"
+        return f"{self.cost.title}; {verifying}"
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,8 @@ class Entry:
         """The batch's load under one setting."""
         num_rows = len(self.trace.rows)
         first, end = self.rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
-        own = Rounds(*(column[first:end] for column in self.rounds))
-        return load_of(own._replace(lane=own.lane - setting * num_rows), queue_of(num_rows, size), size)
+        rounds = Rounds(*(column[first:end] for column in self.rounds))
+        return load_of(rounds._replace(lane=rounds.lane - setting * num_rows), queue_of(num_rows, size), size)
 
 
 class BatchContest:
@@ -115,9 +118,10 @@ class BatchContest:
     def results(self) -> Iterator[tuple[Setup, list[BatchResult]]]:
         """Results of every setup in turn, all sizes and families."""
         cost, traces = self._setups[0].cost, self._replays.traces
+        # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
         families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
         grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
-        entries = [(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
+        entries = [Splits(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
         loads = {
             (grid.family, size): dev.loads(size)
             for grid, (dev, _) in zip(grids, entries, strict=True)
@@ -193,9 +197,9 @@ def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] |
     """
     if asked is None:
         return None
-    each = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    listed = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
     try:
-        sizes = tuple(int(size) for size in each)
+        sizes = tuple(int(size) for size in listed)
     except ValueError:
         raise ValueError(f"--batch is {asked}; name sizes of batches as numbers, such as 1,4,16") from None
     if not sizes:
@@ -228,11 +232,11 @@ def setups_of(
 
 
 def compare_in_batches(
-    every: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int], *, names: Mapping[str, str]
+    replays_of: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int], *, names: Mapping[str, str]
 ) -> pd.DataFrame:
     """Print one table per dataset and setup, each as soon as it is there; all of them as one frame."""
     frames = []
-    for dataset, replays in every.items():
+    for dataset, replays in replays_of.items():
         num_rows = len(replays.traces.test.rows)
         if max(sizes) > num_rows:
             wide_console().print(
@@ -255,7 +259,7 @@ def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -
     }
     settings = (", ".join(f"{key}={value}" for key, value in result.setting.items()) for result in results)
     return pd.DataFrame(
-        [{**where, **flat(each), "setting": setting} for each, setting in zip(results, settings, strict=True)]
+        [{**where, **flat(result), "setting": setting} for result, setting in zip(results, settings, strict=True)]
     )
 
 
@@ -264,7 +268,7 @@ def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str
     ordered = sorted(results, key=lambda result: (list(names).index(result.family), result.batch_size))
     return Sheet(
         f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
-        crossed("policy", ((names[each.family], f"batch {each.batch_size}", _cell(each)) for each in ordered)),
+        crossed("policy", ((names[result.family], f"batch {result.batch_size}", _cell(result)) for result in ordered)),
         (
             "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law "
             "4.13)"

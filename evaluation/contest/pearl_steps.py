@@ -86,10 +86,10 @@ def pearl_steps_of(is_rejected: Bool[Array, " position"], *, gamma: int, limit: 
 def pearl_of(trace: Trace, cost: CostModel, *, gamma: int, exchange_s: float = 0.0) -> Finalist:
     """PEARL with one gamma, replayed."""
     ends = zip(trace.offsets[:-1], trace.offsets[1:], trace.rows, strict=True)
-    every = [pearl_steps_of(trace.is_rejected[start:end], gamma=gamma, limit=row.limit) for start, end, row in ends]
-    counts = [steps.counts for steps in every]
+    responses = [pearl_steps_of(trace.is_rejected[start:end], gamma=gamma, limit=row.limit) for start, end, row in ends]
+    counts = [steps.counts for steps in responses]
     tokens = np.bincount(trace.prompt_of_row, [count.num_emitted for count in counts])
-    seconds = np.bincount(trace.prompt_of_row, [steps.seconds(cost, exchange_s=exchange_s) for steps in every])
+    seconds = np.bincount(trace.prompt_of_row, [steps.seconds(cost, exchange_s=exchange_s) for steps in responses])
     spent = Spent(tokens.astype(np.int64), seconds)
     return Finalist("parallel_pearl", "pearl", {"gamma": gamma}, spent, reduce(add, counts))
 

@@ -12,9 +12,8 @@ from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
 from evaluation.contest.grids import label_of
 from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
-from evaluation.traces.recording import Traces
-from evaluation.traces.trace import Array
+from evaluation.intervals import Gain, Resamples, Spent, Splits, gain_of, gain_over
+from evaluation.traces.trace import Array, Trace
 
 TRAINING_FREE, HEADS = "training-free", "heads"
 """Groups of families, of which the best are compared."""
@@ -74,8 +73,8 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> 
     """
     families, picks = by_family(arms), picks_of(arms, cost)
     competitors = {family: [arm.work(cost) for arm in members] for family, members in families.items()}
-    one = competitors[BASELINE][0]
-    resamples = Resamples(one.dev.tokens.shape[1], one.test.tokens.shape[1], cost.errors, num_home=num_home)
+    num_dev, num_test = (work.tokens.shape[1] for work in competitors[BASELINE][0])
+    resamples = Resamples(num_dev, num_test, cost.errors, num_home=num_home)
     reached = {family: resamples.throughput(members) for family, members in competitors.items()}
     champions = {}
     for group, belongs in _GROUPS.items():
@@ -94,8 +93,9 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
     """The gain of the best head over the best training-free policy, both chosen on dev; None where there is no head."""
     if HEADS not in yardstick.champions:
         return None
-    own, base = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
-    return gain_of(own.tokens_per_s / base.tokens_per_s - 1, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
+    head, training_free = (yardstick.spent[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
+    lead = head.tokens_per_s / training_free.tokens_per_s - 1
+    return gain_of(lead, yardstick.reached[TRAINING_FREE], yardstick.reached[HEADS])
 
 
 def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
@@ -103,7 +103,9 @@ def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> li
     return [result_of(pick.finalist(cost), yardstick) for pick in picks_of(arms, cost).values()]
 
 
-def parallel_results(traces: Traces, cost: CostModel, yardstick: Yardstick, *, exchange_s: float) -> list[Result]:
+def parallel_results(
+    traces: Splits[Trace], cost: CostModel, yardstick: Yardstick, *, exchange_s: float
+) -> list[Result]:
     """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by
     `evaluation.contest.pearl_steps`.
 
@@ -145,5 +147,5 @@ def _gain(family: str, spent: Spent, rival: str, group: str, yardstick: Yardstic
     return gain_of(value, yardstick.reached[group], yardstick.reached[family])
 
 
-def _percent_of(bound: Spent, own: Spent) -> float:
-    return float(100 * bound.seconds.sum() / own.seconds.sum() * (own.tokens.sum() / bound.tokens.sum()))
+def _percent_of(bound: Spent, spent: Spent) -> float:
+    return float(100 * bound.seconds.sum() / spent.seconds.sum() * (spent.tokens.sum() / bound.tokens.sum()))

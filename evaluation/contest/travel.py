@@ -62,17 +62,17 @@ class Travelled(NamedTuple):
     """Throughput over that of the same family tuned there, minus 1; None where it was not."""
 
 
-def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list[Travelled]:
+def travel(home: Judged, away: Judged, *, test: Trace, cost: CostModel) -> list[Travelled]:
     """Every family but the bounds.
 
     Args:
         home: where head and setting are chosen.
-        there: the foreign set.
+        away: the foreign set.
         test: its test prompts.
         cost: of both.
     """
-    arms = list(_moved(home.arms, there.arms, test))
-    members, yardstick = by_family(arms), there.yardstick
+    arms = list(_moved(home.arms, away.arms, test))
+    members, yardstick = by_family(arms), away.yardstick
     travelled = []
     for family, pick in picks_of(arms, cost).items():
         finalist = pick.finalist(cost)
@@ -91,7 +91,7 @@ def travel(home: Judged, there: Judged, *, test: Trace, cost: CostModel) -> list
         result.family: place
         for place, result in enumerate(ordered([travelled_family.result for travelled_family in travelled]))
     }
-    return sorted(travelled, key=lambda each: places[each.result.family])
+    return sorted(travelled, key=lambda moved: places[moved.result.family])
 
 
 def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
@@ -126,18 +126,18 @@ _TRAVELLED = "travelled"
 """Apart from the families that were tuned there."""
 
 
-def _moved(home: Sequence[Arm], there: Sequence[Arm], test: Trace) -> Iterator[Arm]:
+def _moved(home: Sequence[Arm], away: Sequence[Arm], test: Trace) -> Iterator[Arm]:
     """Home's arms with the foreign test in place of their own; what was replayed there already, which is most, is not
     replayed again.
     """
-    replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in there if not arm.grid.family.startswith("auto_")}
+    replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in away if not arm.grid.family.startswith("auto_")}
     for arm in home:
         if arm.grid.family not in {grid.family for grid in bounds()}:
             known = replayed.get((arm.grid.family, arm.grid.name))
             yield Arm(arm.grid, arm.dev, replay_settings(test, arm.grid.policy) if known is None else known)
 
 
-def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> Sheet:
+def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: CostModel) -> Sheet:
     """Gains at home, travelled and tuned at the other set, side by side."""
     rows = [
         {
@@ -145,29 +145,29 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, there: Judged, co
             "setting from home": result.label,
             "at home": home.gain(result.family),
             "travelled": result.gain.text,
-            "tuned there": there.gain(result.family),
+            "tuned there": away.gain(result.family),
             "travelled over tuned there": kept.text if kept else "",
             "lead": result.lead.text,
         }
         for result, kept in travelled
     ]
-    gains = {"at home": home.gain("perfect_drawn"), "tuned there": there.gain("perfect_drawn")}
-    champion = NAMES[there.yardstick.champions[TRAINING_FREE]]
+    gains = {"at home": home.gain("perfect_drawn"), "tuned there": away.gain("perfect_drawn")}
+    champion = NAMES[away.yardstick.champions[TRAINING_FREE]]
     return Sheet(
-        f"from {home.dataset} to {there.dataset}; {cost.title}",
+        f"from {home.dataset} to {away.dataset}; {cost.title}",
         [*rows, {"policy": "perfect head", "setting from home": "tuned there", **gains}],
         "gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
-        f"{home.dataset}, tuned there: of {there.dataset}; lead: of the travelled over the best training-free policy "
+        f"{home.dataset}, tuned there: of {away.dataset}; lead: of the travelled over the best training-free policy "
         "tuned there "
         f"({champion})",
         names=2,
     )
 
 
-def travel_frame(travelled: Sequence[Travelled], home: Judged, there: Judged, cost: CostModel) -> pd.DataFrame:
+def travel_frame(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: CostModel) -> pd.DataFrame:
     """Rows of results.csv: those of the foreign set, chosen at home."""
     frame = result_frame(
-        [travelled_family.result for travelled_family in travelled], cost, dataset=there.dataset, chosen_on=home.dataset
+        [travelled_family.result for travelled_family in travelled], cost, dataset=away.dataset, chosen_on=home.dataset
     )
     nothing = Gain(*[float("nan")] * 4)
     return frame.join(

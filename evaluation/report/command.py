@@ -32,12 +32,14 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.hierarchies.runs import resumable_loop
+from evaluation.intervals import Splits
 from evaluation.report.gains import speed_up_bars, verification_curve
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of
 from evaluation.sheet import announce, say
-from evaluation.traces.recording import Traces, trace_folder
+from evaluation.traces.recording import trace_folder
+from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
 
@@ -191,7 +193,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def hierarchies_of(
-    experiment: Experiment, dataset: str, traces: Traces, *, trio: PairModels, costs: Sequence[CostModel]
+    experiment: Experiment, dataset: str, traces: Splits[Trace], *, trio: PairModels, costs: Sequence[CostModel]
 ) -> DecodedHierarchies | None:
     """Decoded hierarchies of one dataset; None where none are asked for."""
     if not experiment.decode.hierarchies:

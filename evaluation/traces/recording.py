@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
+from evaluation.intervals import Splits
 from evaluation.traces import disk
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.coupling import Recorder, trace_of
@@ -40,13 +41,6 @@ SPLITS: tuple[Split, ...] = ("dev", "test")
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} prompts [{elapsed}<{remaining}]"
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
 """Settings of `decode` that decide the trace, beside models, sampling and prompts."""
-
-
-class Traces(NamedTuple):
-    """The recorded dev and test prompts of one dataset."""
-
-    dev: Trace
-    test: Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +80,7 @@ class TraceFolder:
             self._record_missing()
             self._write_errors()
 
-    def load(self, dataset: str) -> Traces:
+    def load(self, dataset: str) -> Splits[Trace]:
         """Both splits of one dataset.
 
         Raises:
@@ -95,7 +89,7 @@ class TraceFolder:
         """
         counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
         draws = self.decode.draws_per_prompt
-        return Traces(
+        return Splits(
             *(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items())
         )
 
@@ -122,10 +116,10 @@ class TraceFolder:
         """
         data, decode = self.data, self.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
-        what = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
+        subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
         for model in (pair.target, pair.drafting):
             if isinstance(model, PreTrainedModel):
-                refuse_crossing(model, 0, longest, what=what, remedy="lower one of the three")
+                refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
     def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
         for draw in range(self.decode.draws_per_prompt):

@@ -16,11 +16,11 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Resamples, SplitWork, Work, gain_of
+from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
 from evaluation.sheet import Sheet, say
-from evaluation.traces.recording import Traces, trace_folder
+from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import join_traces
+from evaluation.traces.trace import Trace, join_traces
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, update_config
 
@@ -93,7 +93,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
     folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
     folder.complete()
     dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
-    traces = Traces(dev, test)
+    traces = Splits(dev, test)
     baseline = baseline_on(traces, cost)
     tuned = [
         tune_head(name, head, traces=traces, cost=cost, baseline=baseline) for name, head in experiment.heads.items()
@@ -123,10 +123,10 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
     return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
 
 
-def baseline_on(traces: Traces, cost: CostModel) -> Baseline:
+def baseline_on(traces: Splits[Trace], cost: CostModel) -> Baseline:
     """The fixed length that is best on dev, and the draws of prompts and times that every head shares with it."""
     lengths = np.arange(traces.dev.max_draft_length + 1)
-    arm = SplitWork(*(cost.work(replay_settings(trace, FixedLength(lengths))) for trace in traces))
+    arm = Splits(*(cost.work(replay_settings(trace, FixedLength(lengths))) for trace in traces))
     resamples = Resamples(traces.dev.num_prompts, traces.test.num_prompts, cost.errors)
     best = int(speeds_of(arm.dev).argmax())
     return Baseline(int(lengths[best]), float(speeds_of(arm.test)[best]), resamples.throughput([arm]), resamples)
@@ -137,10 +137,10 @@ def speeds_of(work: Work) -> Float[np.ndarray, " setting"]:
     return np.asarray(work.tokens.sum(1) / work.seconds.sum(1))
 
 
-def tune_head(name: str, head: AcceptanceHead, *, traces: Traces, cost: CostModel, baseline: Baseline) -> Tuned:
+def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel, baseline: Baseline) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    arm = SplitWork(*(cost.work(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces))
+    arm = Splits(*(cost.work(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces))
     on_dev, on_test = speeds_of(arm.dev), speeds_of(arm.test)
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)

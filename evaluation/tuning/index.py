@@ -136,20 +136,22 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
         is_lagging: scores are of a fed-time head, which has not scored the newest token.
     """
     edges = np.unique(np.quantile(np.concatenate([pairs.score, pairs.next_score]), np.linspace(0, 1, _BINS + 1)[1:-1]))
-    here, there = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
+    bins, next_bins = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
     num = len(edges) + 1
-    marginal = np.bincount(there, minlength=num) / len(there)
+    marginal = np.bincount(next_bins, minlength=num) / len(next_bins)
     moves = np.zeros((num + 1, num))  # the last row, which no pair fills, stands for "no score yet"
-    np.add.at(moves, (here, there), 1.0)
+    np.add.at(moves, (bins, next_bins), 1.0)
     moves = (moves + _PRIOR_PAIRS * marginal) / (moves.sum(1, keepdims=True) + _PRIOR_PAIRS)
-    scores, accepted = (np.bincount(there, values, minlength=num) for values in (pairs.next_score, pairs.is_accepted))
-    size = np.bincount(there, minlength=num)
+    scores, accepted = (
+        np.bincount(next_bins, values, minlength=num) for values in (pairs.next_score, pairs.is_accepted)
+    )
+    size = np.bincount(next_bins, minlength=num)
     mean = (scores + pairs.next_score.mean()) / (size + 1)
     acceptance = np.maximum((accepted + _PRIOR_PAIRS * mean) / (size + _PRIOR_PAIRS), _LEAST)
     reward = moves[:num] @ acceptance if is_lagging else np.ones(num)
     values = roots(moves, acceptance, reward)
-    occupied = (count := np.bincount(here, minlength=num)) > 0
-    centers = np.bincount(here, pairs.score, minlength=num)[occupied] / count[occupied]
+    occupied = (count := np.bincount(bins, minlength=num)) > 0
+    centers = np.bincount(bins, pairs.score, minlength=num)[occupied] / count[occupied]
     return Solution(centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum())
 
 

@@ -53,6 +53,8 @@ class FeatureData(pl.LightningDataModule):
         self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
+        if heads.features == "cached":
+            _check_features(self.manifest, self.timings, directory=data.dir)
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
@@ -216,6 +218,17 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
             first.append(shard[:count])
         count -= len(shard)
     return first
+
+
+def _check_features(manifest: dict[str, Any], needed: Sequence[str], *, directory: str) -> None:
+    """Raise ValueError where the data was made without features that the heads read."""
+    made = manifest.get("features", needed)
+    if lacking := [name for name in needed if name not in made]:
+        raise ValueError(
+            f"{directory} was made with {' and '.join(made) or 'no'} features, and heads.timings and heads.specdec ask "
+            f"for {lacking[0]} features as well: train heads without, or leave data.features out and make the data in "
+            "another data.dir (`python -m data_gen responses` keeps the responses)"
+        )
 
 
 def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:

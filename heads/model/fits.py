@@ -69,36 +69,36 @@ def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
     return {**known, "hidden_size": model.config.get_text_config().hidden_size}
 
 
-def _differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of different models; what one of them does not say is not held against it.
 
     The weights decide, or the commit on the hub: either recognises a copy under another path. Descriptions that share
     neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by
     their revisions.
     """
-    if _both_say("hidden_size", there, here) and there["hidden_size"] != here["hidden_size"]:
+    if _both_say("hidden_size", described, other) and described["hidden_size"] != other["hidden_size"]:
         return True
-    if (same := same_model(there, here)) is not None:
+    if (same := same_model(described, other)) is not None:
         return not same
-    if _both_say("name", there, here) and Path(there["name"]).name != Path(here["name"]).name:
+    if _both_say("name", described, other) and Path(described["name"]).name != Path(other["name"]).name:
         return True
-    return _both_say("revision", there, here) and there["revision"] != here["revision"]
+    return _both_say("revision", described, other) and described["revision"] != other["revision"]
 
 
-def _both_say(key: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    return bool(there.get(key)) and bool(here.get(key))
+def _both_say(key: str, described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(described.get(key)) and bool(other.get(key))
 
 
-def _named_apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+def _named_apart(described: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
     """Paths of the two models; where both have one path (a model that was trained on), what identifies the weights as
     well.
     """
     old, new = (
-        str(description.get("path") or description.get("name") or "another model") for description in (there, here)
+        str(description.get("path") or description.get("name") or "another model") for description in (described, other)
     )
     if old != new:
         return old, new
-    return f"{old} ({_exactly(there)})", f"{new} ({_exactly(here)})"
+    return f"{old} ({_exactly(described)})", f"{new} ({_exactly(other)})"
 
 
 def _exactly(description: Mapping[str, Any]) -> str:

@@ -13,7 +13,9 @@ from heads.batches.module import FeatureData
 from heads.batches.online import DraftFeatures, RowData
 from heads.measures.plots import save_plots
 from heads.measures.tables import by_set, tables, write_metrics
+from heads.measures.verdict import verdict
 from heads.training.directory import RunDirectory
+from heads.training.recipe import settled
 from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS
 from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
@@ -36,6 +38,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     """
     data: FeatureData
     draft = embedding = None
+    config = settled(config)
     if config.heads.features == "online":
         if released_layout_of(config.pair.draft):
             raise ValueError(
@@ -86,7 +89,9 @@ def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
     write_atomic(directory.path / "tables.md", "\n".join([*texts, sets]).encode())
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
     print(tables(sweep.results["dev"], sweep.specs, split="dev"), sets, sep="\n")
-    print("\n".join(str(path) for path in (directory.metrics, directory.path / "tables.md", *plots)))
+    print(verdict(sweep.results["dev"], sweep.specs))
+    print(f"all figures: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
+    print("next: export")
     return sweep.results
 
 

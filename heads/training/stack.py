@@ -53,7 +53,7 @@ class HeadStack(nn.Module):
     @property
     def weights(self) -> dict[str, Tensor]:
         """Parameters by their names in `AcceptanceHead.state_dict()`, as `heads.model.formula` takes them."""
-        return {name: self.get_parameter(own) for name, own in self._names.items()}
+        return {name: self.get_parameter(parameter_name) for name, parameter_name in self._names.items()}
 
     def forward(
         self,
@@ -111,15 +111,15 @@ class HeadStack(nn.Module):
         head.load_state_dict(weights, strict=True)
         return head.eval()
 
-    def _fold_standardisation(self, own: dict[str, Tensor]) -> None:
+    def _fold_standardisation(self, weights: dict[str, Tensor]) -> None:
         """Rewrite weights on (s - mean) / scale as weights on s; what is constant goes into the bias of the same
         sum.
         """
         of_scalars = slice(len(self.shape.inputs.scalars))  # they come first among the inputs
         for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")):
-            if weight in own:
-                own[weight][:, of_scalars] /= self.scalar_scale
-                own[bias] -= own[weight][:, of_scalars] @ self.scalar_mean
+            if weight in weights:
+                weights[weight][:, of_scalars] /= self.scalar_scale
+                weights[bias] -= weights[weight][:, of_scalars] @ self.scalar_mean
 
     def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Float[Tensor, "tokens input"] | None:
         standardised = None if scalars is None else (scalars - self.scalar_mean) / self.scalar_scale

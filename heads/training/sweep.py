@@ -162,6 +162,7 @@ class Sweep(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        assert self.config.learning_rate is not None, "settled by heads.training.recipe"
         optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
         total = num_optimizer_steps(self.trainer)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)

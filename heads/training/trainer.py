@@ -3,6 +3,7 @@ filled in.
 """
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def make_trainer(config: Config) -> pl.Trainer:
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {precision}: steps of {config.heads.learning_rate:g} are lost in weights of 16 "
-            f"bits; use {precision.replace('true', 'mixed')}"
+            f"trainer.precision is {precision}: steps of heads.learning_rate are lost in weights of 16 bits; "
+            f"use {precision.replace('true', 'mixed')}"
         )
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
@@ -87,7 +88,9 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines; warnings stay."""
+    """Silence Lightning's start-up lines; warnings stay, but for those of a directory that is rightly not empty."""
+    # run.json lies in heads.dir before the first checkpoint, and `RunDirectory` refuses what another run left there
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -62,10 +62,10 @@ class Chains:
             ValueError: a GliDe draft of several layers, whose upper ones keep what earlier rounds happened to see.
         """
         if draft.config.num_hidden_layers > 1:
-            what = f"this draft has {draft.config.num_hidden_layers} layers"
+            subject = f"this draft has {draft.config.num_hidden_layers} layers"
             raise ValueError(
-                f"{what}, and what they keep depends on where earlier rounds ended: no trace or data can be made with "
-                "it; `python -m evaluation bench` compares policies without"
+                f"{subject}, and what they keep depends on where earlier rounds ended: no trace or data can be made "
+                "with it; `python -m evaluation bench` compares policies without"
             )
         self.draft, self._told, self._length = draft, told, len(ids)
         self._tokens = torch.tensor(list(ids), device=draft.device)

@@ -47,19 +47,19 @@ def check_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> Non
     or if the model changes its frequencies between the end of the prompt and there (`lm.frequencies`): all branches
     share a forward.
     """
-    what = f"prompt, response and branch have {length} tokens, which are read at once"
+    subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
-    refuse_crossing(model, num_prompt, length, what=what, remedy=remedy)
+    refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:
-            what = f"layer {index} of {type(model).__name__} sees {window} tokens"
+            subject = f"layer {index} of {type(model).__name__} sees {window} tokens"
             raise ValueError(
-                f"{what}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
+                f"{subject}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
             )
         if window is None and type(layer) is not DynamicLayer:
-            what = f"layer {index} keeps a state ({type(layer).__name__})"
-            raise _refusal(model, f"{what}, of which branches would each need their own")
+            subject = f"layer {index} keeps a state ({type(layer).__name__})"
+            raise _refusal(model, f"{subject}, of which branches would each need their own")
 
 
 @torch.inference_mode()

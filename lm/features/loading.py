@@ -64,12 +64,12 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
     """
     expected = draft.state_dict()
     remedy = "fetch the release again, and check that config.json belongs to it"
-    for what, names in (
+    for difference, names in (
         ("lacks", expected.keys() - released.tensors.keys()),
         ("also has", released.tensors.keys() - expected.keys()),
     ):
         if names:
-            raise released.refusal(f"it {what} {len(names)} tensors, first {min(names)}", remedy)
+            raise released.refusal(f"it {difference} {len(names)} tensors, first {min(names)}", remedy)
     for name, tensor in released.tensors.items():
         if tensor.shape != expected[name].shape:
             raise released.refusal(
@@ -152,13 +152,13 @@ def _check_fits(
 ) -> None:
     """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
     of_target = target.config.get_text_config()
-    for what, read, given in (
+    for quantity, read, given in (
         ("states", width, expected or of_target.hidden_size),
         ("a vocabulary", config.vocab_size, of_target.vocab_size),
     ):
         if read != given:
             raise released.refusal(
-                f"it is made for a target with {what} of {read}, and this one has {given}", _ELSEWHERE
+                f"it is made for a target with {quantity} of {read}, and this one has {given}", _ELSEWHERE
             )
 
 

@@ -61,9 +61,9 @@ class Released:
                 f"its config.json is no Llama's ({' '.join(str(error).split())[:200]})", "fetch the release again"
             ) from error
 
-    def refusal(self, what: str, remedy: str) -> ValueError:
+    def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error that refuses the directory: what is wrong, and what to do."""
-        return ValueError(f"the feature draft {self.path} cannot be used: {what}; {remedy}")
+        return ValueError(f"the feature draft {self.path} cannot be used: {subject}; {remedy}")
 
 
 def released_layout_of(source: ModelSource) -> str | None:

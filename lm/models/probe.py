@@ -115,15 +115,15 @@ def _check_choice_of_keys(cached: _Cached) -> None:
     num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
     # Doge scores keys by their values, which hold no position
     if num_kept is not None and num_kept < cached.max_length:
-        what = f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens"
-        raise _refusal(cached)(f"{what}, and keys of equal tokens tie")
+        subject = f"it keeps {num_kept} keys of texts up to {cached.max_length:.0f} tokens"
+        raise _refusal(cached)(f"{subject}, and keys of equal tokens tie")
     num_heads = getattr(config, "index_n_heads", _MANY_HEADS)
     # DeepSeek's indexer, which has a ReLU
     if num_indexed is not None and num_indexed < cached.max_length and num_heads < _MANY_HEADS:
-        what = (
+        subject = (
             f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {cached.max_length:.0f} tokens"
         )
-        raise _refusal(cached)(f"{what}, and scores of 0 tie")
+        raise _refusal(cached)(f"{subject}, and scores of 0 tie")
 
 
 def _must_be_stepwise(cached: _Cached) -> bool:

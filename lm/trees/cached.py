@@ -63,8 +63,8 @@ class TreeModel(CachedModel):
         """
         # the prompt's last token may be fed with the first tree
         if self._keys is not None and self._keys.frequencies.crosses(num_prompt - 1, num_prompt + num_new - 1):
-            what = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
-            raise self._keys.frequencies.refusal(what, "lower max_new_tokens, or draft chains instead of trees")
+            subject = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
+            raise self._keys.frequencies.refusal(subject, "lower max_new_tokens, or draft chains instead of trees")
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 from pytorch_lightning import Trainer
 
 from configs import Config
@@ -76,6 +77,26 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.C
     with pytest.raises(SystemExit, match="2"):
         run({"refuse": refuse}, argv=["refuse", "--config", yaml])
     assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        (["--trainer.logger", "WandbLogger"], "WandbLogger needs wandb, which is not installed: pip install wandb"),
+        (["--trainer.logger", "Wandlogger"], "Wandlogger is none of Logger, Iterable[Logger], bool, null"),
+        (["--decode.stop_share", "much"], "much is none of float, Literal['size', 'measured']"),
+    ],
+)
+def test_a_value_of_no_possible_type_is_told_in_a_few_words(
+    yaml: str, argument: list[str], complaint: str, capsys: pytest.CaptureFixture, monkeypatch
+):
+    # as on a machine without wandb, whatever is installed here
+    monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=99"))
+    with pytest.raises(SystemExit, match="2"):
+        run({"show": show}, argv=["show", "--config", yaml, *argument], trainer=Trainer)
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error) < 140
 
 
 def test_a_file_that_the_system_refuses_is_one_line_with_its_name(

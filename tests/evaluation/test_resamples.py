@@ -5,7 +5,7 @@ alike.
 import numpy as np
 import pytest
 
-from evaluation.intervals import CERTAIN, Resamples, SplitWork, TimeErrors, Work, gain_of
+from evaluation.intervals import CERTAIN, Resamples, Splits, TimeErrors, Work, gain_of
 
 NUM = 60
 
@@ -23,7 +23,7 @@ def noisy(mean: float, seed: int, num_settings: int = 1) -> np.ndarray:
 def test_without_choice_and_errors_it_is_the_bootstrap_over_prompts():
     base, own = noisy(2.0, 1), noisy(1.8, 2)
     resamples = Resamples(NUM, NUM, CERTAIN, num=4000)
-    reached = [resamples.throughput([SplitWork(work(each), work(each))]) for each in (base, own)]
+    reached = [resamples.throughput([Splits(work(each), work(each))]) for each in (base, own)]
     gains = reached[1] / reached[0] - 1
     ratios = []
     generator = np.random.default_rng(9)
@@ -36,15 +36,15 @@ def test_without_choice_and_errors_it_is_the_bootstrap_over_prompts():
 def test_every_resample_chooses_on_its_own_dev_prompts():
     dev, test = noisy(2.0, 3, num_settings=8), noisy(2.0, 4, num_settings=8)
     test[0] *= 0.5  # one setting is far better on test, and no better on dev
-    reached = Resamples(NUM, NUM, CERTAIN).throughput([SplitWork(work(dev), work(test))])
-    fixed = [Resamples(NUM, NUM, CERTAIN).throughput([SplitWork(work(dev[[s]]), work(test[[s]]))]) for s in range(8)]
+    reached = Resamples(NUM, NUM, CERTAIN).throughput([Splits(work(dev), work(test))])
+    fixed = [Resamples(NUM, NUM, CERTAIN).throughput([Splits(work(dev[[s]]), work(test[[s]]))]) for s in range(8)]
     chosen = np.array([next(s for s in range(8) if np.isclose(fixed[s][b], each)) for b, each in enumerate(reached)])
     assert len(set(chosen.tolist())) > 2, "near ties on dev fall either way"
     assert np.allclose(reached, np.choose(chosen, fixed))
 
 
 def test_a_family_of_several_policies_is_the_best_of_them_on_dev():
-    slow, fast = (SplitWork(work(noisy(mean, 5)), work(noisy(mean, 6))) for mean in (4.0, 1.0))
+    slow, fast = (Splits(work(noisy(mean, 5)), work(noisy(mean, 6))) for mean in (4.0, 1.0))
     resamples = Resamples(NUM, NUM, CERTAIN)
     assert np.array_equal(resamples.throughput([slow, fast]), resamples.throughput([fast]))
 
@@ -52,7 +52,7 @@ def test_a_family_of_several_policies_is_the_best_of_them_on_dev():
 def test_an_unsure_time_widens_what_depends_on_it_and_nothing_else():
     drafting = noisy(3.0, 7)
     plain, looking = (
-        SplitWork(*[work(drafting, stopping=share, kind=kind)] * 2) for share, kind in ((0.0, ""), (0.3, "entropy"))
+        Splits(*[work(drafting, stopping=share, kind=kind)] * 2) for share, kind in ((0.0, ""), (0.3, "entropy"))
     )
     spread = {}
     for name, errors in {
@@ -78,9 +78,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
         generator = np.random.default_rng(seed)
         base = generator.gamma(9.0, size=(1, NUM)) + 1
         own = base / 1.1 * generator.normal(1.0, 0.05, size=(1, NUM))
-        competitors = [
-            SplitWork(*[Work(np.full((1, NUM), 10), each, 0 * each, 0 * each, "")] * 2) for each in (base, own)
-        ]
+        competitors = [Splits(*[Work(np.full((1, NUM), 10), each, 0 * each, 0 * each, "")] * 2) for each in (base, own)]
         resamples = Resamples(NUM, NUM, CERTAIN, num=800, seed=seed)
         gain = gain_of(0.1, *(resamples.throughput([one]) for one in competitors))
         low, high = np.percentile(

@@ -21,6 +21,8 @@ from store.shards import features_path, write_shard
 from train import train
 
 HIDDEN = 16
+SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}
+"""What training settles of the data, so that a directory may be prepared without it."""
 ROOT = Path(__file__).parents[2]
 SLURM = {
     "SLURM_NTASKS": "1",
@@ -85,10 +87,11 @@ def write_data(directory: Path) -> Path:
 
 def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, **heads: object) -> Config:
     """A small sweep."""
-    settings = {"depths": (0, 2), "reject_weights": (1.0, 6.0), "learning_rate": 1e-2, "batch_size": 8} | heads
+    settings = {"depths": (0, 2), "reject_weights": (1.0, 6.0), "learning_rate": 1e-2, "batch_size": 8}
+    settings |= {"timings": ("fed",), "scalars": (False,), "specdec": False} | heads
     return Config(
         pair=PairConfig(target=ModelSource(path="made-up/target"), draft=ModelSource(path="made-up/draft")),
-        data=DataConfig(dir=str(data_dir)),
+        data=DataConfig(dir=str(data_dir), **SETTLED),  # type: ignore[arg-type]
         heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
         trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
         | (trainer or {}),
@@ -103,7 +106,7 @@ def feature_data(config: Config) -> FeatureData:
 def write_yaml(config: Config, folder: Path) -> Path:
     """The YAML of a config."""
     values = asdict(config)
-    values["data"] = {"dir": config.data.dir}
+    values["data"] = {"dir": config.data.dir} | {name: list(value) for name, value in SETTLED.items()}
     values["heads"] = {k: list(v) if isinstance(v, tuple) else v for k, v in values["heads"].items()}
     values.pop("decode")
     path = folder / "config.yaml"

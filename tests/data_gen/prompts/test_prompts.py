@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import DataConfig
+from data_gen.pipeline.sizes import settled
 from data_gen.prompts import hub
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.pool import WEIGHTS, load_prompts
 from data_gen.prompts.prompt import Prompt, prompt_of, read_jsonl
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.prompts.templates import encode, render
@@ -55,7 +56,10 @@ def test_every_known_form_of_record_is_read(record, expected):
     [
         ("{not json", r":2: expected one JSON object"),
         ("[1]", r":2: expected a JSON object, got list"),
-        ('{"text": "x"}', r":2: expected one of the fields messages.*got \['text'\]"),
+        (
+            '{"query": "x"}',
+            r":2: expected one of the fields messages.*got query; say which .*columns: \{prompt: query\}",
+        ),
         ('{"messages": [{"role": "user"}]}', r":2: expected a list of messages with the strings 'role' and 'content'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one message of the user"),
         ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
@@ -93,6 +97,62 @@ def test_a_larger_run_contains_the_smaller_one(tmp_path):
             load_prompts(replace(small, num_train=30, num_dev=5, num_test=2), split),
         )
         assert more[: len(fewer)] == fewer[: len(more)]
+
+
+def test_too_few_prompts_are_reported_under_the_setting_that_asked(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
+    asked = DataConfig(prompts=str(path), num_dev=50)
+    with pytest.raises(ValueError, match=r"^data\.num_dev is 50 .* set data\.num_dev="):
+        load_prompts(asked, "dev")
+    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50 .* set decode\.num_dev="):
+        load_prompts(asked, "dev", section="decode")
+
+
+def lines(path, count: int, field: str = "prompt") -> str:
+    path.write_text("".join(f'{{"{field}": "p{number}"}}\n' for number in range(count)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("num_train", "expected"), [(None, (572, 64, 64)), (512, (572, 64, 64)), (9, (572, 64, 64))])
+def test_splits_follow_what_is_asked_where_the_usual_shares_have_too_few(tmp_path, num_train, expected):
+    path, asked = lines(tmp_path / "prompts.jsonl", 700), {"num_dev": 64, "num_test": 64}
+    data = settled(DataConfig(dir=str(tmp_path / "data"), prompts=path, num_train=num_train, **asked))
+    assert data.split_weights == expected
+    prompts = {split: load_prompts(data, split) for split in SPLITS}
+    assert [len(prompts[split]) for split in SPLITS] == [num_train or 572, 64, 64]
+    assert len({prompt.id for split in SPLITS for prompt in prompts[split]}) == (num_train or 572) + 128
+
+
+def test_the_usual_shares_stay_where_they_have_enough(tmp_path):
+    data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "a.jsonl", 700), num_train=500, num_dev=9, num_test=9)
+    assert settled(data).split_weights == WEIGHTS
+    assert settled(replace(data, split_weights=(1, 1, 1))).split_weights == (1, 1, 1)
+
+
+def test_a_directory_keeps_the_shares_that_it_was_made_with(tmp_path):
+    path = lines(tmp_path / "prompts.jsonl", 700)
+    data = DataConfig(dir=str(tmp_path), prompts=path, num_train=None, num_dev=64, num_test=64)
+    (tmp_path / "manifest.json").write_text(json.dumps({"split_weights": [300, 200, 200]}))
+    assert settled(data).split_weights == (300, 200, 200)
+    assert settled(data).num_train == 300
+
+
+def test_more_than_there_is_and_stories_without_a_number_are_refused(tmp_path):
+    data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "prompts.jsonl", 100), num_dev=60, num_test=60)
+    with pytest.raises(ValueError, match=r"has 100 prompts, and data\.num_train, num_dev and num_test ask for all, 60"):
+        settled(replace(data, num_train=None))
+    with pytest.raises(ValueError, match=r"set data\.num_train"):
+        settled(DataConfig(dir=str(tmp_path), prompts="stories", num_train=None))
+
+
+def test_a_text_column_is_a_prompt_and_another_is_asked_for_by_name(tmp_path):
+    of = {"split_weights": (1, 0, 0), "num_train": 3}
+    assert load_prompts(DataConfig(prompts=lines(tmp_path / "a.jsonl", 3, "text"), **of), "train")
+    with pytest.raises(ValueError, match=r"columns: \{prompt: query\}"):
+        load_prompts(DataConfig(prompts=lines(tmp_path / "b.jsonl", 3, "query"), **of), "train")
+    with pytest.raises(ValueError, match=r"c\.jsonl is empty"):
+        load_prompts(DataConfig(prompts=lines(tmp_path / "c.jsonl", 0), **of), "train")
 
 
 def test_listed_ids_decide_the_split(tmp_path):

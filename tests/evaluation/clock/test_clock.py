@@ -12,8 +12,8 @@ from evaluation.clock.turns import Clocked, clock
 from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
 from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
+from evaluation.intervals import Splits
 from evaluation.report.page import Page, write_report
-from evaluation.traces.recording import Traces
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
@@ -125,7 +125,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
     path = tmp_path / "report.html"
     grid = make_grid("fixed_length", "fixed_length", {"k": [2]})
-    (arm,) = replay_arms([grid], Traces(recorded, recorded))
+    (arm,) = replay_arms([grid], Splits(recorded, recorded))
     write_report(Page(about="", directory=tmp_path, cost=COST, clocks=[report]), names={"ada_edl": "AdaEDL"})
     assert "AdaEDL" in path.read_text()
     runner = picks_of([arm], COST)["fixed_length"]

@@ -12,8 +12,7 @@ from evaluation.contest.grids import bounds, default_values, grids_of, head_grid
 from evaluation.contest.results import Result, results_of, yardstick_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, gain_over
-from evaluation.traces.recording import Traces
+from evaluation.intervals import Spent, Splits, gain_over
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
@@ -26,7 +25,7 @@ COST = CostModel.constant(0.2, 1.0)
 
 @pytest.fixture(scope="module")
 def splits():
-    return Traces(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
+    return Splits(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
 from evaluation.hierarchies.tables import paying, third_level_frame
 from evaluation.hierarchies.times import Times
+from evaluation.intervals import Splits
 from evaluation.report.page import Page, write_report
-from evaluation.traces.recording import Traces
 from lm import Sampling
 from tests.toys.small_pair import trace
 
@@ -64,7 +64,7 @@ def hierarchies(num_prompts: int = 40) -> DecodedHierarchies:
 
 @pytest.fixture(scope="module")
 def arms():
-    splits = Traces(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    splits = Splits(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
     return list(replay_arms([make_grid("fixed_length", "fixed_length", {"k": range(5)}), *bounds()], splits))
 
 

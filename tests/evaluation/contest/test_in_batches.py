@@ -15,7 +15,7 @@ from evaluation.contest.grids import bounds, default_values, head_grid, make_gri
 from evaluation.contest.in_batches import BatchContest, Entry, Setup, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
-from evaluation.traces.recording import Traces
+from evaluation.intervals import Splits
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
 from lm import Sampling
@@ -26,7 +26,7 @@ COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 
 
 @pytest.fixture(scope="module")
 def replays():
-    splits = Traces(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    splits = Splits(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
     grids = [make_grid(name, name, default_values(5)[name]) for name in ("fixed_length", "token_prob", "entropy")]
     return Replays(traces=splits, arms=list(replay_arms([*grids, *bounds()], splits)), heads={})
 

@@ -14,10 +14,10 @@ from evaluation.contest.arms import replay_arms
 from evaluation.contest.grids import bounds, default_values, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel, StopShares
+from evaluation.intervals import Splits
 from evaluation.report.command import write_plots
 from evaluation.report.page import Page, _packed, write_report
 from evaluation.report.plots import entropies, pareto
-from evaluation.traces.recording import Traces
 from lm import Sampling
 from tests.toys.small_pair import trace
 
@@ -29,7 +29,7 @@ COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("given", STOPS))
 
 @pytest.fixture(scope="module")
 def arms():
-    splits = Traces(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     grids = [
         make_grid(name, name, values)
         for name, values in default_values(5).items()

@@ -13,7 +13,7 @@ from evaluation.contest.grids import default_values, head_grid, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame
 from evaluation.costs.model import CostModel
-from evaluation.traces.recording import Traces
+from evaluation.intervals import Splits
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -33,7 +33,7 @@ def sets() -> list[Replays]:
     grids = [make_grid(name, name, values[name]) for name in FAMILIES] + [
         head_grid("it", head, {"max_rejection_prob": LOGISTIC})
     ]
-    every = [Traces(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
+    every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
     return [
         replay_dataset(traces, grids, heads={"it": head}, cost=COST, perfect_head=True, name="") for traces in every
     ]
@@ -71,7 +71,7 @@ def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkey
     """There the draft is the target, and the longest draft is best."""
     monkeypatch.setattr(small_pair, "recorder", always_right)
     grid = make_grid("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
-    traces = Traces(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
+    traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     home = judged(sets[0], "home")
     there = judged(
         replay_dataset(traces, [grid], heads={}, cost=COST, perfect_head=False, name=""), "there", num_home=home.num_dev

@@ -18,12 +18,11 @@ from evaluation.contest.results import TRAINING_FREE, lead_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.figure import INK, figure_of, legend_below, plot_of
-from evaluation.intervals import Gain
+from evaluation.intervals import Gain, Splits
 from evaluation.report.command import folder_of, judge
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
-from evaluation.traces.recording import Traces
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -36,7 +35,7 @@ CURVE = CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob"
 
 @pytest.fixture(scope="module")
 def splits():
-    return Traces(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from evaluation.__main__ import COMMANDS
 from evaluation.contest.arms import Arm, Pick
 from evaluation.contest.grids import make_grid
 from evaluation.costs.model import CostModel
-from evaluation.intervals import gain_over
-from evaluation.traces.recording import Traces, trace_folder
+from evaluation.intervals import Splits, gain_over
+from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import Sampling
@@ -46,7 +46,7 @@ def flags(directory: Path, num_draws: int) -> list[str]:
     return ["--config", "configs/tiny.yaml", "--heads.dir", str(directory / "heads"), *where, *SMALL]
 
 
-def loaded(directory: Path, num_draws: int) -> Traces:
+def loaded(directory: Path, num_draws: int) -> Splits[Trace]:
     parser = parser_for(COMMANDS["trace"])
     return trace_folder(Experiment(config_of(parser, parser.parse_args(flags(directory, num_draws))))).load("stories")
 

@@ -71,7 +71,11 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
 
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     facts = {"hidden_size": 16, "scalar_stats": {}, "provenance": {}}
-    sweep = Sweep({"depths": [1]}, facts, draft=DraftFeatures(draft, vocab_size=40, timings=("fed",)))
+    sweep = Sweep(
+        {"depths": [1], "timings": ["fed"], "scalars": [False]},
+        facts,
+        draft=DraftFeatures(draft, vocab_size=40, timings=("fed",)),
+    )
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}

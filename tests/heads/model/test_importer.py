@@ -57,7 +57,10 @@ def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers
     head = AcceptanceHead.from_pretrained(path)
     torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
     assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)
-    assert inspect(path=str(path))["num_layers"] == num_layers
+    facts = inspect(path=str(path))
+    assert facts["num_layers"] == num_layers
+    assert next(iter(facts)) == "timing"
+    assert list(facts)[-2:] == ["draft", "target"], "hashes stand last"
 
 
 def test_unrolled_blocks_are_no_longer_shared(tmp_path: Path):

@@ -89,13 +89,13 @@ def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp
     directory = RunDirectory(tmp_path)
     directory.prepare(config, resume=True)
     written = directory.read()
-    del written["config"]["heads"]["specdec"], written["config"]["pair"]["draft"]["extra_layers"]
+    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["extra_layers"]
     (tmp_path / "run.json").write_text(json.dumps(written))
     WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {"run": written["run"]}}}, directory.checkpoint)
     assert directory.prepare(config, resume=True) == (written["run"], str(directory.checkpoint))
     (tmp_path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"heads\.specdec = False, and this config says True"):
-        directory.prepare(changed(config, specdec=True), resume=True)
+    with pytest.raises(ValueError, match=r"heads\.dropout = 0\.0, and this config says 0\.5"):
+        directory.prepare(changed(config, dropout=0.5), resume=True)
 
 
 def test_a_second_run_in_the_same_directory_is_refused(data_dir: Path, tmp_path: Path):

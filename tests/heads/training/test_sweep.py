@@ -134,9 +134,8 @@ def test_initial_values_do_not_depend_on_the_rest_of_the_grid():
 
 
 def test_clipping_is_per_head():
-    sweep = Sweep(
-        {"depths": [1], "reject_weights": [1.0, 6.0]}, {"hidden_size": 8, "scalar_stats": {}, "provenance": {}}
-    )
+    config = {"depths": [1], "reject_weights": [1.0, 6.0], "timings": ["fed"], "scalars": [False]}
+    sweep = Sweep(config, {"hidden_size": 8, "scalar_stats": {}, "provenance": {}})
     (_, made), factors = sweep.items()[0], torch.tensor([10.0, 0.01])
     for parameter in made.parameters():
         parameter.grad = factors.view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter).clone()

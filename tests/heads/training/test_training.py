@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,7 +127,9 @@ def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Pa
         scalars=(False, True),
         trainer={"logger": True, "log_every_n_steps": 2},
     )
-    results = train(config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Checkpoint directory")
+        results = train(config)
     written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
     assert set(results["dev"]["heads"]) == set(written["results"]["dev"]["heads"])
     assert len(results["dev"]["heads"]) == 16

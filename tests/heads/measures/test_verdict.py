@@ -1,0 +1,50 @@
+"""The sentence at the end of a training: the best head of each timing against what needs no training."""
+
+from heads.grid import HeadSpec, grid, specs
+from heads.measures.verdict import beats_signal, verdict
+from tests.toys.made_up import make_config
+
+
+def result_of(kl: dict[str, float], sweep: list[HeadSpec]) -> dict:
+    """Made-up measurements: a head's KL by its timing, 0.4 for each signal alone, 0.5 for a constant."""
+    heads = {
+        str(spec): {"calibrated_kl": kl[spec.shape.timing] + 0.01 * spec.shape.depth, "auroc": 0.7} for spec in sweep
+    }
+    alone = {
+        "log_token_prob": {"calibrated_kl": 0.4, "auroc": 0.6},
+        "negative_entropy": {"calibrated_kl": 0.45, "auroc": 0.55},
+    }
+    return {
+        "heads": heads,
+        "signals": dict.fromkeys(kl, alone),
+        "labels": {timing: {"constant_kl": 0.5} for timing in kl},
+    }
+
+
+def sweep(tmp_path, *timings: str) -> list[HeadSpec]:
+    return specs(grid(make_config(tmp_path, tmp_path, timings=timings, scalars=(True,)).heads))
+
+
+def test_the_best_head_of_each_timing_stands_beside_log_q_and_a_constant(tmp_path):
+    heads = sweep(tmp_path, "fed", "drawn")
+    result = result_of({"fed": 0.44, "drawn": 0.3}, heads)
+    fed, drawn = verdict(result, heads).splitlines()
+    assert fed.startswith(
+        "Best fed-time head on dev: fed+s-d0-w1, KL 0.440 nats per token, AUROC 0.700; log q(y) alone 0.400"
+    )
+    assert fed.endswith("10% more KL than log q(y).")
+    assert drawn.endswith("25% less KL than log q(y).")
+    assert beats_signal(result, heads) == {"fed": False, "drawn": True}
+
+
+def test_where_no_head_beats_log_q_it_is_said(tmp_path):
+    heads = sweep(tmp_path, "drawn")
+    assert (
+        verdict(result_of({"drawn": 0.41}, heads), heads).splitlines()[-1].startswith("No head beats the draft's own")
+    )
+
+
+def test_a_prefix_head_is_held_against_the_entropy_which_knows_no_token_either(tmp_path):
+    heads = sweep(tmp_path, "prefix")
+    assert beats_signal(result_of({"prefix": 0.42}, heads), heads) == {"prefix": True}
+    assert "H(q) alone 0.450" in verdict(result_of({"prefix": 0.42}, heads), heads)
