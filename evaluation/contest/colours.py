@@ -34,7 +34,7 @@ _HUES = {
     PROBABILITIES: Hue(214, 0.65),
     ENTROPIES: Hue(168, 0.6, 0.3, 0.55),
     PAPERS: Hue(46, 0.85, 0.44, 0.44),
-    HEADS: Hue(2, 0.65, 0.42, 0.7),
+    HEADS: Hue(2, 0.65, 0.34, 0.76),
     AUTO: Hue(285, 0.45, 0.38, 0.74),
     THREE_MODELS: Hue(90, 0.4, 0.3, 0.6),
     TWO_DEVICES: Hue(60, 0.5, 0.38, 0.38),

@@ -51,14 +51,14 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
     """One dataset at one cost; the target alone stands above the families."""
     alone = 1 / cost.t_target_s[0]
     oracle = next(result.tokens_per_s for result in results if result.family == "oracle")
-    first = ("target alone", "-", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}", "0.000", "1.000", "1.00")
+    first = ("target alone", "-", "", "1.00", f"{alone:.1f}", f"{100 * alone / oracle:.1f}", "0.000", "1.000", "1.00")
     rows = [
         {
             "policy": NAMES.get(result.family, result.family),
             "setting": result.label,
-            "tokens/s": f"{result.tokens_per_s:.1f}",
-            "speed-up": f"{result.speed_up:.2f}",
             "gain": "" if result.family == BASELINE else result.gain.text,
+            "speed-up": f"{result.speed_up:.2f}",
+            "tokens/s": f"{result.tokens_per_s:.1f}",
             "% of oracle": f"{result.percent_of_oracle:.1f}",
             "discard rate": f"{result.discard_rate:.3f}",
             "verification rate": f"{result.verification_rate:.3f}",

@@ -20,7 +20,7 @@ import numpy as np
 from decode.policies.base import JOINT
 from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Arm, Replays, picks_of
-from evaluation.contest.colours import AUTO, HEADS, PAPERS, colours_of, kind_of
+from evaluation.contest.colours import colours_of
 from evaluation.contest.decoded import FAMILIES, DecodedHierarchies
 from evaluation.contest.grids import BOUNDS, label_of
 from evaluation.costs.model import CostModel
@@ -87,7 +87,6 @@ def write_report(page: Page, *, names: Mapping[str, str]) -> None:
         "ratio": page.cost.ratio,
         "stop": max(page.cost.shares.values(), default=0.0),
         "curve": _is_curve(page.cost),
-        "has_heads": any(kind_of(family) in (PAPERS, HEADS, AUTO) for family in families),
         "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
         "datasets": [
             _dataset(name, arms, page)

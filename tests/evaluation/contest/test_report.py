@@ -125,7 +125,7 @@ def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
     assert [row[0] for row in rows] == [result.family for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert row[1] == result.label
-        assert float(row[2]) == pytest.approx(result.speed_up, abs=0.011)
+        assert float(row[3]) == pytest.approx(result.speed_up, abs=0.011)
         assert float(row[5]) == pytest.approx(result.discard_rate, abs=6e-4)
 
 

@@ -207,5 +207,5 @@ def test_the_page_opens_with_the_rows_and_the_sentence_of_the_console(compared, 
     assert rows_of(dom.split("data-answer")[1]) == [row for row in plain if row[0] in deciding]
     # the ranking has no tokens/s; neither the target alone nor PEARL is replayed in the page
     elsewhere = {"target alone", NAMES["parallel_pearl"]}
-    assert rows_of(dom.split('id="ranking"')[1]) == [row[:2] + row[3:] for row in plain if row[0] not in elsewhere]
+    assert rows_of(dom.split('id="ranking"')[1]) == [row[:4] + row[5:] for row in plain if row[0] not in elsewhere]
     assert 'each verified token adds <output id="slope-value">what was measured' in dom
