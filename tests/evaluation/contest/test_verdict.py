@@ -6,13 +6,15 @@ import html
 import re
 import shutil
 import subprocess
+from colorsys import rgb_to_hls
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from evaluation.contest.arms import replay_dataset
-from evaluation.contest.colours import HEADS, OWN, PROBABILITIES, colours_of, kind_of
+from evaluation.contest.colours import HEADS, LENGTHS, LIMITS, OWN, PROBABILITIES, colours_of, kind_of
 from evaluation.contest.grids import default_values, grids_of
 from evaluation.contest.results import TRAINING_FREE, lead_of
 from evaluation.contest.tables import NAMES
@@ -134,6 +136,19 @@ def test_no_two_families_have_one_colour_and_a_policy_of_ones_own_has_one():
     assert kind_of("mine") == OWN
     assert [kind_of(family) for family in ("head_drawn", "learned_prob")] == [HEADS, PROBABILITIES]
     assert set(default_values(5)) - {"head"} <= {family for family in colours if kind_of(family) != OWN}
+
+
+def test_kinds_of_policies_are_told_apart_by_hue():
+    """Of two families of different kinds, greys apart, no hue is within ten degrees of the other's."""
+    hues = [
+        (kind_of(family), 360 * hue)
+        for family, colour in colours_of([*NAMES, "mine"]).items()
+        if kind_of(family) not in (LENGTHS, LIMITS)
+        for hue in [rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]]
+    ]
+    for (kind, hue), (other, other_hue) in combinations(hues, 2):
+        apart = abs(hue - other_hue)
+        assert kind == other or min(apart, 360 - apart) > 10, (kind, other)
 
 
 def test_thresholds_of_two_meanings_are_on_two_axes(compared):
