@@ -7,12 +7,17 @@ current one.
 
 import os
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from configs.schema import Config
 from configs.screens import screen_of, summary_of
+
+STEPS = ("data", "train", "export", "evaluate", "tune")
+"""What `all` runs."""
 
 
 class Entry(NamedTuple):
@@ -29,6 +34,8 @@ _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
 COMMANDS: dict[str, Entry] = {
+    "init": Entry("data_gen.pipeline.init:init"),
+    "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
     "plan": Entry("data_gen.pipeline.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
     "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
@@ -80,6 +87,17 @@ def _main(argv: list[str] | None) -> None:
         _call(name, rest)
 
 
+def all_steps(config: Config) -> None:
+    """Make data, train, export, evaluate and tune, one after the other; what is there is gone on from.
+
+    Args:
+        config: the experiment.
+    """
+    for number, name in enumerate(STEPS, start=1):
+        print(f"== {number} of {len(STEPS)}: {name}", flush=True)
+        _function(name)(config)
+
+
 def overview() -> str:
     """Every command with what it does, in the order in which one needs them."""
     width = max(map(len, COMMANDS)) + 2
@@ -96,8 +114,12 @@ def _shortest(summary: str) -> str:
 def _call(name: str, argv: list[str]) -> None:
     from configs.command import run
 
-    module, function = COMMANDS[name].target.split(":")
-    command = getattr(import_module(module), function)
-    trainer = import_module("pytorch_lightning").Trainer if name == "train" else None
+    trainer = import_module("pytorch_lightning").Trainer if name in ("train", "all") else None
     asked = ["--help" if argument == "--help.all" else argument for argument in argv]
-    run({name: command}, default=name, argv=asked, trainer=trainer)
+    run({name: _function(name)}, default=name, argv=asked, trainer=trainer)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, function = COMMANDS[name].target.split(":")
+    command: Callable[..., Any] = getattr(import_module(module), function)
+    return command

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from configs import Config
 from configs.command import parser_for
-from configs.front import COMMANDS, main, overview
+from configs.front import COMMANDS, all_steps, main, overview
+from configs.schema import ModelSource, PairConfig
 from configs.screens import screen_of
 
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
@@ -101,3 +103,11 @@ def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--config", "tiny", "--config", str(path)])
     assert capsys.readouterr().err.endswith("(did you mean data.num_train?)\n")
+
+
+def test_all_runs_every_step_in_order_with_one_experiment(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr("configs.front._function", lambda name: lambda config: called.append((name, config.data.dir)))
+    all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
+    assert called == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")]
+    assert capsys.readouterr().out.splitlines()[0] == "== 1 of 5: data"
