@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -43,6 +43,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
         exit_on_error=False,
     )
     parser.add_function_arguments(command, skip={"config"})
+    _let_flags_stand_alone(parser, command)
     if not takes_config(command):
         return parser
     parser.add_argument(
@@ -58,6 +59,14 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
         parser.add_class_arguments(trainer, "trainer", instantiate=False)
         parser.set_defaults({"trainer.devices": 1})  # Lightning's own default, auto, takes every GPU of the machine
     return parser
+
+
+def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
+    """Take `--json` for `--json true`, as everybody writes it."""
+    kinds = get_type_hints(command)
+    for action in parser._actions:
+        if kinds.get(action.dest) is bool:
+            action.nargs, action.const = "?", True
 
 
 def takes_config(command: Command) -> bool:

@@ -8,9 +8,16 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-GREY, BLUE, RED, DARK = "#98a2b3", "#3b6fb6", "#c4532d", "#1d2430"
-PALE = "#b9c2d0"
-"""Colour of bounds, which nothing can reach."""
+GREY, BLUE, RED = "#98a2b3", "#3b6fb6", "#c4532d"
+INK = "#123456"
+"""Stands for the ink while a figure is drawn; in the SVG it is the reader's own, dark on light or light on dark."""
+_BOTH_SCHEMES = (
+    "<style>svg{color:#1d2430}@media(prefers-color-scheme:dark){svg{color:#e3e8f0}}text{fill:currentColor}</style>"
+)
+_STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    "legend.frameon": False,
+}
 
 
 class Plot(NamedTuple):
@@ -33,12 +40,21 @@ def figure_of(height: float) -> tuple[Figure, Axes]:
 
 def panels_of(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """A figure with `count` pairs of axes side by side; sizes in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(width, height), layout="constrained")
+        panels = list(figure.subplots(1, count, squeeze=False)[0])
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     return figure, panels
+
+
+def legend_below(axes: Axes, *, columns: int = 2) -> None:
+    """The legend under the axes, where it covers no data."""
+    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
+        # "outside" makes room for it below the axis' own label
+        legend = axes.get_figure(root=True).legend(loc="outside lower center", fontsize=8, ncols=columns)  # type: ignore[union-attr]
+    legend.set_frame_on(False)
 
 
 def plot_of(name: str, caption: str, figure: Figure) -> Plot:
@@ -46,7 +62,8 @@ def plot_of(name: str, caption: str, figure: Figure) -> Plot:
     buffer = io.StringIO()
     # Ids inside an SVG are random unless they are salted, and the date would differ from run to run.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     # The page embeds the drawing, so the XML prologue before <svg goes.
     text = re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), count=1, flags=re.DOTALL)
+    text = re.sub(rf"{INK}|#000000", "currentColor", text).replace("<defs>", f"{_BOTH_SCHEMES}<defs>", 1)
     return Plot(name, caption, text)

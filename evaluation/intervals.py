@@ -60,6 +60,12 @@ class Gain(NamedTuple):
         """The estimate in per cent, with its interval."""
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
+    @property
+    def words(self) -> str:
+        """The same in whole per cent, as sentences have it: +20 % (17, 23)."""
+        value, low, high = (round(100 * part) for part in (self.value, self.low, self.high))
+        return f"{value:+d} % ({low}, {high})"
+
 
 def gain_over(base: Spent, spent: Spent, *, seed: int = 0) -> Gain:
     """The gain of `spent` over `base`, which have the same prompts in the same order."""

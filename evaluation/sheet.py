@@ -103,6 +103,11 @@ def wide_console(width: int = 190) -> Console:
     return console if console.is_terminal else Console(width=width)
 
 
+def say(text: str) -> None:
+    """Print sentences, broken between words where the terminal ends; in a pipe or a file at 120."""
+    wide_console(120).print(text, markup=False, highlight=False)
+
+
 def announce(paths: Iterable[Path]) -> list[str]:
     """Say which files were written; returns their names."""
     names = [str(path) for path in paths]

@@ -64,12 +64,12 @@ POLICIES: dict[str, Registered] = {
     "heuristic": Registered(Heuristic, "heuristic", lambda longest: {"k": range(1, min(10, longest) + 1)}),
     "token_prob": Registered(TokenProb, "token probability", lambda _: {"min_token_prob": UNIT}),
     "cumulative_token_prob": Registered(
-        CumulativeTokenProb, "product of token prob.", lambda _: {"min_token_prob": LOGISTIC}
+        CumulativeTokenProb, "product of token probabilities", lambda _: {"min_token_prob": LOGISTIC}
     ),
-    "learned_prob": Registered(LearnedProb, "token prob., learned", lambda _: {"max_rejection_prob": LOGISTIC}),
+    "learned_prob": Registered(LearnedProb, "learned token probability", lambda _: {"max_rejection_prob": LOGISTIC}),
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
     "learned_max_prob": Registered(
-        LearnedMaxProb, "largest prob., learned (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}
+        LearnedMaxProb, "learned largest probability (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}
     ),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),

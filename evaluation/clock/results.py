@@ -21,10 +21,11 @@ from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.turns import Clocked, clock
 from evaluation.contest.arms import ALONE, BASELINE, Pick, Replays, picks_of, replay_arms
+from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
-from evaluation.figure import BLUE, DARK, GREY, Plot, figure_of, plot_of
+from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.intervals import Spent, Splits, gain_over
 from evaluation.sheet import Sheet, flat, shown
 from evaluation.traces.replay import Replayed
@@ -104,24 +105,19 @@ class ClockReport:
 
     def plot(self, names: Mapping[str, str]) -> Plot:
         """Plot of clocked over predicted tokens per second."""
-        figure, axes = figure_of(3.6)
+        figure, axes = figure_of(5.2)
         predicted, clocked = (
             np.array([row[f"{kind}_tokens_per_s"] for row in self.rows]) for kind in ("predicted", "clocked")
         )
         ends = np.array([min(predicted.min(), clocked.min()), max(predicted.max(), clocked.max())])
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
-        axes.plot(predicted, clocked, "o", color=BLUE, markersize=4)
-        for row in self.rows:
-            axes.annotate(
-                names.get(row["family"], row["family"]),
-                (row["predicted_tokens_per_s"], row["clocked_tokens_per_s"]),
-                fontsize=5,
-                color=DARK,
-                xytext=(3, -3),
-                textcoords="offset points",
-            )
+        colours = colours_of(row["family"] for row in self.rows)
+        for row, *place in zip(self.rows, predicted, clocked, strict=True):
+            family = row["family"]
+            axes.plot(*place, "o", color=colours[family], markersize=5, label=names.get(family, family))
         axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
+        legend_below(axes)
         return plot_of(
             f"clock-{self.dataset}",
             f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.",

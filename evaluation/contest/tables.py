@@ -9,7 +9,7 @@ import pandas as pd
 from decode.policies.registry import POLICIES
 from evaluation.contest.arms import ALONE, BASELINE, Arm
 from evaluation.contest.decoded import HIERARCHY_NAMES
-from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
+from evaluation.contest.results import Result
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet, flat
 
@@ -51,18 +51,18 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
     """One dataset at one cost; the target alone stands above the families."""
     alone = 1 / cost.t_target_s[0]
     oracle = next(result.tokens_per_s for result in results if result.family == "oracle")
-    first = ("target alone", "-", "0.000", "1.000", "1.00", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}")
+    first = ("target alone", "-", f"{alone:.1f}", "1.00", "", f"{100 * alone / oracle:.1f}", "0.000", "1.000", "1.00")
     rows = [
         {
             "policy": NAMES.get(result.family, result.family),
             "setting": result.label,
-            "discard rate": f"{result.discard_rate:.3f}",
-            "verification rate": f"{result.verification_rate:.3f}",
-            "acceptance length": f"{result.acceptance_length:.2f}",
             "tokens/s": f"{result.tokens_per_s:.1f}",
             "speed-up": f"{result.speed_up:.2f}",
             "gain": "" if result.family == BASELINE else result.gain.text,
             "% of oracle": f"{result.percent_of_oracle:.1f}",
+            "discard rate": f"{result.discard_rate:.3f}",
+            "verification rate": f"{result.verification_rate:.3f}",
+            "acceptance length": f"{result.acceptance_length:.2f}",
         }
         for result in results
     ]
@@ -70,19 +70,10 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
         f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
         [dict(zip(rows[0], first, strict=True)), *rows],
         "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % "
-        "interval: prompts "
-        "resampled in pairs, settings chosen anew on dev, times within their errors",
+        "interval: prompts resampled in pairs, settings chosen anew on dev, times within their errors. Bold: the best "
+        "on dev of what can be run",
         names=2,
     )
-
-
-def lead_line(yardstick: Yardstick) -> str:
-    """The best head against the best training-free policy, in one line."""
-    lead = lead_of(yardstick)
-    if lead is None:
-        return ""
-    head, training_free = (NAMES[yardstick.champions[group]] for group in (HEADS, TRAINING_FREE))
-    return f"best head ({head}) over best training-free policy ({training_free}): {lead.text}"
 
 
 def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:

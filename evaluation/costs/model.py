@@ -80,6 +80,13 @@ class CostModel:
         """Name of the costs in titles of tables and plots: the ratio, its origin, and the assumed seconds of stops."""
         return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin})"
 
+    @property
+    def where(self) -> str:
+        """The same as the first words of a sentence."""
+        place = "On this machine" if self.origin == "measured" else "At the times given"
+        place = "On other hardware" if self.origin.startswith("ratio") else place
+        return f"{place} (a target forward costs {self.ratio:.1f} draft forwards)"
+
     def with_ratio(self, ratio: float) -> "CostModel":
         """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as
         `elsewhere` has them.

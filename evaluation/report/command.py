@@ -4,9 +4,10 @@ Hierarchies of three models cannot be replayed from it: with `decode.hierarchies
 (`evaluation.contest.decoded`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from json import dumps as to_json
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,19 @@ from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
 from evaluation.contest.results import parallel_results, results_of, yardstick_of
-from evaluation.contest.tables import NAMES, lead_line, ordered, result_frame, result_sheet, write_counts
+from evaluation.contest.tables import NAMES, ordered, result_frame, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.hierarchies.runs import resumable_loop
 from evaluation.intervals import Splits
-from evaluation.report.page import Page, report_arms, write_report
-from evaluation.report.plots import all_plots, speed_up_bars
-from evaluation.sheet import announce, wide_console
-from evaluation.traces.recording import TraceFolder, trace_folder
+from evaluation.report.gains import speed_up_bars, verification_curve
+from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
+from evaluation.report.plots import all_plots
+from evaluation.report.verdict import Answer, answer_of
+from evaluation.sheet import announce, say
+from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
@@ -49,6 +52,8 @@ def evaluate(
     repeats: int = 3,
     exchange_s: float = 0.0,
     home: str | None = None,
+    all: bool = False,
+    json: bool = False,
 ) -> None:
     """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
 
@@ -62,28 +67,61 @@ def evaluate(
             one to the other.
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
             dataset of this one.
+        all: print every row, not only those that decide.
+        json: print everything as one JSON document, last of all.
     """
     check_local(home, "--home")
     check_clock(clock, repeats)
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+    grids, folder, into = grids_with(experiment, experiment.heads), trace_folder(experiment), folder_of(experiment)
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     homes = homes_at(home, config, grids, costs) if home else {}
     folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
-    page = Page(about=about(experiment, cost), ratio=max(1.5, cost.ratio), stops=cost.shares)
-    every, results = compare_all(experiment, folder, costs, homes=homes, page=page, exchange_s=exchange_s)
-    written = write(experiment.directory, results, page=page)
+    curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []
+    page = Page(about=about(experiment, cost), cost=cost, directory=into, plots=curve)
+    every, results = compare_all(experiment, costs, homes=homes, page=page, exchange_s=exchange_s, has_all=all)
+    written = write(results, every, page=page)
     written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
     written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-    figures = {
-        "results": records(results),
-        "batches": page.batches,
-        "clock": [report.as_dict() for report in page.clocks],
-    }
-    print(json.dumps({"costs": asdict(cost), **figures, "written": written}))
+    announce(map(Path, written))
+    for answer in (answer for answers in page.answers.values() for answer in answers[::-1]):
+        say(f"\n{answer.sentence(is_one_of_several=len(every) > 1)}")
+    if json:
+        print(document({"costs": asdict(cost), "results": records(results), "written": written}, page))
+
+
+def folder_of(experiment: Experiment) -> Path:
+    """Folder of everything that is written: decode.dir, or a folder in it where there are no heads now and the report
+    there has some, which is kept.
+
+    Says so at once where there are no heads, and how they are made.
+    """
+    if experiment.heads:
+        return experiment.directory
+    report, without = experiment.directory / "report.html", experiment.directory / "no-heads"
+    say(
+        f"No trained heads in {experiment.exported}: only policies that need no training are compared. "
+        "`acceptance-heads export --config …` makes heads of a training run (`acceptance-heads train` before it); "
+        "decode.heads names others."
+    )
+    if not (report.exists() and has_heads(report)):
+        return experiment.directory
+    say(f"{report} compares heads and is kept; this report goes to {without / 'report.html'}.")
+    return without
+
+
+def document(figures: Mapping[str, Any], page: Page) -> str:
+    """Everything that was found, as one line of JSON."""
+    clocks = [report.as_dict() for report in page.clocks]
+    verdicts = [
+        {"dataset": answer.dataset, "costs": answer.costs, "verdict": answer.verdict}
+        for answers in page.answers.values()
+        for answer in answers
+    ]
+    return to_json({**figures, "verdicts": verdicts, "batches": page.batches, "clock": clocks})
 
 
 def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
@@ -93,25 +131,26 @@ def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> l
 
 def compare_all(
     experiment: Experiment,
-    folder: TraceFolder,
     costs: Sequence[CostModel],
     *,
     homes: dict[str, Judged],
     page: Page,
     exchange_s: float,
+    has_all: bool,
 ) -> tuple[dict[str, Replays], pd.DataFrame]:
     """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
 
     Args:
-        experiment: what is compared.
-        folder: its trace, complete.
+        experiment: what is compared, its trace complete.
         costs: the first decides what is plotted.
         homes: title of a cost -> the set on which what travels is chosen, the first one; where there are some already,
             all datasets are away from home.
         page: of the report.
         exchange_s: of PEARL.
+        has_all: whether every row is printed.
     """
     heads, trio, is_away = experiment.heads, PairModels(lambda: experiment.pair), bool(homes)
+    folder = trace_folder(experiment)
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
         heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
     grids, perfect = grids_with(experiment, heads), experiment.decode.perfect_head
@@ -123,27 +162,34 @@ def compare_all(
         every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
         # heads are trained on a home set, so that nothing travels to it
         is_home = experiment.is_home(dataset) and not is_away
-        bars = []
-        for each in costs:
-            home = None if is_home else homes.get(each.title)
+        page.answers[dataset], bars = [], []
+        for cost in costs:
+            home = None if is_home else homes.get(cost.title)
             num_home = home.num_dev if home else 0
-            judged = judge(dataset, replays, each, decoded=decoded, exchange_s=exchange_s, num_home=num_home)
-            homes.setdefault(each.title, judged)
-            frame, speed_ups = compare_at(each, judged, replays, home)
-            frames.append(frame)
-            bars.append(speed_ups)
-        plots = [*bars, *all_plots(replays, costs[0], names=NAMES)]
-        page.plots.extend(plots if len(experiment.datasets) == 1 else [plot.of(dataset) for plot in plots])
-        page.datasets[dataset] = report_arms(replays, costs[0])
+            judged = judge(dataset, replays, cost, decoded=decoded, exchange_s=exchange_s, num_home=num_home)
+            homes.setdefault(cost.title, judged)
+            answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
+            page.answers[dataset].append(answer)
+            frames.append(compare_at(answer, judged, cost, home=home, replays=replays, has_all=has_all))
+            bars.append(speed_up_bars(judged.results, cost, names=NAMES, best=answer.best))
+        show(page, dataset, replays, costs[0], bars=bars, is_one_of_several=len(experiment.datasets) > 1)
         if decoded:
             page.hierarchies[dataset] = decoded
-        write_counts(experiment.directory / f"counts-{dataset}.parquet", replays.arms)
     return every, pd.concat(frames)
+
+
+def show(
+    page: Page, dataset: str, replays: Replays, cost: CostModel, *, bars: Sequence[Plot], is_one_of_several: bool
+) -> None:
+    """Put a dataset's arms and plots on the page; `bars` are those of every cost."""
+    plots = [*bars, *all_plots(replays, cost, names=NAMES, shown=page.answers[dataset][0].deciding)]
+    page.plots.extend([plot.of(dataset) for plot in plots] if is_one_of_several else plots)
+    page.datasets[dataset], page.here[dataset] = report_arms(replays, cost), arms_here(replays, cost)
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as JSON has them."""
-    return list(json.loads(frame.to_json(orient="records")))
+    return list(loads(frame.to_json(orient="records")))
 
 
 def hierarchies_of(
@@ -156,19 +202,22 @@ def hierarchies_of(
     return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
 
 
-def compare_at(cost: CostModel, judged: Judged, replays: Replays, home: Judged | None) -> tuple[pd.DataFrame, Plot]:
-    """Print the table of one dataset at one cost; the same as numbers, and as a plot.
+def compare_at(
+    answer: Answer, judged: Judged, cost: CostModel, *, home: Judged | None, replays: Replays, has_all: bool
+) -> pd.DataFrame:
+    """Print the table of one dataset at one cost; the same as numbers.
 
     Args:
+        answer: of the dataset at this cost.
+        judged: the same as figures.
         cost: what everything was judged at.
-        judged: the dataset.
-        replays: of the dataset.
         home: the set on which what travels is chosen; None: nothing travels to this one.
+        replays: of the dataset.
+        has_all: whether every row is printed.
     """
     results, dataset, decoded = judged.results, judged.dataset, judged.decoded
     frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
-    result_sheet(results, cost, dataset=dataset, num_prompts=replays.num_prompts).print()
-    wide_console().print(lead_line(judged.yardstick))
+    answer.printed(has_all=has_all).print()
     if decoded:
         decoded.sheet(cost).print()
         frame = decoded.annotated(frame, cost)
@@ -176,7 +225,7 @@ def compare_at(cost: CostModel, judged: Judged, replays: Replays, home: Judged |
         travelled = travel(home, judged, test=replays.traces.test, cost=cost)
         travel_sheet(travelled, home, judged, cost).print()
         frame = pd.concat([frame, travel_frame(travelled, home, judged, cost)])
-    return frame, speed_up_bars(results, cost, names=NAMES)
+    return frame
 
 
 def judge(
@@ -234,13 +283,21 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     return f"{names}; {sampling}; {limits}; {measured}"
 
 
-def write(directory: Path, results: pd.DataFrame, *, page: Page) -> list[str]:
-    """Everything but the counts; the names of all files."""
-    results.to_csv(directory / "results.csv", index=False)
-    write_plots(directory / "plots", page.plots)
-    write_report(directory / "report.html", page, names=NAMES)
-    counts = [directory / f"counts-{dataset}.parquet" for dataset in page.datasets]
-    return announce([directory / "report.html", directory / "plots", directory / "results.csv", *counts])
+def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) -> list[str]:
+    """Write everything but batches and clock; the names of all files."""
+    directory = page.directory
+    write_atomic(directory / "results.csv", results.to_csv(index=False).encode())
+    pictures = [
+        answer.picture if len(every) == 1 else answer.picture.of(dataset)
+        for dataset, answers in page.answers.items()
+        for answer in answers
+    ]
+    write_plots(directory / "plots", [*pictures, *page.plots])
+    counts = [directory / f"counts-{dataset}.parquet" for dataset in every]
+    for path, replays in zip(counts, every.values(), strict=True):
+        write_counts(path, replays.arms)
+    write_report(page, names=NAMES)
+    return [str(path) for path in (directory / "report.html", directory / "plots", directory / "results.csv", *counts)]
 
 
 def in_batches(
@@ -253,11 +310,11 @@ def in_batches(
 ) -> list[str]:
     """Print and write the results of batches, and the page with them; the names of files."""
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
-    frame, path = compare_in_batches(every, setups, sizes, names=NAMES), experiment.directory / "batches.csv"
+    frame, path = compare_in_batches(every, setups, sizes, names=NAMES), page.directory / "batches.csv"
     write_atomic(path, frame.to_csv(index=False).encode())
     page.batches.extend(records(frame))
-    write_report(experiment.directory / "report.html", page, names=NAMES)
-    return announce([path])
+    write_report(page, names=NAMES)
+    return [str(path)]
 
 
 def clocked(
@@ -269,11 +326,11 @@ def clocked(
             clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats)
         )
         page.clocks[-1].sheet(NAMES).print()
-    path = experiment.directory / "clock.json"
-    write_atomic(path, json.dumps([report.as_dict() for report in page.clocks], indent=1).encode())
-    write_plots(experiment.directory / "plots", [report.plot(NAMES) for report in page.clocks])
-    write_report(experiment.directory / "report.html", page, names=NAMES)
-    return announce([path])
+    path = page.directory / "clock.json"
+    write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
+    write_plots(page.directory / "plots", [report.plot(NAMES) for report in page.clocks])
+    write_report(page, names=NAMES)
+    return [str(path)]
 
 
 def write_plots(directory: Path, plots: Sequence[Plot]) -> None:

@@ -15,14 +15,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from decode.policies.base import JOINT
 from evaluation.clock.results import ClockReport
-from evaluation.contest.arms import Arm, Replays
+from evaluation.contest.arms import Arm, Replays, picks_of
+from evaluation.contest.colours import AUTO, HEADS, PAPERS, colours_of, kind_of
 from evaluation.contest.decoded import FAMILIES, DecodedHierarchies
-from evaluation.contest.grids import BOUNDS
+from evaluation.contest.grids import BOUNDS, label_of
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.hierarchies.runs import Candidate
+from evaluation.report.verdict import Answer, called
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array
 from store.shards import write_atomic
@@ -39,12 +43,16 @@ class Page:
 
     about: str
     """One line under the title."""
-    ratio: float
-    """t_target / t_draft where the slider stands at first."""
-    stops: Mapping[str, float] = field(default_factory=dict)
-    """t_stop / t_draft of each kind of stop; the dearest is where the slider of stops stands at first."""
+    directory: Path
+    """Folder that report.html and all files beside it are written to."""
+    cost: CostModel
+    """Times at which the page opens, and those that its rows and sentences have."""
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    """Those of each dataset, a cost each; the first is that of `cost`."""
     datasets: dict[str, Sequence[Arm]] = field(default_factory=dict)
     """The arms of each, bounds included."""
+    here: dict[str, Sequence[Arm]] = field(default_factory=dict)
+    """Arms of each that are made for `cost`."""
     hierarchies: dict[str, DecodedHierarchies] = field(default_factory=dict)
     """Those of each dataset, where some were decoded; they get a table of their own."""
     plots: list[Plot] = field(default_factory=list)
@@ -64,15 +72,25 @@ def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
     return [*replays.arms, *rules]
 
 
-def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
-    """Write the page; `names` says what it calls each family."""
+def arms_here(replays: Replays, cost: CostModel) -> list[Arm]:
+    """The arms that are made for the costs of the evaluation itself."""
+    return [*replays.auto_arms(cost), replays.oracle_arm(cost)]
+
+
+def write_report(page: Page, *, names: Mapping[str, str]) -> None:
+    """Write report.html; `names` says what it calls each family."""
+    families = {arm.grid.family for arms in page.datasets.values() for arm in arms}
     data = {
         "names": dict(names),
+        "colours": colours_of(sorted(families)),
         "about": page.about,
-        "ratio": page.ratio,
-        "stop": max(page.stops.values(), default=0.0),
+        "ratio": page.cost.ratio,
+        "stop": max(page.cost.shares.values(), default=0.0),
+        "curve": _is_curve(page.cost),
+        "has_heads": any(kind_of(family) in (PAPERS, HEADS, AUTO) for family in families),
+        "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
         "datasets": [
-            _dataset(name, arms, page.stops)
+            _dataset(name, arms, page)
             | {"hierarchies": _hierarchies(page.hierarchies[name]) if name in page.hierarchies else []}
             for name, arms in page.datasets.items()
         ],
@@ -83,10 +101,44 @@ def write_report(path: Path, page: Page, *, names: Mapping[str, str]) -> None:
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     # A text that holds </script> would end the page's script.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    write_atomic(path, template.replace("__DATA__", embedded).encode())
+    write_atomic(page.directory / "report.html", template.replace("__DATA__", embedded).encode())
 
 
-def _dataset(name: str, arms: Sequence[Arm], stops: Mapping[str, float]) -> dict[str, Any]:
+def has_heads(report: Path) -> bool:
+    """Whether a written page compares heads."""
+    text = report.read_text(encoding="utf-8")
+    return any(f'"family":"{prefix}' in text for prefix in ("head_", "auto_"))
+
+
+def _is_curve(cost: CostModel) -> bool:
+    """Whether a verification costs more, or less, with more drafted tokens."""
+    return len(set(cost.t_target_s)) > 1
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    deciding, best = {called(family) for family in answer.deciding}, called(answer.best)
+    return {
+        "dataset": answer.dataset,
+        "costs": answer.costs,
+        "verdict": answer.verdict,
+        "explained": answer.explained,
+        "note": answer.sheet.note,
+        "title": answer.sheet.title,
+        "columns": answer.sheet.columns,
+        "rows": [
+            {
+                "cells": list(row.values()),
+                "decides": row["policy"] in deciding,
+                "best": row["policy"] == best,
+            }
+            for row in answer.sheet.rows
+        ],
+        "picture": _plot(answer.picture),
+    }
+
+
+def _dataset(name: str, arms: Sequence[Arm], page: Page) -> dict[str, Any]:
+    listed = [*arms, *page.here.get(name, ())]
     first = {split: getattr(arms[0], split) for split in ("dev", "test")}
     shapes = {split: replayed.per_prompt(replayed.counts.num_emitted)[0] for split, replayed in first.items()}
     num_settings = sum(len(arm.grid.settings) for arm in arms)
@@ -94,8 +146,27 @@ def _dataset(name: str, arms: Sequence[Arm], stops: Mapping[str, float]) -> dict
     return {
         "name": name,
         **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
-        "arms": [_arm(arm, step) | {"stop": _weight(arm.test.stop_kind, stops)} for arm in arms],
+        "arms": [_arm(arm, step, page.cost) | {"here": place >= len(arms)} for place, arm in enumerate(listed)],
+        "picks": _picks([arm for arm in listed if arm.ratio is None], page.cost, listed=listed, step=step),
+        "gains": page.answers[name][0].gains if name in page.answers else {},
     }
+
+
+def _picks(arms: Sequence[Arm], cost: CostModel, *, listed: Sequence[Arm], step: int) -> dict[str, tuple[int, int]]:
+    """Family -> (place of its arm among those that are listed, place of its setting there) at these costs."""
+    return {
+        family: (
+            next(place for place, arm in enumerate(listed) if arm is pick.arm),
+            _shown(pick.arm, step, cost).index(pick.setting),
+        )
+        for family, pick in picks_of(arms, cost).items()
+    }
+
+
+def _shown(arm: Arm, step: int, cost: CostModel) -> list[int]:
+    """Settings that the page holds: every so many, and the one that dev chooses at these costs."""
+    best = int(cost.tokens_per_s(arm.dev).argmax())
+    return sorted({*range(0, len(arm.grid.settings), step), best})
 
 
 def _weight(kind: str, stops: Mapping[str, float]) -> float:
@@ -148,26 +219,23 @@ def _totals(run: Candidate) -> dict[str, int]:
     return {"prompts": len(run.decoded), **{short: int(getattr(counts, name)) for short, name in names.items()}}
 
 
-def _arm(arm: Arm, step: int) -> dict[str, Any]:
-    shown = list(range(0, len(arm.grid.settings), step))
+def _arm(arm: Arm, step: int, cost: CostModel) -> dict[str, Any]:
+    shown = _shown(arm, step, cost)
     settings = [arm.grid.settings[setting] for setting in shown]
-    prefix = f"{arm.grid.name.removeprefix('head:')}: " if arm.grid.name.startswith("head:") else ""
     return {
         "family": arm.grid.family,
         "name": arm.grid.name,
         "ratio": arm.ratio,
         "bound": arm.grid.family in BOUNDS,
-        "settings": [
-            prefix + (", ".join(f"{key} = {_short(value)}" for key, value in setting.items()) or "-")
-            for setting in settings
-        ],
+        "stop": _weight(arm.test.stop_kind, cost.shares),
+        "settings": [label_of(arm.grid.name, setting) for setting in settings],
         "ticks": [_short(next(iter(setting.values()), "")) for setting in settings],
-        "dev": _counts(arm.dev, shown),
-        "test": _counts(arm.test, shown),
+        "dev": _counts(arm.dev, shown, cost),
+        "test": _counts(arm.test, shown, cost),
     }
 
 
-def _counts(replayed: Replayed, settings: list[int]) -> dict[str, dict[str, Any]]:
+def _counts(replayed: Replayed, settings: list[int], cost: CostModel) -> dict[str, dict[str, Any]]:
     counts = replayed.counts
     names = {
         "forwards": "num_draft_forwards",
@@ -175,13 +243,20 @@ def _counts(replayed: Replayed, settings: list[int]) -> dict[str, dict[str, Any]
         "drafted": "num_drafted",
         "accepted": "num_accepted",
     }
-    return {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
+    packed = {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
+    if _is_curve(cost):  # beyond one t_target a verification, in units of t_target, as the curve has it
+        extra = cost.target_s(np.arange(replayed.lengths.shape[-1])) / cost.t_target_s[0] - 1
+        packed["extra"] = _packed((replayed.per_prompt(replayed.lengths @ extra))[settings])
+    return packed
 
 
-def _packed(values: Array) -> dict[str, Any]:
-    """Little-endian unsigned numbers in base64, of 16 bits each, or of 32 where one of them needs more."""
-    bits = 16 if values.max(initial=0) < 2**16 else 32
-    return {"bits": bits, "numbers": base64.b64encode(values.astype(f"<u{bits // 8}").tobytes()).decode()}
+def _packed(values: Array) -> dict[str, str]:
+    """Little-endian numbers in base64: unsigned of 16 bits each, or of 32 where one of them needs more; fractions as
+    floats of 32 bits.
+    """
+    is_small = values.max(initial=0) < 2**16
+    form = "f4" if np.issubdtype(values.dtype, np.floating) else "u2" if is_small else "u4"
+    return {"form": form, "numbers": base64.b64encode(values.astype(f"<{form}").tobytes()).decode()}
 
 
 def _short(value: Any) -> str:

@@ -1,104 +1,152 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
-from evaluation.contest.arms import Arm, Replays, by_family, fastest_on_dev
-from evaluation.contest.results import Result
+from evaluation.contest.arms import BASELINE, Arm, Pick, Replays, picks_of
+from evaluation.contest.colours import colours_of
+from evaluation.contest.grids import BOUNDS
 from evaluation.costs.model import CostModel
-from evaluation.figure import BLUE, DARK, GREY, PALE, RED, Plot, figure_of, plot_of
+from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.traces.trace import Array, Trace
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, Timing
 
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
-_LEFT_OUT = ("perfect_fed", "heuristic", "max_prob", "self_verify", "ada_edl")
-"""Families without a line of draft lengths, where there are too many to tell apart."""
+_MOST_DISCARDED = 2.5
+_MEANINGS = {
+    "max_rejection_prob": "risk of a rejection at which drafting stops",
+    "min_token_prob": "least probability of the newest token to go on",
+    "min_max_prob": "least probability of the likeliest token to go on",
+    "max_sqrt_entropy": "square root of the entropy at which drafting stops (nats)",
+}
+"""Parameter -> what its values mean."""
+_TIMINGS: Mapping[str, str] = {"fed": "head_fed", "drawn": "head_drawn", "prefix": "head_prefix"}
+"""Timing -> family whose colour its best head has."""
 
 
-def all_plots(replays: Replays, cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
-    """All plots of one dataset but the bars, which every cost has of its own."""
+def all_plots(
+    replays: Replays, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
+) -> list[Plot]:
+    """All plots of one dataset but those that every cost has of its own (`evaluation.report.gains`); `shown`: the
+    families that decide, for plots that would not be readable with all; None: all.
+    """
     arms, test = replays.arms, replays.traces.test
-    plots = [pareto(arms, names), thresholds(arms, cost, names=names), draft_lengths(arms, cost, names=names)]
+    plots = [
+        *thresholds(arms, cost, names=names),
+        draft_lengths(arms, cost, names=names, shown=shown),
+        pareto(arms, names, cost=cost, shown=shown),
+    ]
     best = replays.best(cost)
     if best:
-        plots.append(reliability_plot(test, {f"best {timing}-time head": head for timing, head in best.items()}))
+        plots.append(reliability_plot(test, best))
     return [*plots, entropies(test)]
 
 
-def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
-    """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length."""
-    figure, axes = figure_of(0.34 * len(results) + 1.0)
-    base = next(result.speed_up for result in results if result.family == "fixed_length")
-    shown = sorted(results, key=lambda result: result.speed_up)
-    values = np.array([result.speed_up for result in shown])
-    low, high = (base * (1 + np.array([getattr(result.gain, end) for result in shown])) for end in ("low", "high"))
-    errors = np.maximum(0, np.stack([values - low, high - values]))
-    labels, colours = (
-        [names.get(result.family, result.family) for result in shown],
-        [_colour(result.family) for result in shown],
+def pareto(
+    arms: Sequence[Arm], names: Mapping[str, str], *, cost: CostModel, shown: Collection[str] | None = None
+) -> Plot:
+    """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
+    chose.
+
+    Args:
+        arms: of all families.
+        names: family -> its name in the legend.
+        cost: decides what dev chooses.
+        shown: families; None: all.
+    """
+    figure, axes = figure_of(4.2)
+    picks, colours = picks_of(arms, cost), colours_of(arm.grid.family for arm in arms)
+    right, top = 0.0, 0.0
+    for family, pick in picks.items():
+        if shown is not None and family not in shown:
+            continue
+        verified, discarded = _rates(pick.arm)
+        near = discarded < _MOST_DISCARDED
+        right, top = (
+            max(most, float(rate[near].max(initial=0.0))) for most, rate in ((right, verified), (top, discarded))
+        )
+        axes.plot(verified, discarded, ".", markersize=5, color=colours[family], label=names.get(family, family))
+        chosen = verified[pick.setting], discarded[pick.setting]
+        axes.plot(*chosen, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colours[family])
+    axes.set(
+        xlabel="verifications per emitted token",
+        ylabel="discarded tokens per emitted token",
+        ylim=(-0.05, 1.05 * top + 0.05),
+        xlim=(0, 1.05 * right),
     )
-    axes.barh(labels, values, xerr=errors, color=colours, ecolor=DARK, capsize=2)
-    axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
-    axes.set_xlabel("speed-up over the target alone")
+    legend_below(axes)
     return plot_of(
-        f"speed_up-{cost.ratio:.3g}",
-        f"Predicted speed-up at {cost.title}; whiskers: 95 %, against the best fixed length.",
+        "pareto",
+        "What is wasted against how often the target runs, one point per setting of each policy that decides; the ring "
+        "is the setting chosen on dev. Nearer to the lower left is better (SpecDec++, Figure 4).",
         figure,
     )
 
 
-def pareto(arms: Sequence[Arm], names: Mapping[str, str]) -> Plot:
-    """Discard rate against verification rate of every setting (SpecDec++ Figure 4)."""
-    figure, axes = figure_of(3.6)
-    for place, (family, members) in enumerate(by_family(arms).items()):
-        points = np.concatenate([_rates(arm) for arm in members], axis=1)
-        marker = ".x+"[place // 10]  # there are ten colours
-        axes.plot(points[0], points[1], marker, markersize=4, label=names.get(family, family))
-    axes.set(xlabel="verification rate", ylabel="discard rate", ylim=(-0.05, 2.5))
-    axes.legend(fontsize=6, ncols=2)
-    return plot_of("pareto", "Discard rate against verification rate, one point per setting.", figure)
+def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
+    """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
+    threshold.
+    """
+    colours, by_meaning = colours_of(arm.grid.family for arm in arms), dict[str, list[Pick]]()
+    for family, pick in picks_of(arms, cost).items():
+        values = [list(setting.items()) for setting in pick.arm.grid.settings]
+        if family in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
+            continue
+        ((parameter, value),) = values[0]
+        if isinstance(value, float):
+            by_meaning.setdefault(_meaning(family, parameter), []).append(pick)
+    plots = []
+    for place, (meaning, picks) in enumerate(by_meaning.items(), 1):
+        figure, axes = figure_of(3.2 + 0.2 * len(picks) / 2)
+        for pick in picks:
+            colour, label = colours[pick.family], names.get(pick.family, pick.family)
+            values = [next(iter(setting.values())) for setting in pick.arm.grid.settings]
+            speed_up = cost.tokens_per_s(pick.arm.test) * cost.t_target_s[0]
+            axes.plot(values, speed_up, color=colour, label=label)
+            axes.plot(values[pick.setting], speed_up[pick.setting], "o", markersize=6, color=colour)
+        axes.set(xlabel=meaning, ylabel="predicted speed-up")
+        legend_below(axes)
+        caption = f"Predicted speed-up over the target alone by {meaning}, on test; the dot is what dev chose."
+        plots.append(plot_of(f"thresholds-{place}", caption, figure))
+    return plots
 
 
-def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
-    """Throughput over the threshold of each family with one parameter, at its best arm."""
-    figure, axes = figure_of(3.6)
-    for family, members in by_family(arms).items():
-        arm, _ = fastest_on_dev(members, cost)
-        values = [list(setting.values()) for setting in arm.grid.settings]
-        if all(len(value) == 1 and isinstance(value[0], float) for value in values) and len(values) > 4:
-            speed_up = cost.tokens_per_s(arm.test) * cost.t_target_s[0]
-            axes.plot([value[0] for value in values], speed_up, label=names.get(family, family))
-    axes.set(xlabel="threshold", ylabel="speed-up")
-    axes.legend(fontsize=6, ncols=2)
+def draft_lengths(
+    arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
+) -> Plot:
+    """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
+    figure, axes = figure_of(3.8)
+    colours = colours_of(arm.grid.family for arm in arms)
+    for family, (arm, setting) in picks_of(arms, cost).items():
+        if shown is not None and family not in shown:
+            continue
+        lengths, label = arm.test.lengths[setting].sum(0), names.get(family, family)
+        if family == BASELINE:  # a single spike would flatten every other line
+            length = next(iter(arm.grid.settings[setting].values()))
+            axes.axvline(length, color=colours[family], linestyle="--", label=f"{label} ({length})")
+            continue
+        share = 100 * lengths / lengths.sum()
+        axes.step(np.arange(len(lengths)), share, where="mid", color=colours[family], label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="drafted tokens in a round", ylabel="% of rounds")
+    legend_below(axes)
     return plot_of(
-        "thresholds", "Speed-up over each policy's threshold, on test; of heads the best of each timing.", figure
+        "draft_lengths", f"How long drafts are, where a target forward costs {cost.ratio:.1f} draft forwards.", figure
     )
 
 
-def draft_lengths(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> Plot:
-    """How long drafts are at the dev-chosen settings."""
-    figure, axes = figure_of(3.6)
-    for family, members in by_family(arms).items():
-        if family in _LEFT_OUT:
-            continue
-        arm, setting = fastest_on_dev(members, cost)
-        lengths = arm.test.lengths[setting].sum(0)
-        axes.step(np.arange(len(lengths)), lengths / lengths.sum(), where="mid", label=names.get(family, family))
-    axes.set(xlabel="drafted tokens in a round", ylabel="share of rounds")
-    axes.legend(fontsize=6, ncols=2)
-    return plot_of("draft_lengths", f"Draft lengths at t_target/t_draft = {cost.ratio:.2f}.", figure)
-
-
-def reliability_plot(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
+def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
-    figure, axes = figure_of(3.6)
+    figure, axes = figure_of(3.8)
+    colours = colours_of(())
     drawn = trace.first_drawn
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
-    for name, head in heads.items():
+    for timing, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
         at, accepted = (drawn, trace.is_first_accepted) if head.timing != "fed" else _scored_later(trace, drawn)
         prob = expit(head.calibrated_logit(logit[at]))
@@ -106,10 +154,16 @@ def reliability_plot(trace: Trace, heads: Mapping[str, AcceptanceHead]) -> Plot:
         count = np.bincount(index, minlength=_BINS)
         some = count >= _FEWEST
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
-        axes.plot(mean, np.bincount(index, accepted, _BINS)[some] / count[some], marker="o", markersize=3, label=name)
-    axes.set(xlabel="predicted acceptance (calibrated)", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
-    axes.legend(fontsize=6)
-    return plot_of("reliability", "Calibrated predictions against outcomes, on the trace's test tokens.", figure)
+        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {timing}-time head"
+        axes.plot(mean, share, marker="o", markersize=3, color=colours[_TIMINGS[timing]], label=label)
+    axes.set(xlabel="predicted chance of acceptance", ylabel="share that was accepted", xlim=(0, 1), ylim=(0, 1))
+    legend_below(axes)
+    return plot_of(
+        "reliability",
+        "Are heads right about their chances? On the dashed line a head that says 70 % is right 70 % of the time; test "
+        "tokens, calibrated.",
+        figure,
+    )
 
 
 def entropies(trace: Trace) -> Plot:
@@ -117,18 +171,21 @@ def entropies(trace: Trace) -> Plot:
     figure, axes = figure_of(3.6)
     entropy, is_accepted = trace.signals["entropy"][trace.first_drawn], trace.is_first_accepted
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
-    for label, mask in (("accepted", is_accepted), ("rejected", ~is_accepted)):
-        axes.hist(
-            entropy[mask], bins=bins, histtype="step", density=True, label=f"{label} (mean {entropy[mask].mean():.2f})"
-        )
-    axes.set(xlabel="H(q) in nats", ylabel="density")
-    axes.legend(fontsize=8)
+    for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
+        if not mask.any():
+            continue
+        mean = f"{label} (mean {entropy[mask].mean():.2f})"
+        axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
+    axes.set(xlabel="entropy of the draft's distribution (nats)", ylabel="density of tokens")
+    legend_below(axes)
     return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
 
 
-def _colour(family: str) -> str:
-    """Bounds pale, heads red, all others blue."""
-    return PALE if family.startswith(("perfect", "oracle")) else RED if family.startswith(("head", "auto")) else BLUE
+def _meaning(family: str, parameter: str) -> str:
+    """Meaning of a threshold, as the label of an axis; policies whose thresholds mean the same share one."""
+    if family == "cumulative_token_prob":  # the same parameter as of one token's, of another probability
+        return "least probability of the whole draft to go on"
+    return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 
 def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:

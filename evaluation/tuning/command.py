@@ -2,22 +2,24 @@
 (law 4.11).
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from json import dumps as to_json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from decode.policies import HeadPolicy
+from decode.policies import FixedLength, HeadPolicy
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
-from evaluation.sheet import Sheet
+from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
+from evaluation.sheet import Sheet, say
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join_traces
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, update_config
@@ -47,8 +49,12 @@ class Tuned:
     timing: str
     max_rejection_prob: float
     """The best of a fine grid on dev, on the head's raw probabilities."""
+    tokens_per_s_on_dev: float
+    """Throughput on dev, by which thresholds and heads are chosen."""
     tokens_per_s: float
     """Throughput on test, at that threshold."""
+    gain: Gain
+    """Over the best fixed length, on test."""
     best_tokens_per_s: float
     """Throughput on test, at the threshold that would have been best there."""
     auto_tokens_per_s: float
@@ -59,38 +65,83 @@ class Tuned:
     recommended: dict[str, Any]
 
 
-def tune(config: Config, *, write: bool = True, ratio: float | None = None) -> None:
+class Baseline(NamedTuple):
+    """The fixed length that gains are measured from."""
+
+    length: int
+    """Best on dev."""
+    tokens_per_s: float
+    """Throughput on test."""
+    reached: Float[np.ndarray, " resample"]
+    resamples: Resamples
+
+
+def tune(config: Config, *, write: bool = True, ratio: float | None = None, json: bool = False) -> None:
     """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
 
     Args:
         config: the experiment.
         write: put `recommended` into every head's config.json.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
+        json: print everything as one JSON document, last of all.
     """
     experiment = Experiment(config)
     if not experiment.heads:
         raise FileNotFoundError(
-            f"no heads in {experiment.exported}; run `python -m heads export`, or name some in decode.heads"
+            f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
     folder.complete()
     dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
-    tuned = [tune_head(name, head, traces=Splits(dev, test), cost=cost) for name, head in experiment.heads.items()]
-    threshold_sheet(tuned, cost).print()
-    for result in tuned if write else []:
-        path = experiment.head_paths[result.head]
-        if not Path(path).is_dir():
-            print(f"{path} is on the hub, and nothing is written there: {json.dumps(result.recommended)}")
-            continue
-        update_config(path, recommended=result.recommended)
-        print(f"wrote recommended into {Path(path) / 'config.json'}")
-    print(json.dumps({"costs": asdict(cost), "tuned": [asdict(result) for result in tuned]}))
+    traces = Splits(dev, test)
+    baseline = baseline_on(traces, cost)
+    tuned = [
+        tune_head(name, head, traces=traces, cost=cost, baseline=baseline) for name, head in experiment.heads.items()
+    ]
+    tuned.sort(key=lambda result: -result.tokens_per_s_on_dev)
+    places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
+    threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
+    best = tuned[0]
+    say(verdict_of(best, cost, baseline))
+    policy = f"head:{experiment.head_paths[best.head]},max_rejection_prob={best.max_rejection_prob:g}"
+    print(f"next: acceptance-heads generate --config … --prompt … --policy {policy}")
+    if json:
+        found = [asdict(result) | {"gain": result.gain._asdict()} for result in tuned]
+        print(to_json({"costs": asdict(cost), "tuned": found}))
 
 
-def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel) -> Tuned:
+def written_to(experiment: Experiment, result: Tuned) -> str:
+    """Write the recommendation of one head; the file, below the folder of exported heads where it is there, or words
+    where the head is on the hub and nothing is written.
+    """
+    path = Path(experiment.head_paths[result.head])
+    if not path.is_dir():
+        print(f"{path} is on the hub, and nothing is written there: {to_json(result.recommended)}")
+        return "nowhere: on the hub"
+    update_config(str(path), recommended=result.recommended)
+    file = path / "config.json"
+    return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
+
+
+def baseline_on(traces: Splits[Trace], cost: CostModel) -> Baseline:
+    """The fixed length that is best on dev, and the draws of prompts and times that every head shares with it."""
+    lengths = np.arange(traces.dev.max_draft_length + 1)
+    arm = Splits(*(cost.work(replay_settings(trace, FixedLength(lengths))) for trace in traces))
+    resamples = Resamples(traces.dev.num_prompts, traces.test.num_prompts, cost.errors)
+    best = int(speeds_of(arm.dev).argmax())
+    return Baseline(int(lengths[best]), float(speeds_of(arm.test)[best]), resamples.throughput([arm]), resamples)
+
+
+def speeds_of(work: Work) -> Float[np.ndarray, " setting"]:
+    """Throughput of every setting, all prompts together."""
+    return np.asarray(work.tokens.sum(1) / work.seconds.sum(1))
+
+
+def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel, baseline: Baseline) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    on_dev, on_test = (cost.speeds(trace, HeadPolicy(head, thresholds)) for trace in traces)
+    arm = Splits(*(cost.work(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces))
+    on_dev, on_test = speeds_of(arm.dev), speeds_of(arm.test)
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)
     rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
@@ -99,7 +150,9 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: C
         head=name,
         timing=head.timing,
         max_rejection_prob=threshold,
+        tokens_per_s_on_dev=float(on_dev[best]),
         tokens_per_s=float(on_test[best]),
+        gain=gain_of(on_test[best] / baseline.tokens_per_s - 1, baseline.reached, baseline.resamples.throughput([arm])),
         best_tokens_per_s=float(on_test.max()),
         auto_tokens_per_s=auto_s,
         online_tokens_per_s=online_s,
@@ -114,21 +167,34 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: C
     )
 
 
-def threshold_sheet(tuned: Sequence[Tuned], cost: CostModel) -> Sheet:
-    """Threshold and rule side by side, each rule against the threshold that would have been best on test."""
-
-    def over_best(speed: float, head: Tuned) -> str:
-        return f"{speed:.2f} ({speed / head.best_tokens_per_s - 1:+.2%})"
-
+def threshold_sheet(
+    tuned: Sequence[Tuned], cost: CostModel, *, places: Mapping[str, str], baseline: Baseline, folder: Path
+) -> Sheet:
+    """A line per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
     rows = [
         {
             "head": head.head,
-            "max_rejection_prob": f"{head.max_rejection_prob:.4f}",
-            "tokens/s": f"{head.tokens_per_s:.2f}",
-            "best on test": f"{head.best_tokens_per_s:.2f}",
-            "auto (against best)": over_best(head.auto_tokens_per_s, head),
-            "auto online (against best)": over_best(head.online_tokens_per_s, head),
+            "what": f"{head.timing}-time",
+            "threshold": f"{head.max_rejection_prob:.4f}",
+            "ratio": f"{cost.ratio:.2f}",
+            "predicted gain": head.gain.text,
+            "tokens/s": f"{head.tokens_per_s:.1f}",
+            "auto": f"{head.auto_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
+            "auto online": f"{head.online_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
+            "written to": places[head.head],
         }
-        for head in sorted(tuned, key=lambda head: -head.tokens_per_s)
+        for head in tuned
     ]
-    return Sheet(f"thresholds for {cost.title}; tokens/s on test", rows)
+    note = (
+        "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
+        f"test, over the best fixed length ({baseline.length}), predicted from counts and times. auto: the rule that "
+        f"needs no threshold. Best on dev first. Paths: below {folder}"
+    )
+    return Sheet(f"thresholds for {cost.title}", rows, note, names=2)
+
+
+def verdict_of(best: Tuned, cost: CostModel, baseline: Baseline) -> str:
+    """The best head in a sentence, and a plain word where nothing shows that it pays."""
+    doubt = "" if best.gain.low > 0 else " That is not beyond chance: more test prompts (decode.num_test) would tell."
+    gain = f"predicted {best.gain.words} over the best fixed length ({baseline.length})"
+    return f"{cost.where}: head {best.head} at {best.max_rejection_prob:.3g}, {gain}.{doubt}"

@@ -48,6 +48,17 @@ def test_dotted_overrides_and_own_flags_win_over_the_file(yaml: str):
     assert (config.pair.sampling.temperature, config.trainer["max_epochs"], flag) == (0.7, 5, 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_set"), [([], False), (["--json"], True), (["--json", "--n=1"], True), (["--json", "false"], False)]
+)
+def test_a_switch_needs_no_value_and_takes_one(given: list[str], is_set: bool):
+    def command(*, n: int = 0, json: bool = False) -> bool:
+        """Do nothing."""
+        return json
+
+    assert run({"command": command}, default="command", argv=given) is is_set
+
+
 def test_the_default_command_runs_without_a_name(yaml: str):
     config, flag = run({"show": show}, default="show", argv=["--config", yaml])
     assert (config.pair.draft.path, flag) == ("small", 1)

@@ -17,6 +17,7 @@ MORE_PARAMETERS = {
     "decode.generate.command.generate": 8,
     "data_gen.pipeline.init.init": 8,  # a command's flags
     "evaluation.bench.command.bench": 13,  # the same
+    "evaluation.report.command.evaluate": 8,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
 }
 

@@ -115,8 +115,9 @@ def test_dev_decides_and_without_dev_the_first_setting_stands():
 @pytest.mark.parametrize("ratio", [3, 30])
 def test_the_page_computes_hierarchies_as_python_does(arms, tmp_path, ratio):
     path = tmp_path / "report.html"
-    page = Page(about="", ratio=5.0, datasets={"made": arms}, hierarchies={"made": hierarchies()})
-    write_report(path, page, names={})
+    cost, decoded = CostModel.constant(0.2, 1.0), {"made": hierarchies()}
+    page = Page(about="", directory=tmp_path, cost=cost, datasets={"made": arms}, hierarchies=decoded)
+    write_report(page, names={})
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     dom = subprocess.run(
         [BROWSER, *flags, f"{path.as_uri()}#ratio={ratio}"], capture_output=True, text=True, timeout=120, check=True

@@ -1,8 +1,10 @@
 """`replay`, `tune` and `costs` on a small trace of the embedded pair: what they print is what the library says."""
 
 import json
+import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from configs.command import config_of, parser_for, run
@@ -29,6 +31,7 @@ SMALL = (
     "--decode.max_draft_length",
     "6",
 )
+JSON = ("--json", "true")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 
 
@@ -85,7 +88,7 @@ def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, cap
 
 
 def test_what_tune_writes_is_what_auto_replays(flags, capsys):
-    lines, document = printed(capsys, "tune", *flags)
+    lines, document = printed(capsys, "tune", *flags, *JSON)
     assert max(map(len, lines)) <= 190
     assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
@@ -96,6 +99,39 @@ def test_what_tune_writes_is_what_auto_replays(flags, capsys):
         "throughput",
         "max_rejection_prob",
     }
+
+
+def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags, capsys):
+    capsys.readouterr()
+    run(COMMANDS, argv=["tune", *flags])
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
+    threshold, gain, place = (row[column].strip() for column in (3, 5, 9))
+    assert re.fullmatch(r"[+-]\d+\.\d% \([+-]\d+\.\d%, [+-]\d+\.\d%\)", gain)
+    assert place == "plain/config.json"
+    recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
+    assert f"{recommended['max_rejection_prob']:.4f}" == threshold
+    where = "At the times given (a target forward costs 5.0 draft forwards)"
+    assert f"{where}: head plain at {recommended['max_rejection_prob']:.3g}, predicted" in " ".join(lines)
+    assert lines[-1].startswith("next: acceptance-heads generate --config … --prompt … --policy head:")
+    assert lines[-1].endswith(f"exported/plain,max_rejection_prob={recommended['max_rejection_prob']:g}")
+
+
+def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
+    few = {"fixed_length": {"k": [0, 2]}, "head": {"max_rejection_prob": [0.3, 0.6]}}
+    few |= {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
+    asked = ["evaluate", *flags, "--decode.hierarchies", "false", "--decode.grid", json.dumps(few)]
+    capsys.readouterr()
+    run(COMMANDS, argv=asked)
+    shown = capsys.readouterr().out
+    last = " ".join(shown.rpartition("\n\n")[2].split())
+    assert last.startswith("At the times given (a target forward costs 5.0 draft forwards): head plain")
+    assert "│ AdaEDL" not in shown
+    lines, document = printed(capsys, *asked, "--all", "true", *JSON)
+    assert document["verdicts"][0]["verdict"] == last
+    assert any(line.startswith("│ AdaEDL") for line in lines)
+    frame = pd.read_csv(Path(flags[5]).parent / "results.csv")
+    assert list(frame["family"]) == [row["family"] for row in document["results"]]
 
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
@@ -187,7 +223,9 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
         "true",
     ]
     home = flags[flags.index("--decode.dir") + 1]
-    _, document = printed(capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home)
+    _, document = printed(
+        capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home, *JSON
+    )
     rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
     assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
     assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"

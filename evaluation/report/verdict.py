@@ -1,0 +1,223 @@
+"""The verdict of an evaluation, made once, shown on the console and on the page: a sentence, and the rows that decide.
+
+The sentence names the best head (or `auto`), the best policy that needs no training and the best fixed length, each
+chosen on dev, with the gains that the table has. Where the interval does not show that training pays, the sentence says
+so. Everything is predicted from counts and times (law 4.9), and is called so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from data_gen.labels.scalars import SCALARS
+from evaluation.contest import colours
+from evaluation.contest.arms import BASELINE, fastest_heads, picks_of
+from evaluation.contest.colours import kind_of
+from evaluation.contest.decoded import FAMILIES
+from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
+from evaluation.contest.tables import NAMES, result_sheet
+from evaluation.contest.travel import Judged
+from evaluation.costs.model import CostModel
+from evaluation.figure import Plot
+from evaluation.intervals import Gain
+from evaluation.report.gains import Stage, gain_stages
+from evaluation.sheet import Sheet
+from heads.model.head import AcceptanceHead
+
+_SCORED = {
+    "drawn": "the moment it is drawn",
+    "fed": "once the draft has read it, one forward later (as SpecDec++ does)",
+    "prefix": "before it is drawn",
+    "candidate": "as a candidate of a tree",
+}
+_SCALARS = {"log_token_prob": "the token's log-probability", "entropy": "the entropy of the draft's distribution"}
+_ALWAYS = (BASELINE, "perfect_drawn", "oracle")
+_ONE_OF_EACH = (
+    colours.PROBABILITIES,
+    colours.ENTROPIES,
+    colours.PAPERS,
+    colours.HEADS,
+    colours.AUTO,
+    colours.THREE_MODELS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One dataset at one cost."""
+
+    dataset: str
+    costs: str
+    """Title of the costs."""
+    verdict: str
+    """The sentence, and a second one where it has to be qualified."""
+    sheet: Sheet
+    """Every row."""
+    deciding: Sequence[str]
+    """Families of the rows that decide."""
+    best: str
+    """Family that is fastest on dev of those that can be run."""
+    gains: Mapping[str, str]
+    """Gain of each family, as the sheet has it."""
+    explained: str
+    """Name of the best head in words; empty where there are no heads."""
+    picture: Plot
+    """Where the oracle's gain goes."""
+
+    def sentence(self, *, is_one_of_several: bool) -> str:
+        """The verdict, with the name of the dataset where there are several."""
+        return f"{self.dataset}. {self.verdict}" if is_one_of_several else self.verdict
+
+    def printed(self, *, has_all: bool) -> Sheet:
+        """The sheet for a console, its best row in bold: the rows that decide, or every one."""
+        deciding, best = {called(family) for family in self.deciding}, called(self.best)
+        rows = [row for row in self.sheet.rows if has_all or row["policy"] in deciding]
+        bold = [
+            {name: f"[bold]{cell}[/bold]" if cell and row["policy"] == best else cell for name, cell in row.items()}
+            for row in rows
+        ]
+        left_out = len(self.sheet.rows) - len(rows)
+        note = f"{self.sheet.note}; {left_out} more rows with --all" if left_out else self.sheet.note
+        return self.sheet._replace(rows=bold, note=note)
+
+
+def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
+    """Sentence, rows and picture of one dataset at one cost."""
+    speeds = speeds_on_dev(judged, cost)
+    names = _head_names(judged, cost, heads)
+    runnable = [family for family in speeds if kind_of(family) not in (colours.LIMITS, colours.TWO_DEVICES)]
+    champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
+    return Answer(
+        dataset=judged.dataset,
+        costs=cost.title,
+        verdict=verdict_of(judged, cost, names=names, num_prompts=num_prompts),
+        sheet=result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts),
+        deciding=deciding_families(judged, cost),
+        best=max(runnable, key=speeds.__getitem__),
+        gains={result.family: result.gain.text for result in judged.results if result.family != BASELINE},
+        explained="; ".join(f"{name}: {explained(heads[name])}" for name in champion.split(" and ") if name in heads),
+        picture=gain_stages(_stages(judged), cost, dataset=judged.dataset),
+    )
+
+
+def called(family: str) -> str:
+    """Name of a family in tables, in plots and on the page."""
+    return NAMES.get(family, family)
+
+
+def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
+    """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
+    policy, every policy of one's own, the perfect head and the oracle.
+    """
+    speeds = speeds_on_dev(judged, cost)
+    shown = {*_ALWAYS, *judged.yardstick.champions.values()}
+    for kind in _ONE_OF_EACH:
+        members = [family for family in speeds if kind_of(family) == kind]
+        shown |= {max(members, key=speeds.__getitem__)} if members else set()
+    shown |= {family for family in speeds if kind_of(family) == colours.OWN}
+    return [result.family for result in judged.results if result.family in shown]
+
+
+def speeds_on_dev(judged: Judged, cost: CostModel) -> dict[str, float]:
+    """Throughput of every family on dev, by which settings and families are chosen; PEARL's is not among them."""
+    speeds = {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks_of(judged.arms, cost).items()}
+    if judged.decoded:
+        best = judged.decoded.best(cost)
+        speeds |= {
+            FAMILIES[run.competitor.name]: judged.decoded.spent(run, cost).tokens_per_s
+            for run in judged.decoded.dev
+            if run.setting.key == best[run.competitor.name].key
+        }
+    return speeds
+
+
+def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num_prompts: int) -> str:
+    """The sentence that an evaluation ends with.
+
+    Args:
+        judged: the dataset at this cost.
+        cost: the times.
+        names: family -> names of the heads that stand for it.
+        num_prompts: of the test split.
+    """
+    results = {result.family: result for result in judged.results}
+    free = results[judged.yardstick.champions[TRAINING_FREE]]
+    champion = judged.yardstick.champions.get(HEADS)
+    own = results[champion] if champion else free
+    what = _as_said(own, names.get(own.family, ""))
+    length = next(iter(results[BASELINE].setting.values()))
+    if own.family == BASELINE:
+        return f"{cost.where}: no policy that needs no training is faster than the best fixed length ({length})."
+    sentence = f"{cost.where}: {what}, predicted {own.gain.words} over the best fixed length ({length})"
+    lead = lead_of(judged.yardstick)
+    if lead is None:
+        return f"{sentence}. It needs no training; there are no trained heads to compare it with."
+    over = "" if free.family == BASELINE else f", {lead.words} over {_rival(free)}, which needs no training"
+    return f"{sentence}{over}.{_doubt(lead, free, num_prompts)}"
+
+
+def explained(head: AcceptanceHead) -> str:
+    """What the name of an exported head says, in words."""
+    symbols = [_SCALARS.get(name, SCALARS[name].symbol) for name in head.inputs.scalars]
+    inputs = ["the draft's hidden state", *symbols, *(["the token's embedding"] if head.inputs.embedding else [])]
+    listed = " and ".join([", ".join(inputs[:-1]), inputs[-1]] if len(inputs) > 1 else inputs)
+    depth = "a linear layer" if not head.depth else f"{head.depth} hidden layer{'s' * (head.depth > 1)}"
+    weight = head.provenance.reject_weight / head.provenance.accept_weight
+    weighed = "" if weight == 1 else f", trained with rejections weighed {weight:g} times"
+    scored = f"a {head.timing}-time head scores a token {_SCORED[head.timing]}"
+    return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
+
+
+def _as_said(result: Result, heads: str) -> str:
+    """A policy with its setting, as a sentence names it."""
+    value = ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in result.setting.values())
+    if not heads:
+        return f"{called(result.family)}{f' at {value}' if value else ''}"
+    named, rule = f"head{'s' * (' and ' in heads)} {heads}", called(result.family).partition(",")[0]
+    return f"{named} at {value}" if value else f"{named} under {rule}, which needs no threshold"
+
+
+def _rival(result: Result) -> str:
+    """A policy behind "over", with its article."""
+    name = called(result.family)
+    return f"the {name}" if name[0].islower() else name
+
+
+def _doubt(lead: Gain, free: Result, num_prompts: int) -> str:
+    if lead.high < 0:
+        return f" No trained head pays here: take {_rival(free)}."
+    if lead.low > 0:
+        return ""
+    rival = "the best fixed length" if free.family == BASELINE else _rival(free)
+    return (
+        f" That difference is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of "
+        "them (decode.num_test) would tell."
+    )
+
+
+def _head_names(judged: Judged, cost: CostModel, heads: Mapping[str, AcceptanceHead]) -> dict[str, str]:
+    """Family -> the head that stands for it, or two that do together."""
+    best = fastest_heads(judged.arms, cost)
+    pairs = {f"{fed}+{drawn}": f"{fed} and {drawn}" for fed, drawn in product(heads, repeat=2)}
+    named: dict[str, str] = {}
+    for result in judged.results:
+        if result.family.startswith("auto_"):
+            named[result.family] = best[result.family.split("_")[1]]  # type: ignore[index]
+        elif result.family.startswith("head_"):
+            name = result.name.removeprefix("head:")
+            named[result.family] = name if name in heads else pairs[name]
+    return named
+
+
+def _stages(judged: Judged) -> list[Stage]:
+    """From the best fixed length to the oracle, what each kind of knowledge adds."""
+    results = {result.family: result for result in judged.results}
+    champions = judged.yardstick.champions
+    known = {
+        BASELINE: "the same length in every round",
+        champions[TRAINING_FREE]: "what the draft knows of itself",
+        champions.get(HEADS, ""): "what a head learned",
+        "perfect_drawn": "every acceptance probability, but not the coin",
+        "oracle": "every outcome",
+    }
+    return [Stage(family, called(family), known[family], results[family].gain) for family in known if family in results]

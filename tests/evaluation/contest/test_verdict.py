@@ -1,0 +1,211 @@
+"""The sentence and the rows that decide have the figures of the table, say plainly where training does not pay, and are
+the same on console and page; every family has a colour of its own.
+"""
+
+import html
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evaluation.contest.arms import replay_dataset
+from evaluation.contest.colours import HEADS, OWN, PROBABILITIES, colours_of, kind_of
+from evaluation.contest.grids import default_values, grids_of
+from evaluation.contest.results import TRAINING_FREE, lead_of
+from evaluation.contest.tables import NAMES
+from evaluation.costs.model import CostModel, StopShares
+from evaluation.figure import INK, figure_of, legend_below, plot_of
+from evaluation.intervals import Gain, Splits
+from evaluation.report.command import folder_of, judge
+from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
+from evaluation.report.plots import all_plots, thresholds
+from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling
+from tests.toys.small_pair import trace
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CURVE = CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
+"""Starting to verify costs .3, a verified token .2: neither is a position of the page's sliders."""
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+
+
+@pytest.fixture(scope="module")
+def heads():
+    torch.manual_seed(0)
+    made = {f"{timing}+s-d1-w1": AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn")}
+    for head in made.values():
+        torch.nn.init.normal_(head.out.weight)
+    return made
+
+
+def replayed(splits, heads):
+    few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
+    return replay_dataset(
+        splits, grids_of(few, heads, max_draft_length=5), heads=heads, cost=CURVE, perfect_head=True, name="made"
+    )
+
+
+@pytest.fixture(scope="module")
+def compared(splits, heads):
+    """(replays, everything judged at CURVE, what it comes to)."""
+    replays = replayed(splits, heads)
+    judged = judge("made", replays, CURVE)
+    return replays, judged, answer_of(judged, CURVE, heads=heads, num_prompts=replays.num_prompts)
+
+
+@pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
+def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
+    cost = CostModel.constant(t_draft_s, 1.0, "measured")
+    judged = judge("made", compared[0], cost)
+    verdict = answer_of(judged, cost, heads=heads, num_prompts=80).verdict
+    results = {result.family: result for result in judged.results}
+    own, free = (results[judged.yardstick.champions[group]] for group in ("heads", TRAINING_FREE))
+    length, lead = results["fixed_length"].setting["k"], lead_of(judged.yardstick)
+    assert verdict.startswith(f"On this machine (a target forward costs {1 / t_draft_s:.1f} draft forwards): head")
+    assert f"predicted {own.gain.words} over the best fixed length ({length})" in verdict
+    over = f", {lead.words} over the {called(free.family)}, which needs no training"
+    assert (over in verdict) == (free.family != "fixed_length")
+
+
+def test_a_gain_in_words_is_in_whole_per_cent():
+    assert Gain(0.204, 0.166, -0.004, 0.0).words == "+20 % (17, 0)"
+
+
+@pytest.mark.parametrize(
+    ("lead", "says"),
+    [
+        (Gain(0.1, 0.02, 0.2, 0.0), ""),
+        (
+            Gain(0.1, -0.02, 0.2, 0.0),
+            " That difference is not beyond chance on these 7 test prompts: the entropy (SVIP) may",
+        ),
+        (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head pays here: take the entropy (SVIP)."),
+    ],
+)
+def test_a_lead_that_shows_nothing_is_called_so(lead, says):
+    said = _doubt(lead, SimpleNamespace(family="entropy"), 7)
+    assert said.startswith(says)
+    assert bool(said) == bool(says)
+
+
+def test_without_heads_the_sentence_says_what_needs_no_training(splits):
+    judged = judge("made", replayed(splits, {}), CURVE)
+    answer = answer_of(judged, CURVE, heads={}, num_prompts=2)
+    assert "no trained heads to compare" in answer.verdict or "no policy that needs no training" in answer.verdict
+    assert answer.explained == ""
+
+
+def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
+    _, judged, answer = compared
+    shown = deciding_families(judged, CURVE)
+    assert (shown[0], shown[-2:]) == ("fixed_length", ["perfect_drawn", "oracle"])
+    kinds = [kind_of(family) for family in shown[:-2]]
+    assert len(set(kinds)) == len(kinds)
+    assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
+    short, whole = (answer.printed(has_all=has_all) for has_all in (False, True))
+    assert len(short.rows) == len(shown) < len(whole.rows)
+    assert f"{len(whole.rows) - len(shown)} more rows with --all" in short.note
+    assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
+        f"[bold]{called(answer.best)}[/bold]"
+    ]
+
+
+def test_the_name_of_a_head_is_explained_in_words():
+    head = AcceptanceHead(4, 2, "drawn", True, provenance=Provenance(reject_weight=6.0))
+    assert explained(head) == (
+        "a drawn-time head scores a token the moment it is drawn; this one reads the draft's hidden state, the token's "
+        "log-probability and the entropy of the draft's distribution, and has 2 hidden layers, trained with rejections "
+        "weighed 6 times"
+    )
+
+
+def test_no_two_families_have_one_colour_and_a_policy_of_ones_own_has_one():
+    colours = colours_of([*NAMES, "mine", "yours"])
+    assert len(set(colours.values())) == len(colours) >= len(NAMES) + 2
+    assert kind_of("mine") == OWN
+    assert [kind_of(family) for family in ("head_drawn", "learned_prob")] == [HEADS, PROBABILITIES]
+    assert set(default_values(5)) - {"head"} <= {family for family in colours if kind_of(family) != OWN}
+
+
+def test_thresholds_of_two_meanings_are_on_two_axes(compared):
+    plots = thresholds(compared[0].arms, CURVE, names=NAMES)
+    by_family = {name: [plot.name for plot in plots if f">{NAMES[name]}<" in plot.svg] for name in NAMES}
+    assert by_family["head_fed"] == by_family["head_drawn"] == by_family["learned_prob"]
+    meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
+    assert len({tuple(by_family[family]) for family in meanings}) == len(plots) == len(meanings)
+
+
+def test_a_legend_lies_below_the_axes():
+    figure, axes = figure_of(3.0)
+    axes.plot([0, 1], [0, 1], label="a line")
+    legend_below(axes)
+    svg = plot_of("p", "", figure).svg  # drawn, so that places are known
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
+    assert "a line" in svg
+
+
+def test_a_plot_is_drawn_in_the_readers_own_ink(compared):
+    replays, _, answer = compared
+    for plot in [answer.picture, *all_plots(replays, CURVE, names=NAMES, shown=answer.deciding)]:
+        assert "currentColor" in plot.svg
+        assert "prefers-color-scheme:dark" in plot.svg
+        assert INK not in plot.svg
+        assert "#ffffff" not in plot.svg, "a white background would stand out on a dark page"
+
+
+def written(directory, compared, about=""):
+    replays, _, answer = compared
+    page = Page(about=about, directory=directory, cost=CURVE, answers={"made": [answer]})
+    page.datasets["made"], page.here["made"] = report_arms(replays, CURVE), arms_here(replays, CURVE)
+    write_report(page, names=NAMES)
+    return directory / "report.html"
+
+
+def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared, tmp_path, capsys):
+    experiment = SimpleNamespace(heads={}, exported=tmp_path / "exported", directory=tmp_path)
+    assert folder_of(experiment) == tmp_path
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No trained heads in" in said
+    assert "`acceptance-heads export" in said
+    assert has_heads(written(tmp_path, compared))
+    assert folder_of(experiment) == tmp_path / "no-heads"
+    assert "is kept" in " ".join(capsys.readouterr().out.split())
+    experiment.heads = {"it": None}
+    assert folder_of(experiment) == tmp_path
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+def test_the_page_opens_with_the_rows_and_the_sentence_of_the_console(compared, tmp_path):
+    path, (_, _, answer) = written(tmp_path, compared), compared
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    dom = subprocess.run(
+        [BROWSER, *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+
+    def rows_of(part):
+        return [
+            [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+            for row in re.findall(r"<tr.*?</tr>", part.split("<tbody>")[1].split("</tbody>")[0])
+        ]
+
+    assert answer.verdict.replace(" %", "&nbsp;%") in dom
+    assert dom.index('class="verdict"') < dom.index("<svg") < dom.index("data-answer") < dom.index('id="ratio"')
+    plain = [[str(cell) for cell in row.values()] for row in answer.sheet.rows]
+    deciding = {called(family) for family in answer.deciding}
+    assert rows_of(dom.split("data-answer")[1]) == [row for row in plain if row[0] in deciding]
+    # the ranking has no tokens/s; neither the target alone nor PEARL is replayed in the page
+    elsewhere = {"target alone", NAMES["parallel_pearl"]}
+    assert rows_of(dom.split('id="ranking"')[1]) == [row[:2] + row[3:] for row in plain if row[0] not in elsewhere]
+    assert 'each verified token adds <output id="slope-value">what was measured' in dom
