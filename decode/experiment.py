@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from configs.paths import check_local
 from configs.schema import Config, ModelSource, PromptSource
@@ -23,7 +23,8 @@ from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
-from decode.policies.registry import parse_policy
+from decode.policies.chosen import UNTUNED, best_head
+from decode.policies.registry import make_policy, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair, num_weights, refuse_feature_draft
@@ -33,6 +34,16 @@ Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "target"))
 """The two places of a head in a hierarchy: (model that drafts, model that verifies)."""
+
+TRAINING_FREE = "cumulative_token_prob"
+"""The policy that decodes where there is no head: of those without training, ahead on the pairs that were measured."""
+
+
+class DefaultPolicy(NamedTuple):
+    """The policy that is taken where none is named, and a line that says why."""
+
+    spec: str
+    reason: str
 
 
 class Experiment:
@@ -202,16 +213,34 @@ class Experiment:
         return head
 
     def policy(self, spec: str) -> Policy:
-        """The policy that `spec` writes down (`decode.policies.registry`); `head` without a path takes the first of
-        decode.heads.
+        """The policy that `spec` writes down (`decode.policies.registry`); `head` and `auto` without a path take the
+        best of `head_paths`.
 
         Raises:
             ValueError: a spec that does not parse, a head that does not fit this run.
             FileNotFoundError: no exported head at that path.
         """
-        if spec == "head" and self.decode.heads:
-            spec = f"head:{self.decode.heads[0]}"
-        return parse_policy(spec, load_head=self.load_head)
+        name, parameters = read_spec(spec)
+        if name == "head" and "head" not in parameters:
+            if (best := best_head(self.head_paths)) is None:
+                raise FileNotFoundError(
+                    f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
+                    "export`, or name one: head:PATH"
+                )
+            parameters = ({} if best.is_tuned or parameters else UNTUNED) | {"head": best.path} | parameters
+        return make_policy(name, load_head=self.load_head, **parameters)
+
+    @cached_property
+    def default_policy(self) -> DefaultPolicy:
+        """What decodes where no policy is named: the best head, or without heads the best policy without training."""
+        best = best_head(self.head_paths)
+        if best is not None:
+            return DefaultPolicy("head", f"head {best.reason}")
+        return DefaultPolicy(
+            TRAINING_FREE,
+            f"{TRAINING_FREE}, which needs no training: no head in {self.exported} "
+            "(`acceptance-heads train` and `export` make them)",
+        )
 
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}

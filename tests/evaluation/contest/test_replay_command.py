@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from configs.command import config_of, parser_for, run
-from decode import replay
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
@@ -16,6 +15,7 @@ from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
 from evaluation.sheet import wide_console
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
