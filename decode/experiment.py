@@ -65,6 +65,8 @@ class Experiment:
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling = Sampling(**vars(config.pair.sampling))
         self._described: dict[Level, dict[str, Any]] = {}
+        self.presumed: set[Level] = set()
+        """Models that are not here, and are taken to be those of a record."""
 
     @cached_property
     def pair(self) -> Pair:
@@ -103,6 +105,24 @@ class Experiment:
                 getattr(self.models, level), trust_remote_code=self.models.trust_remote_code
             )
         return self._described[level]
+
+    def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
+        """Take models that are not here for those of a record, where they have its names.
+
+        Args:
+            recorded: level -> the description of its model, as a manifest has it.
+
+        Raises:
+            FileNotFoundError: a model that is not here, and whose name is another.
+        """
+        for level, description in recorded.items():
+            try:
+                self.described(level)
+            except FileNotFoundError:
+                if PurePath(getattr(self.models, level).path).name != PurePath(description["name"]).name:
+                    raise
+                self._described[level] = dict(description)
+                self.presumed.add(level)
 
     @cached_property
     def num_draft_weights(self) -> int:
