@@ -294,6 +294,8 @@ class DecodeConfig:
     """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be
     trusted.
     """
+    policies: tuple[str, ...] = ()
+    """Policies that compete: built-in names, `head` for the heads, your own as module:Class; empty: all built-in."""
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None

@@ -213,7 +213,12 @@ class Choices:
         experiment, folder = self.experiment, trace_folder(self.experiment)
         folder.complete()
         dev = folder.load(next(iter(experiment.datasets))).dev
-        grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
+        grids = grids_of(
+            experiment.decode.grid,
+            experiment.heads,
+            max_draft_length=experiment.decode.max_draft_length,
+            policies=experiment.decode.policies,
+        )
         traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
         return replay_dataset(
             traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"
