@@ -33,7 +33,7 @@ _CLOSING = (
     "  --completion bash|zsh prints a script for the shell: source <(acceptance-heads --completion bash)",
 )
 COMMANDS: dict[str, Entry] = {
-    "plan": Entry("data_gen.pipeline.plan:plan", ("pair.gpus", *_DATA)),
+    "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
     "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
     "train": Entry("train:train", (*_HEADS, "heads.features", "trainer.max_epochs")),

@@ -3,6 +3,7 @@ filled in.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from configs.schema import Config, HeadsConfig
 from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
 from heads.training.cluster import environments
 from heads.training.lightning_private import ignore_requeue_checkpoints
+from heads.training.progress import RunProgress
 
 PAPER_EPOCHS = 3
 
@@ -59,6 +61,7 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
     arguments["callbacks"] = [
         *_listed(arguments.get("callbacks")),
+        *([RunProgress()] if _takes_bar(arguments) else []),
         *(_checkpoints(config.heads) if has_checkpoints else []),
     ]
     plugins = _listed(arguments.get("plugins"))
@@ -70,6 +73,12 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
         "enable_model_summary": False,
         "default_root_dir": str(path),
     } | arguments
+
+
+def _takes_bar(arguments: Mapping[str, Any]) -> bool:
+    """False where bars are switched off, or the user's callbacks have one, beside which Lightning takes no other."""
+    has_own = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in _listed(arguments.get("callbacks")))
+    return arguments.get("enable_progress_bar", True) and not arguments.get("barebones") and not has_own
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
