@@ -6,6 +6,7 @@ The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, de
 """
 
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.costs.waiting import warning_of
 from evaluation.intervals import TimeErrors
 from store.keyed import KeyedStore
 
-_PROMPTS = 4
+NUM_PROMPTS = 4
 _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
 
@@ -135,22 +137,35 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
         policies: by kind of stop.
         again: measure everything anew.
     """
-    store, key = kept_costs(experiment.directory), key_of(experiment)
-    times = None if again else store.get(key)
-    missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
+    times, missing = missing_of(experiment, policies, again=again)
     if times is None or missing:
-        print("costs: timing generations on this machine", flush=True)
-        loop = loop_of(experiment)
+        loop, store = loop_of(experiment), kept_costs(experiment.directory)
+        warning = warning_of(loop, len(missing), has_forwards=times is None, kept_in=str(store.path))
+        print(warning, file=sys.stderr, flush=True)
         times = measure_loop(loop) if times is None else times
         times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
-        store.keep([(key, times)])
+        store.keep([(key_of(experiment), times)])
     return times
+
+
+def missing_of(
+    experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False
+) -> tuple[dict[str, Any] | None, dict[str, Policy]]:
+    """(this loop's entry in DIR/costs.jsonl, None where it is still to be measured; policies whose stops it lacks).
+
+    Args:
+        experiment: whose loop it is.
+        policies: by kind of stop.
+        again: as if nothing were kept.
+    """
+    times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
+    return times, {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
 
 
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    num = max(experiment.decode.num_dev, _PROMPTS)
-    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:_PROMPTS]
+    num = max(experiment.decode.num_dev, NUM_PROMPTS)
+    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:NUM_PROMPTS]
     return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
