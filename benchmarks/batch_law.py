@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import binom, chi2, kstest
-from tqdm import tqdm
 
 from configs.command import run
 from decode import ModelDrafter, SpeculativeDecoder
 from heads import AcceptanceHead
 from lm import CachedModel, RandomDraws, Sampling
 from lm.uniforms import seed_of
+from store.progress import Bar
 from tests.toys import small_pair
 from tests.toys.loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToySeats, decoder_of
 
@@ -224,7 +224,7 @@ def batch_law(*, seed: int = 0, num_samples: int = 12, num_sequences: int = 210,
         raise ValueError(f"no case has {only!r} in its name; there are {', '.join(case.name for case in cases())}")
     values: dict[str, list[list[float]]] = {name: [] for name in ("law", "neighbours", "one_seed", "control")}
     pooled: list[list[Outcome]] = [[] for _ in every]
-    for sample in tqdm(range(num_samples), desc=f"{len(every)} tests", unit="sample"):
+    for sample in Bar(range(num_samples), desc=f"{len(every)} tests", unit="samples"):
         answers = [case.answers(num_sequences, seed_of(seed, "law", sample, case.name)) for case in every]
         values["law"].append([case.law_p(of_case) for case, of_case in zip(every, answers, strict=True)])
         values["neighbours"].append([case.neighbours_p(of_case) for case, of_case in zip(every, answers, strict=True)])

@@ -15,7 +15,6 @@ from time import perf_counter
 
 import torch
 from jsonargparse import auto_cli
-from tqdm import tqdm
 
 from checkpoints.recipes.feature_drafts import (
     FEATURE_DRAFTS,
@@ -30,6 +29,7 @@ from data_gen.stories.stories import Story
 from decode.drafters.factory import PairModels
 from decode.policies import FixedLength
 from lm import Sampling, load_model, load_pair, load_tokenizer
+from store.progress import Bar
 
 LENGTHS = (1, 2, 4, 6)
 _HELD_OUT = 64
@@ -57,7 +57,7 @@ def feature_drafts(
         learning_rate=learning_rate,
     )
     started_s = perf_counter()
-    with tqdm(taught, total=steps) as bar:
+    with Bar(taught, desc="distil", unit="steps", total=steps) as bar:
         for losses in bar:
             bar.set_postfix_str(" ".join(f"{loss:.3f}" for loss in losses))
     figures: dict[str, object] = {"seconds": round(perf_counter() - started_s), "steps": steps}

@@ -20,7 +20,7 @@ from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode
 from data_gen.responses.exchange import Exchange, Request, Response
 from data_gen.responses.in_process import TargetInProcess
-from decode import Recorder, SpeculativeDecoder, Trace, record_trace
+from decode import SpeculativeDecoder
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.policies import (
@@ -35,7 +35,10 @@ from decode.policies import (
     SelfVerify,
     TokenProb,
 )
+from evaluation.traces.coupling import Recorder
+from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import Trace
 from lm import Pair, Sampling, load_pair
 
 LIMIT = 4.0

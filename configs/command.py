@@ -8,7 +8,7 @@ it ends here as one line on stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -115,10 +115,10 @@ def run(
         name = default
     parser = parser_for(commands[name], trainer=trainer)
     try:
-        parsed = parser.parse_args(argv)
+        parsed = parser.parse_args(["--help" if argument == "--help.all" else argument for argument in argv])
     except ArgumentError as error:
         hint = (
-            "--help lists every key"
+            "--help.all lists every option"
             if "--config" in argv or not takes_config(commands[name])
             else "start from --config configs/tiny.yaml"
         )
@@ -141,16 +141,21 @@ def run(
         raise SystemExit(130) from None
 
 
+_UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does not accept option '(?P<key>\w+)'"
+_NO_TUPLE = (
+    r'key "([\w.]+)": (?:Expected a <class \'tuple\'>. Got value|Does not validate .*\[tuple.* Given value): '
+    r"([^\s\[\]]+)$"
+)
+
+
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
     """What the user probably meant, where the parser's complaint tells: an option of a similar name, or a list."""
-    if found := re.search(r"nrecognized arguments: (--[\w.]+)", problem):
-        near = get_close_matches(found[1], parser._option_string_actions, n=1, cutoff=0.8)
-        return f"did you mean {near[0]}?" if near else None
-    if found := re.search(r"Group '([\w.]+)' does not accept option '(\w+)'", problem):
-        known = [option.removeprefix("--") for option in parser._option_string_actions]
-        near = get_close_matches(f"{found[1]}.{found[2]}", known, n=1, cutoff=0.8)
-        return f"did you mean {near[0]}?" if near else None
-    if found := re.search(r'key "([\w.]+)": Expected a <class \'tuple\'>. Got value: ([^\s\[\]]+)$', problem):
+    if found := re.search(_UNKNOWN, problem):
+        is_flag = found["group"] is None
+        near = similar(found[1] if is_flag else f"{found['group']}.{found['key']}", parser._option_string_actions)
+        dashes = "--" if is_flag else ""
+        return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
+    if found := re.search(_NO_TUPLE, problem):
         return f"a list is wanted: --{found[1]} '[{found[2]}]'"
     return None
 
@@ -167,6 +172,23 @@ def _plain(problem: str) -> str:
     types = re.sub(r"<class '([^']*)'>", r"\1", union[1][1:-1]).replace("NoneType", "null")
     types = re.sub(r"[a-z_]+\.(?:\w+\.)*", "", types)
     return f"{problem[: union.start()]}{problem.rpartition('Given value: ')[2]} is none of {types}"
+
+
+def similar(name: str, options: Iterable[str]) -> list[str]:
+    """Names of the options that a mistyped one may stand for: the one most alike, else all whose last word is alike.
+
+    `data.num_trian` gives data.num_train; `num_train`, without its section, data.num_train and heads.num_train.
+
+    Args:
+        name: what was typed, without dashes.
+        options: what there is, with dashes.
+    """
+    known = [option.removeprefix("--") for option in options if option.startswith("--")]
+    if near := get_close_matches(name, known, n=1, cutoff=0.8):
+        return near
+    words = {option.rpartition(".")[2] for option in known}
+    last = get_close_matches(name.rpartition(".")[2], words, n=1, cutoff=0.8)
+    return [option for option in known if option.rpartition(".")[2] in last]
 
 
 def one_line(error: ArgumentError) -> str:

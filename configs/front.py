@@ -7,12 +7,17 @@ current one.
 
 import os
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from configs.screens import screen_of, summary_of
+from configs.schema import Config
+from configs.screens import SHELLS, completion_of, screen_of, summary_of
+
+STEPS = ("data", "train", "export", "evaluate", "tune")
+"""What `all` runs."""
 
 
 class Entry(NamedTuple):
@@ -28,8 +33,14 @@ _DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num
 _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.reject_weights", "heads.learning_rate")
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
+_CLOSING = (
+    "  COMMAND --help shows its options, COMMAND --help.all every one; --version the version",
+    "  --completion bash|zsh prints a script for the shell: source <(acceptance-heads --completion bash)",
+)
 COMMANDS: dict[str, Entry] = {
-    "plan": Entry("data_gen.pipeline.plan:plan", ("pair.gpus", *_DATA)),
+    "init": Entry("data_gen.pipeline.init:init"),
+    "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
+    "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
     "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
     "train": Entry("train:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
@@ -38,7 +49,6 @@ COMMANDS: dict[str, Entry] = {
     "push": Entry("heads.command:push"),
     "inspect": Entry("heads.command:inspect"),
     "generate": Entry("decode.generate.command:generate", ("decode.max_new_tokens", "decode.max_draft_length")),
-    "trace": Entry("evaluation.traces.command:trace", _DECODE),
     "evaluate": Entry("evaluation.report.command:evaluate", (*_DECODE, *_TIMES)),
     "tune": Entry("evaluation.tuning.command:tune", (*_DECODE, *_TIMES)),
     "replay": Entry("evaluation.report.one_policy:replay_policy", ("decode.dir", *_TIMES)),
@@ -47,6 +57,7 @@ COMMANDS: dict[str, Entry] = {
     "hierarchy": Entry("evaluation.hierarchies.command:hierarchy", _DECODE),
     "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),
     "theory": Entry("evaluation.theory.command:theory"),
+    "trace": Entry("evaluation.traces.command:trace", _DECODE),
     "check": Entry("data_gen.pipeline.check:check", ("data.dir",)),
     "import-data": Entry("data_gen.official.command:import_", ("data.dir",)),
     "responses": Entry("data_gen.pipeline.reuse:responses", ("data.dir",)),
@@ -69,6 +80,8 @@ def _main(argv: list[str] | None) -> None:
         print(f"acceptance-heads {version('acceptance-heads')}")
     elif name in ("-h", "--help"):
         print(overview())
+    elif name == "--completion":
+        print(_completion(rest))
     elif name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; one of {', '.join(COMMANDS)}"
@@ -80,12 +93,32 @@ def _main(argv: list[str] | None) -> None:
         _call(name, rest)
 
 
+def all_steps(config: Config) -> None:
+    """Make data, train, export, evaluate and tune, one after the other; what is there is gone on from.
+
+    Args:
+        config: the experiment.
+    """
+    for number, name in enumerate(STEPS, start=1):
+        print(f"== {number} of {len(STEPS)}: {name}", flush=True)
+        _function(name)(config)
+
+
 def overview() -> str:
     """Every command with what it does, in the order in which one needs them."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:<{width}}{_shortest(summary_of(entry.target))}" for name, entry in COMMANDS.items()]
     usage = "usage: acceptance-heads COMMAND --config FILE [options]"
-    return "\n".join([usage, "", *lines, "", "  COMMAND --help shows its options, --version the version"])
+    return "\n".join([usage, "", *lines, "", *_CLOSING])
+
+
+def _completion(argv: list[str]) -> str:
+    """The script that completes commands, options and choices in the shell that is named."""
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        given = f"is {' '.join(argv)!r}" if argv else "names no shell"
+        print(f"error: --completion {given}; it takes {' or '.join(SHELLS)}", file=sys.stderr)
+        raise SystemExit(2)
+    return completion_of({name: entry.target for name, entry in COMMANDS.items()}, argv[0])
 
 
 def _shortest(summary: str) -> str:
@@ -96,8 +129,11 @@ def _shortest(summary: str) -> str:
 def _call(name: str, argv: list[str]) -> None:
     from configs.command import run
 
+    trainer = import_module("pytorch_lightning").Trainer if name in ("train", "all") else None
+    run({name: _function(name)}, default=name, argv=argv, trainer=trainer)
+
+
+def _function(name: str) -> Callable[..., Any]:
     module, function = COMMANDS[name].target.split(":")
-    command = getattr(import_module(module), function)
-    trainer = import_module("pytorch_lightning").Trainer if name == "train" else None
-    asked = ["--help" if argument == "--help.all" else argument for argument in argv]
-    run({name: command}, default=name, argv=asked, trainer=trainer)
+    command: Callable[..., Any] = getattr(import_module(module), function)
+    return command

@@ -45,10 +45,13 @@ class PairConfig:
     """The models, largest first, and how they are sampled."""
 
     target: ModelSource
+    """The large model, whose distribution the output keeps; memory and time go mostly here."""
     draft: ModelSource
+    """The small model that proposes tokens; its tokenizer must be the target's. Heads are trained for it alone."""
     micro: ModelSource | None = None
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How logits become probabilities; another sampling needs data, heads and traces of its own."""
     trust_remote_code: bool = False
     """Run model code that comes with a repository. Off unless you have read it."""
     gpus: str | None = None
@@ -68,6 +71,7 @@ class ServerConfig:
     """An OpenAI-compatible completions server: vLLM, SGLang, TGI, `transformers serve`."""
 
     url: str = "http://localhost:8000/v1"
+    """Address of the API, up to and with /v1."""
     model: str | None = None
     """The name under which the server knows the target; null: pair.target.path."""
     kind: Literal["openai", "vllm", "transformers"] = "openai"
@@ -93,8 +97,11 @@ class RayConfig:
     """Resources of `engine: ray`: each worker is an actor that holds the models, with so many CPUs and GPUs."""
 
     num_workers: int = 2
+    """Actors, at least 1; each holds target and draft, so that memory grows with them."""
     num_cpus: float = 1.0
+    """CPU cores reserved for each worker; a share, such as 0.5, is allowed."""
     num_gpus: float = 0.0
+    """GPUs reserved for each worker; 0: the CPU, 0.5: two workers share a GPU."""
     address: str | None = None
     """A running cluster (auto, or ray://host:port); null: this machine."""
 
@@ -135,11 +142,11 @@ class DataConfig:
     template: str = "chat"
     """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
     num_train: int | None = 1000
-    """Prompts that heads are trained on; null: all that dev and test leave."""
+    """Prompts that heads learn from; time and disk of the data grow with them. null: all that dev and test leave."""
     num_dev: int = 100
-    """Prompts on which heads are calibrated and the best weights are chosen."""
+    """Prompts on which the best head and its weights are chosen."""
     num_test: int = 100
-    """Prompts on which heads are measured."""
+    """Prompts on which heads are reported, at least 0."""
     split_weights: tuple[int, int, int] | None = None
     """Shares of train, dev and test in a set without splits of its own; the num_* are drawn from them. null: 40, 10 and
     2 (SpecDec++: Alpaca 40k/10k/2k), or, where these do not have the num_* or num_train is null, num_dev and num_test
@@ -148,13 +155,17 @@ class DataConfig:
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
     seed: int = 0
+    """0 to 2^32 - 1; decides the split, the responses and every coin of the data. Another seed is other data."""
     max_prompt_tokens: int = 512
+    """Longer prompts are left out and counted as skipped; raise it for long texts, at the price of memory."""
     max_new_tokens: int = 128
+    """Longest response in tokens; the time of the data grows with it. Use what you will generate."""
     source: Literal["transformers", "server", "file"] = "transformers"
     """Who writes the responses: the target in process, a completions server, or a file that is already there."""
     responses: str | None = None
     """File of `source: file`: JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
+    """The server of `source: server`."""
     max_error_share: float = 0.05
     """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries
     them again.
@@ -166,6 +177,7 @@ class DataConfig:
     mode: Literal["together", "sequential"] = "together"
     """sequential loads one model at a time; acceptance_rate and cross_entropy, which need both, are then null."""
     rows_per_shard: int = 256
+    """Responses per file, which is what a stopped run loses at most; smaller: resumes closer, more files."""
     batch_size: int = 64
     """Sequences per forward."""
     chunk_mb: int = 64
@@ -181,9 +193,11 @@ class DataConfig:
     (law 4.8b). null: those that heads.timings and heads.specdec need.
     """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the hidden states on disk; float32 takes twice the space of the other two."""
     engine: Literal["local", "ray"] = "local"
     """Where shards are made: in this process, or by actors of Ray; both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)
+    """The workers of `engine: ray`."""
 
     def __post_init__(self) -> None:
         for name in ("dir", "split_ids", "responses"):
@@ -214,7 +228,9 @@ class HeadsConfig:
     architectures: tuple[str, ...] = ("resnet",)
     """What a block computes: resnet, the paper's, or others of `heads.model.architectures`."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
+    """w_rej of the loss, above 0: a head for each. Larger: rejections count more, so that raw scores are lower."""
     accept_weight: float = 1.0
+    """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
     """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate:
     drawn, for trees.
@@ -240,11 +256,11 @@ class HeadsConfig:
     num_train: int | None = None
     """Use only the first so many training responses; null: all."""
     learning_rate: float | None = None
-    """Adam's, at the end of the warm-up; null: by rule from the draft's width (`heads.training.recipe`). SpecDec++ has
-    5e-5, for millions of tokens and a width of 4096.
+    """Peak step of the optimiser, above 0; null: by rule from the draft's width (`heads.training.recipe`). SpecDec++
+    has 5e-5, for millions of tokens and a width of 4096.
     """
     warmup_ratio: float = 0.03
-    """Share of the steps in which the rate rises to its height; then it falls as a cosine."""
+    """Share of all steps, 0 to 1, in which the learning rate rises to its peak; then it falls as a cosine."""
     batch_size: int = 32
     """Responses per batch, of all processes together: each of n processes takes an n-th part."""
     select: Literal["best", "last"] = "best"
@@ -254,6 +270,7 @@ class HeadsConfig:
     most every 30 s.
     """
     seed: int = 0
+    """0 to 2^32 - 1; decides the first weights and the order of batches."""
 
     def __post_init__(self) -> None:
         check_local(self.dir, "heads.dir")
@@ -266,7 +283,9 @@ class DecodeConfig:
     dir: str = "data/run/decode"
     """Where traces, tables and the report go."""
     max_draft_length: int = 20
+    """Most tokens of a draft, at least 0; traces record up to it. Raise it where drafts often reach it."""
     max_new_tokens: int = 128
+    """Longest generation in tokens, in traces too; their time grows with it."""
     compile: bool | Literal["stop"] = False
     """true: draft steps and verifications, on static caches (each width's first use takes seconds; CUDA graphs on a
     GPU). stop: only what
@@ -278,6 +297,7 @@ class DecodeConfig:
     datasets: tuple[str, ...] = ()
     """Prompt sets, as data.prompts takes them; empty: data.prompts alone."""
     seed: int = 0
+    """0 to 2^32 - 1; decides the coins of traces and generations."""
     prompts_per_shard: int = 16
     """A trace is recorded, and resumed, in shards of so many prompts."""
     draws_per_prompt: int = 1
@@ -294,11 +314,14 @@ class DecodeConfig:
     """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be
     trusted.
     """
+    policies: tuple[str, ...] = ()
+    """Policies that compete: built-in names, `head` for the heads, your own as module:Class; empty: all built-in."""
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None
+    """Seconds per draft forward, above 0, given together with t_target_s; null: measured here."""
     t_target_s: float | None = None
-    """Seconds per forward of draft and target; null: measured here."""
+    """Seconds per target forward, above 0, given together with t_draft_s; null: measured here, which takes minutes."""
     stop_share: float | Literal["size", "measured"] = "size"
     """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
     head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.
@@ -328,10 +351,14 @@ class Config:
     """A whole experiment."""
 
     pair: PairConfig
+    """The models and their sampling."""
     data: DataConfig = field(default_factory=DataConfig)
+    """What heads learn from, and how it is made."""
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    """What is trained, and how."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of pytorch_lightning.Trainer; max_epochs is by rule (`heads.training.recipe`) and devices is 1 where
     nothing else is said, `auto` takes all.
     """
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """What is evaluated, and how."""

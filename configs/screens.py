@@ -1,21 +1,27 @@
-"""Help of one screen, read from the source files: `--help` answers before anything that a command needs is imported.
+"""Help of one screen and completion for shells, read from the source files: both answer before anything that a command
+needs is imported.
 
 What a screen says is what stands in the code: the first line of the command's docstring, its keyword-only parameters
 with their texts under `Args:`, and those settings of `configs.schema` that matter most to it, with the docstrings of
-their fields. `--help.all` prints every option, by jsonargparse.
+their fields. `--help.all` prints every option, by jsonargparse. Completion is a script, made once by shtab, so that no
+Python runs at a press of the tabulator.
 """
 
 import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterable
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[1]
 _SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
 _WIDTH, _INDENT = 100, 28
+
+
+SHELLS = ("bash", "zsh")
 
 
 class Option(NamedTuple):
@@ -35,7 +41,7 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
         settings: dotted names of the settings to show.
     """
     function = _function(target)
-    takes_config = any(argument.arg == "config" for argument in function.args.args)
+    takes_config = _takes_config(function)
     flags = _flags(function)
     lines = [f"usage: acceptance-heads {name} {'--config FILE ' if takes_config else ''}[options]", ""]
     lines += [textwrap.fill(summary_of(target), _WIDTH), ""]
@@ -56,6 +62,65 @@ def summary_of(target: str) -> str:
     """The first sentence of a command's docstring, which may go over several lines."""
     text = ast.get_docstring(_function(target)) or ""
     return " ".join(text.split("\n\n")[0].split())
+
+
+def completion_of(commands: Mapping[str, str], shell: str) -> str:
+    """A script that completes every command, its options, and the values of those that take one of a few.
+
+    Args:
+        commands: name -> where its function is, as module:function.
+        shell: one of `SHELLS`.
+    """
+    import shtab  # here, since no other command needs it
+
+    parser = ArgumentParser(prog="acceptance-heads")
+    parser.add_argument("--version", action="store_true", help="the version")
+    parser.add_argument("--completion", choices=SHELLS, help="a script that completes commands and options")
+    shared = ArgumentParser(add_help=False)
+    shared.add_argument("--config", help="the experiment", metavar="FILE").complete = shtab.FILE  # type: ignore[attr-defined]
+    shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
+    classes = _schema()
+    for section, owner in _SECTIONS.items():
+        for flag, node, text in _leaves(section, owner, classes):
+            _complete(shared, flag, node.annotation, text)
+    chosen = parser.add_subparsers()
+    for name, target in commands.items():
+        function = _function(target)
+        summary = summary_of(target)
+        parents = [shared] if _takes_config(function) else []
+        command = chosen.add_parser(name, help=_escaped(summary), parents=parents)
+        command.add_argument("--help.all", action="store_true", help="every option")
+        arguments = {argument.arg: argument for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for option in _flags(function):
+            _complete(command, option.flag, arguments[option.flag.removeprefix("--")].annotation, option.text)
+    return shtab.complete(parser, shell)
+
+
+def _leaves(
+    prefix: str, owner: str, classes: Mapping[str, Mapping[str, tuple[ast.AnnAssign, str]]]
+) -> Iterator[tuple[str, ast.AnnAssign, str]]:
+    """(flag, node, text) of every setting below a section: of pair, --pair.target.path before --pair.draft.path."""
+    for name, (node, text) in classes[owner].items():
+        inner = next((word for word in re.findall(r"\w+", ast.unparse(node.annotation)) if word in classes), None)
+        yield from _leaves(f"{prefix}.{name}", inner, classes) if inner else [(f"--{prefix}.{name}", node, text)]
+
+
+def _complete(parser: ArgumentParser, flag: str, annotation: ast.expr | None, text: str) -> None:
+    """Add a flag with its choices: those of a Literal (of a list of such, in brackets), true and false of a bool."""
+    written = ast.unparse(annotation) if annotation else ""
+    choices = [value for found in re.findall(r"Literal\[(.*?)\]", written) for value in ast.literal_eval(f"({found},)")]
+    choices = [f"[{value}]" for value in choices] if written.startswith("tuple[") else choices
+    choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", written) else []
+    parser.add_argument(flag, choices=choices or None, help=_escaped(text))
+
+
+def _escaped(text: str) -> str:
+    """Text as argparse's help wants it: no bare percent signs."""
+    return text.replace("%", "%%")
+
+
+def _takes_config(function: ast.FunctionDef) -> bool:
+    return any(argument.arg == "config" for argument in function.args.args)
 
 
 def _function(target: str) -> ast.FunctionDef:

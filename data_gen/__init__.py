@@ -10,4 +10,17 @@ Notation of law 4.6 (SpecDec++ section 3.3, arXiv 2405.19715), used throughout t
 
 A *row* is one response with its per-position columns; a *shard* is a fixed run of prompts, the unit of work, of seeding
 and of resuming.
+
+    config = make_data(prompts, target="org/large", draft="org/small", dir="runs/mine")      from a list of prompts
 """
+
+from typing import TYPE_CHECKING
+
+from store.lazy import lazily
+
+if TYPE_CHECKING:
+    from data_gen.from_prompts import make_data
+else:
+    __getattr__ = lazily(__name__, __file__)
+
+__all__ = ["make_data"]

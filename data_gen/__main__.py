@@ -1,4 +1,4 @@
-"""`python -m data_gen [COMMAND] --config FILE`: make the data; plan, check, import, responses, stats."""
+"""`python -m data_gen [COMMAND] --config FILE`: make the data; init, plan, check, import, responses, stats."""
 
 import gc
 
@@ -10,6 +10,7 @@ def main(argv: list[str] | None = None) -> None:
     from data_gen.official.command import import_
     from data_gen.pipeline.check import check
     from data_gen.pipeline.command import make
+    from data_gen.pipeline.init import init
     from data_gen.pipeline.plan import plan
     from data_gen.pipeline.reuse import responses
     from data_gen.stats.command import stats
@@ -18,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     gc.enable()
     commands: dict[str, Command] = {
         "make": make,
+        "init": init,
         "plan": plan,
         "check": check,
         "import": import_,

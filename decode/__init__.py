@@ -1,55 +1,33 @@
-"""The speculative loop: stopping policies, drafters, and the lossless loop that they run in.
+"""Decode with a draft that stops at the right moment; the output is exactly the target's.
 
-`decode.record_trace`, `decode.replay`, `decode.Trace` and `decode.Recorder` are those of `evaluation.traces`, found
-when they are first asked for: whoever only decodes or serves imports none of the room above.
+    complete(config, "Count to 9.")                          a text, by the head that was trained
+    HeadPolicy.from_pretrained(path)                         a head's policy, at the threshold that was tuned for it
+    target.generate(..., custom_generate=speculative_generate, draft_model=draft, policy=policy)    in transformers
+
+A policy of your own is a subclass of `Policy` (docs/extending.md); `decode.policies` has those that need no training.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from decode import policies
-from decode.drafters.hierarchies.hsddw import hsddw
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.parallel.pearl import PearlDecoder
-from decode.drafters.trees.decoder import TreeDecoder
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Cape, Dynamic, Static
-from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
-from decode.loop.counts import Counts
-from decode.loop.decoder import Generation, Round, SpeculativeDecoder
-from decode.loop.drafter import Drafter, ModelDrafter, Proposal
-from decode.loop.session import Session
+from store.lazy import lazily
 
-__all__ = [
-    "Cape",
-    "Counts",
-    "Drafter",
-    "Dynamic",
-    "Generation",
-    "InnerRounds",
-    "InterleavedDrafter",
-    "ModelDrafter",
-    "PearlDecoder",
-    "PreVerifiedDrafter",
-    "Proposal",
-    "Round",
-    "Session",
-    "SpeculativeDecoder",
-    "SpeculativeOutput",
-    "Static",
-    "TreeDecoder",
-    "TreeDrafter",
-    "hsddw",
-    "policies",
-    "speculative_generate",
-]
+if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
+    from decode.drafters.hierarchies.hsddw import hsddw
+    from decode.drafters.hierarchies.interleaved import InterleavedDrafter
+    from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+    from decode.drafters.parallel.pearl import PearlDecoder
+    from decode.drafters.trees.decoder import TreeDecoder
+    from decode.drafters.trees.drafter import TreeDrafter
+    from decode.drafters.trees.shapes import Cape, Dynamic, Static
+    from decode.generate.complete import complete
+    from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
+    from decode.loop.counts import Counts
+    from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+    from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+    from decode.loop.session import Session
+    from decode.policies.base import Policy
+    from decode.policies.head import HeadPolicy
+else:
+    __getattr__ = lazily(__name__, __file__)
 
-_OF_TRACES = {"Recorder": "coupling", "Trace": "trace", "record_trace": "recording", "replay": "replay"}
-
-
-def __getattr__(name: str) -> Any:
-    """The names of `evaluation.traces`, imported when they are first asked for: traces need pyarrow."""
-    if name in _OF_TRACES:
-        return getattr(import_module(f"evaluation.traces.{_OF_TRACES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["HeadPolicy", "Policy", "SpeculativeOutput", "complete", "speculative_generate"]

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
@@ -24,7 +24,8 @@ from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
-from decode.policies.registry import parse_policy
+from decode.policies.chosen import UNTUNED, best_head
+from decode.policies.registry import make_policy, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair, num_weights, refuse_feature_draft
@@ -34,6 +35,16 @@ Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "target"))
 """The two places of a head in a hierarchy: (model that drafts, model that verifies)."""
+
+TRAINING_FREE = "cumulative_token_prob"
+"""The policy that decodes where there is no head: of those without training, ahead on the pairs that were measured."""
+
+
+class DefaultPolicy(NamedTuple):
+    """The policy that is taken where none is named, and a line that says why."""
+
+    spec: str
+    reason: str
 
 
 class Experiment:
@@ -55,6 +66,8 @@ class Experiment:
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling = Sampling(**vars(config.pair.sampling))
         self._described: dict[Level, dict[str, Any]] = {}
+        self.presumed: set[Level] = set()
+        """Models that are not here, and are taken to be those of a record."""
 
     @cached_property
     def data(self) -> DataConfig:
@@ -98,6 +111,24 @@ class Experiment:
                 getattr(self.models, level), trust_remote_code=self.models.trust_remote_code
             )
         return self._described[level]
+
+    def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
+        """Take models that are not here for those of a record, where they have its names.
+
+        Args:
+            recorded: level -> the description of its model, as a manifest has it.
+
+        Raises:
+            FileNotFoundError: a model that is not here, and whose name is another.
+        """
+        for level, description in recorded.items():
+            try:
+                self.described(level)
+            except FileNotFoundError:
+                if PurePath(getattr(self.models, level).path).name != PurePath(description["name"]).name:
+                    raise
+                self._described[level] = dict(description)
+                self.presumed.add(level)
 
     @cached_property
     def num_draft_weights(self) -> int:
@@ -209,16 +240,34 @@ class Experiment:
         return head
 
     def policy(self, spec: str) -> Policy:
-        """The policy that `spec` writes down (`decode.policies.registry`); `head` without a path takes the first of
-        decode.heads.
+        """The policy that `spec` writes down (`decode.policies.registry`); `head` and `auto` without a path take the
+        best of `head_paths`.
 
         Raises:
             ValueError: a spec that does not parse, a head that does not fit this run.
             FileNotFoundError: no exported head at that path.
         """
-        if spec == "head" and self.decode.heads:
-            spec = f"head:{self.decode.heads[0]}"
-        return parse_policy(spec, load_head=self.load_head)
+        name, parameters = read_spec(spec)
+        if name == "head" and "head" not in parameters:
+            if (best := best_head(self.head_paths)) is None:
+                raise FileNotFoundError(
+                    f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
+                    "export`, or name one: head:PATH"
+                )
+            parameters = ({} if best.is_tuned or parameters else UNTUNED) | {"head": best.path} | parameters
+        return make_policy(name, load_head=self.load_head, **parameters)
+
+    @cached_property
+    def default_policy(self) -> DefaultPolicy:
+        """What decodes where no policy is named: the best head, or without heads the best policy without training."""
+        best = best_head(self.head_paths)
+        if best is not None:
+            return DefaultPolicy("head", f"head {best.reason}")
+        return DefaultPolicy(
+            TRAINING_FREE,
+            f"{TRAINING_FREE}, which needs no training: no head in {self.exported} "
+            "(`acceptance-heads train` and `export` make them)",
+        )
 
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}

@@ -1,8 +1,19 @@
 """Acceptance-prediction heads: the head itself, its loss and metrics, the training of a whole sweep at once, export and
 import.
+
+    head = train_heads(config)                       the best head for the data of an experiment (`data_gen.make_data`)
+    head = AcceptanceHead.from_pretrained(path)      one that is exported, from a directory or from the hub
 """
 
-from heads.model.head import AcceptanceHead
-from heads.model.provenance import Provenance
+from typing import TYPE_CHECKING
 
-__all__ = ["AcceptanceHead", "Provenance"]
+from store.lazy import lazily
+
+if TYPE_CHECKING:
+    from heads.from_config import train_heads
+    from heads.model.head import AcceptanceHead
+    from heads.model.provenance import Provenance
+else:
+    __getattr__ = lazily(__name__, __file__)
+
+__all__ = ["AcceptanceHead", "Provenance", "train_heads"]

@@ -8,43 +8,50 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
     acceptance_rate  at a position: sum over v of min(p(v), q(v)) = 1 - TV(p, q), the mean of acceptance_prob under q
 """
 
-from lm.arrays import array_of
-from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
-from lm.entropy import cross_entropy, entropy
-from lm.eos import eos_ids_of
-from lm.features.draft import FeatureDraft
-from lm.features.loading import feature_draft_of
-from lm.features.stepwise import DraftModel, FeatureModel, feature_model
-from lm.features.taps import TappedModel
-from lm.kv_buffer import keep, make_cache
-from lm.models.cached import CachedModel
-from lm.models.compiled import CompiledModel
-from lm.models.compiled_tail import KINDS, Compile, CompiledTailModel
-from lm.pair import (
-    Pair,
-    check_width,
-    emitted_vocab_size,
-    free_memory,
-    load_config,
-    load_model,
-    load_pair,
-    load_pair_tokenizer,
-    load_tokenizer,
-    num_weights,
-    refuse_feature_draft,
-    vocab_size_of,
-)
-from lm.sampling import Sampling
-from lm.verification import (
-    Verdict,
-    acceptance_prob,
-    acceptance_rate,
-    next_law,
-    num_accepted,
-    residual_probs,
-    revealed_probs,
-    verify,
-)
+from typing import TYPE_CHECKING
+
+from lm.entropy import cross_entropy, entropy  # at once: the module has the name of the function
+from store.lazy import lazily
+
+if TYPE_CHECKING:
+    from lm.arrays import array_of
+    from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
+    from lm.eos import eos_ids_of
+    from lm.features.draft import FeatureDraft
+    from lm.features.loading import feature_draft_of
+    from lm.features.stepwise import DraftModel, FeatureModel, feature_model
+    from lm.features.taps import TappedModel
+    from lm.kv_buffer import keep, make_cache
+    from lm.models.cached import CachedModel
+    from lm.models.compiled import CompiledModel
+    from lm.models.compiled_tail import KINDS, Compile, CompiledTailModel
+    from lm.pair import (
+        Pair,
+        check_width,
+        emitted_vocab_size,
+        free_memory,
+        load_config,
+        load_model,
+        load_pair,
+        load_pair_tokenizer,
+        load_tokenizer,
+        num_weights,
+        refuse_feature_draft,
+        vocab_size_of,
+    )
+    from lm.sampling import Sampling
+    from lm.verification import (
+        Verdict,
+        acceptance_prob,
+        acceptance_rate,
+        next_law,
+        num_accepted,
+        residual_probs,
+        revealed_probs,
+        verify,
+    )
+else:
+    __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
     "KINDS",

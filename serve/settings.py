@@ -21,7 +21,7 @@ from typing import Any
 
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.batch import batched
-from decode.policies.registry import parse_policy
+from decode.policies.registry import POLICIES, parse_policy, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -133,6 +133,8 @@ class Policies:
         if asked is None:
             return self.default
         try:
+            if read_spec(asked)[0] not in POLICIES:  # the server imports what its operator names, never a request's
+                raise ValueError(f"there is no such policy; one of {', '.join(POLICIES)}")
             return _made(asked, self._loaded)
         except (ValueError, FileNotFoundError) as error:
             self._warn(

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
+from store.progress import Bar
 from store.shards import SHARD_FOLDERS, is_whole, sidecar_path, verify_shard
 
 _NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors|responses)(\.json)?")
@@ -47,7 +46,7 @@ def problems_of(
     is_hidden = not has_bar and sum(sizes) < _SHOWN_BYTES
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
     try:
-        with tqdm(
+        with Bar(
             total=sum(sizes), unit="B", unit_scale=True, desc="checking sums", disable=is_hidden, leave=has_bar
         ) as bar:
             for path, size, problem in zip(

@@ -24,7 +24,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from checkpoints.recipes.feature_drafts import (
@@ -41,6 +40,7 @@ from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import Story, stories, story_stream
 from lm import load_model, load_tokenizer
+from store.progress import Bar
 from store.shards import atomic_directory
 
 _FILES = {
@@ -174,12 +174,12 @@ def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> 
 
 def _new_stories(seed: int, num_stories: int) -> list[Story]:
     stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    return list(tqdm(stream, desc="write stories", total=num_stories))
+    return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
 
 
 def _take(steps: Iterable[list[float]], description: str, *, num_steps: int) -> None:
     """Take all steps of a training, with a bar that shows the figures of each."""
-    with tqdm(steps, desc=description, total=num_steps) as bar:
+    with Bar(steps, desc=description, total=num_steps, unit="steps") as bar:
         for figures in bar:
             bar.set_postfix_str(" ".join(f"{figure:.3f}" for figure in figures) + " nats")
 
@@ -189,7 +189,7 @@ def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM],
     torch.manual_seed(seed)
     stories = _new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
     tokenizer = train_tokenizer(stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    rows = [encode_story(story, tokenizer) for story in tqdm(stories, desc="tokenize")]
+    rows = [encode_story(story, tokenizer) for story in Bar(stories, desc="tokenize", unit="stories")]
     models = {
         name: _new_model(shape, tokenizer)
         for name, shape in zip(NAMES, (recipe.target, recipe.draft, recipe.micro), strict=True)

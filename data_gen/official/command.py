@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
@@ -32,6 +31,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import FORMAT, settle
 from store.json_files import read_json
 from store.lock import only_writer
+from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, sha256_of, write_atomic
 from store.sums import forget_broken, shards_in
 
@@ -82,7 +82,7 @@ def import_(
         # every item before the first forward; not kept in memory, since a file may hold 40,000
         for number in range(len(items)):
             _check_fit(row(number), worker)
-        for index in tqdm(missing, unit="shard", desc=split, disable=worker is None):
+        for index in Bar(missing, unit="shards", desc=split, disable=worker is None):
             part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
             _write(split, index, part, data=data, worker=worker, claim=claim)
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}, {'with' if features else 'no'} features")

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tqdm import tqdm
-
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.on_ray import run_on_actors
@@ -20,10 +18,9 @@ from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from store.lock import only_writer
+from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from store.sums import forget_broken, shards_in
-
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total} rows [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 def make(config: Config, *, retry_errors: bool = False) -> None:
@@ -92,11 +89,11 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
     """Run the job's stage on the shards with the configured engine; every engine writes the same bytes."""
     engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
-    with tqdm(total=total, unit="row", desc=f"{job.stage}: loading models", mininterval=0.2, bar_format=_BAR) as bar:
+    with Bar(total=total, unit="rows", desc=f"{job.stage}: loading models") as bar:
         engine(job, specs, bar)
 
 
-def _run_here(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
+def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """`engine: local`: one worker in this process makes one shard after the other; `bar` counts prompts."""
     worker = Worker(job)
     share = 1 / steps_of(job.stage)

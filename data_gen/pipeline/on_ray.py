@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from configs.schema import DataConfig, ModelSource, RayConfig
 from data_gen.pipeline.code import folders, refuse_other_code, running
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
+from store.progress import Bar
 
 _RESTARTS = 3
 """Restarts of each actor; each retries the shard that it died over."""
@@ -32,7 +32,7 @@ _ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 """Errors that an actor may report, by name."""
 
 
-def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: tqdm) -> None:
+def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:

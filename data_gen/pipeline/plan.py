@@ -209,8 +209,8 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
         f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
     ]
     if totals["time_s"] is not None:
-        shared = f" / {workers} workers = {_duration(totals['time_s'] / workers)}" if workers > 1 else ""
-        lines.append(f"  time              {_duration(totals['time_s']):>15} on this machine{shared}")
+        shared = f" / {workers} workers = {duration(totals['time_s'] / workers)}" if workers > 1 else ""
+        lines.append(f"  time              {duration(totals['time_s']):>15} on this machine{shared}")
     if totals["disk_bytes"] > totals["free_bytes"]:
         lines.append(
             "warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer "
@@ -219,7 +219,8 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 45 s, 2.5 min, 3.0 h."""
     return (
         f"{seconds / 3600:,.1f} h"
         if seconds >= 5400

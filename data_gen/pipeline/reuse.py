@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
+from store.progress import Bar
 from store.shards import atomic_file, is_whole
 from store.sums import check_sums
 
@@ -84,7 +83,7 @@ def _records(directory: str) -> Iterator[dict[str, Any]]:
         if is_whole(path)
     ]
     check_sums(paths)
-    for path in tqdm(paths, unit="shard", desc="responses"):
+    for path in Bar(paths, unit="shards", desc="responses"):
         for row in read_rows(path, _COLUMNS).to_pylist():
             yield {name: value for name, value in row.items() if value is not None}
 

@@ -3,6 +3,7 @@ document.
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal
@@ -28,7 +29,7 @@ def generate(
     config: Config,
     *,
     prompt: str,
-    policy: str = "fixed_length",
+    policy: str | None = None,
     tree: Literal["eagle1", "eagle2", "cape"] | None = None,
     max_new_tokens: int | None = None,
     json: bool = False,
@@ -40,8 +41,9 @@ def generate(
     Args:
         config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
         prompt: what the user says.
-        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters
-            follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5.
+        policy: when to stop: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure,
+            with parameters: entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2. null: the best tuned head of
+            heads.dir, and without heads cumulative_token_prob.
         tree: draft trees, those of EAGLE-1, EAGLE-2 or CaPE; lengths of policies are then numbers of levels. null:
             chains.
         max_new_tokens: null: decode.max_new_tokens.
@@ -51,6 +53,7 @@ def generate(
     """
     picture_path = None if svg is None else local_path(svg, "--svg")
     experiment = Experiment(config)
+    policy = policy or _default(experiment)
     stop = experiment.policy(policy)
     logging.disable_progress_bar()
     pair = experiment.pair
@@ -70,6 +73,13 @@ def generate(
         picture_path.write_text(
             picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8"
         )
+
+
+def _default(experiment: Experiment) -> str:
+    """The policy that is taken where none is named; a line on stderr says which, and why."""
+    spec, reason = experiment.default_policy
+    print(f"policy: {reason}", file=sys.stderr)
+    return spec
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:

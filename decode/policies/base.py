@@ -29,9 +29,10 @@ A policy of your own, in full:
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class Policy:
 
     signals: ClassVar[frozenset[str]] = frozenset()
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
+    grid: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
+    """Parameter -> values that an evaluation compares, of a policy that is written module:Class; none: its defaults."""
     fed_head: "AcceptanceHead | None" = None
     drawn_head: "AcceptanceHead | None" = None
     prefix_head: "AcceptanceHead | None" = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.auto import Auto
@@ -65,6 +66,31 @@ class HeadPolicy(ScoringPolicy):
                 f"min_draft_length is {given['min_draft_length']}; leave it out, auto chooses its length freely"
             )
         return Auto.recommended(head, also=given.get("also"), is_learning=given.get("is_learning"))
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | Path, **parameters: Any) -> Any:
+        """The policy of an exported head, at the threshold that `evaluation tune` wrote into its config.json.
+
+        Args:
+            path_or_hub_id: the directory of the head, or owner/name on the hub.
+            parameters: of this class, in place of what was tuned: max_rejection_prob="auto" for the rule of law 4.11.
+
+        Raises:
+            FileNotFoundError: no exported head there.
+            ValueError: no threshold was tuned, and none is given.
+        """
+        from heads.model.head import AcceptanceHead
+
+        head = AcceptanceHead.from_pretrained(path_or_hub_id)
+        known = head.provenance.recommended
+        if "max_rejection_prob" not in parameters:
+            if "max_rejection_prob" not in known:
+                raise ValueError(
+                    f"{path_or_hub_id} has no recommended threshold; run `acceptance-heads tune`, or give one: "
+                    "max_rejection_prob=0.4, is_calibrated=True"
+                )
+            parameters = {key: known[key] for key in ("max_rejection_prob", "is_calibrated")} | parameters
+        return cls(head, **parameters)
 
     def __post_init__(self) -> None:
         if self.keeps_newest and self.head.timing != "prefix":

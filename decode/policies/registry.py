@@ -2,17 +2,25 @@
 
 entropy                                     the policy with its official default
 entropy:max_sqrt_entropy=0.4,scale=0.15     the same with parameters
-head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported head, a directory or a hub id
+head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported head, a directory or a hub id; without
+                                            a threshold the one that `evaluation tune` wrote into its config.json
+auto:PATH                                   the rule that needs no threshold (law 4.11), as
+                                            head:PATH,max_rejection_prob=auto
+my_module:Unsure:floor=0.2                  a policy of one's own: the class of a module that can be imported, from the
+                                            current directory too
 
 Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string.
 
-A new policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its line in
-POLICIES.
+A new built-in policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its
+line in POLICIES.
 """
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +89,56 @@ POLICIES: dict[str, Registered] = {
 """All policies, in the order of tables."""
 _HEADS = ("head", "also")
 """Parameters that name an exported head."""
+_IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
+"""module:Class, and perhaps parameters."""
+
+
+def registered(name: str) -> Registered:
+    """The entry of a policy; one written module:Class is imported and becomes an entry of POLICIES.
+
+    Raises:
+        ValueError: an unknown name; a module that cannot be imported, or has no such policy.
+    """
+    if name not in POLICIES:
+        written = _IMPORTED.fullmatch(name)
+        if written is None:
+            raise ValueError(
+                f"there is no policy {name!r}; one of {', '.join(POLICIES)}, auto, or one of your own as module:Class"
+            )
+        kind = _imported(written[1], written[2])
+        POLICIES[name] = Registered(kind, f"{written[2]} ({written[1]})", lambda _: kind.grid)
+    return POLICIES[name]
+
+
+def _imported(module: str, name: str) -> type[Policy]:
+    """The policy class of a module; the current directory is searched last, so that nothing there hides a module of
+    ours.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        problem = f"there is no module {module!r} in {here} or among the installed ones" if is_absent else error
+        raise ValueError(
+            f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join(POLICIES)}"
+        ) from error
+    kind = getattr(found, name, None)
+    if kind is None:
+        own = [key for key, value in vars(found).items() if _is_policy(value) and value.__module__ == module]
+        raise ValueError(
+            f"module {module} ({found.__file__}) has no {name!r}; policies that it defines: {', '.join(own) or 'none'}"
+        )
+    if not _is_policy(kind):
+        raise ValueError(f"{module}:{name} is no policy; make it a subclass of decode.Policy (docs/extending.md)")
+    if "__dataclass_fields__" not in vars(kind):
+        raise ValueError(f"{module}:{name} is no dataclass; put @dataclass(frozen=True) above the class")
+    return kind
+
+
+def _is_policy(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Policy) and value is not Policy
 
 
 def make_policy(
@@ -93,9 +151,7 @@ def make_policy(
             a head.
         FileNotFoundError: no exported head at that path.
     """
-    if name not in POLICIES:
-        raise ValueError(f"there is no policy {name!r}; one of {', '.join(POLICIES)}")
-    kind = POLICIES[name].kind
+    kind = registered(name).kind
     assert is_dataclass(kind), "policies are dataclasses: their fields are their parameters"
     known = [f.name for f in fields(kind)]
     for parameter in parameters:
@@ -107,10 +163,22 @@ def make_policy(
         key: load_head(value) if key in _HEADS and isinstance(value, str) else value
         for key, value in parameters.items()
     }
+    if name == "head":
+        loaded = recommended_threshold(loaded) | loaded
     try:
         return kind(**loaded)
     except TypeError as error:
         raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
+
+
+def recommended_threshold(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of the head policy that `evaluation tune` wrote into the head's config.json; none where the threshold,
+    what it applies to or a second head is given, or nothing was tuned.
+    """
+    if {"max_rejection_prob", "is_calibrated", "also"} & given.keys():
+        return {}
+    recommended = given["head"].provenance.recommended
+    return {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
 
 
 def parse_policy(spec: str, **how: Any) -> Policy:
@@ -131,10 +199,15 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
         ValueError: something that is no parameter=value.
     """
     name, _, rest = spec.partition(":")
+    written = _IMPORTED.fullmatch(spec.strip())
+    if written and name not in (*POLICIES, "auto"):
+        name, rest = f"{written[1]}:{written[2]}", written[3] or ""
     parameters: dict[str, Any] = {}
+    if name == "auto":
+        name, parameters = "head", {"max_rejection_prob": "auto"}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
-        if not equals and name == "head" and not parameters:
+        if not equals and name == "head" and "head" not in parameters:
             key, value = "head", part
         elif not equals:
             raise ValueError(f"policy {spec!r}: {part!r} is no parameter=value")

@@ -16,8 +16,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies import FixedLength
@@ -33,6 +31,7 @@ from evaluation.intervals import Splits
 from evaluation.traces.recording import trace_folder
 from lm import Pair, Sampling
 from store.keyed import KeyedStore
+from store.progress import Bar
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -116,8 +115,8 @@ class Race:
         pair = self.experiment.pair if ratio is None else Experiment(speed.of(self._config)).pair
         arms = self._arms(pair, sampling, chosen)
         label = "as it is" if ratio is None else f"ratio {ratio:g}"
-        with tqdm(
-            desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="text"
+        with Bar(
+            desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="texts"
         ) as bar:
             timed = {place: _ticking(generation, bar) for place, (_, generation) in arms.items()}
             rows = list(turns(timed, self._prompts, has_warm_up=ratio is None))
@@ -213,7 +212,12 @@ class Choices:
         experiment, folder = self.experiment, trace_folder(self.experiment)
         folder.complete()
         dev = folder.load(next(iter(experiment.datasets))).dev
-        grids = grids_of(experiment.decode.grid, experiment.heads, max_draft_length=experiment.decode.max_draft_length)
+        grids = grids_of(
+            experiment.decode.grid,
+            experiment.heads,
+            max_draft_length=experiment.decode.max_draft_length,
+            policies=experiment.decode.policies,
+        )
         traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
         return replay_dataset(
             traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"

@@ -13,7 +13,6 @@ from time import perf_counter
 
 import numpy as np
 from jaxtyping import Bool, Float
-from tqdm import tqdm
 
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.clock.primed import PrimedLoop
@@ -22,6 +21,7 @@ from evaluation.traces.played import PlayedDraws
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
+from store.progress import Bar
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 PARTS = ("wall_s", "draft_s", "target_s")
@@ -59,8 +59,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
     """
     num = len(trace.rows)
     seconds, agrees = np.zeros((len(runners), repeats, num, len(PARTS))), np.ones(num, dtype=bool)
-    with tqdm(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generation") as bar:
-        bar.refresh()
+    with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
         decoders, replays = (
             [loop.decoder(runner.policy) for runner in runners],
             [runner.replayed(num) for runner in runners],

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
@@ -23,6 +22,7 @@ from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
+from store.progress import Bar
 
 ALONE, BASELINE = "target_alone", "fixed_length"
 """Families: the target without a draft, and what gains are measured from."""
@@ -170,7 +170,7 @@ def replay_dataset(
         name: of the dataset, for the progress bar.
     """
     ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
-    with tqdm(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="setting") as bar:
+    with Bar(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="settings") as bar:
         arms = list(replay_arms(grids, traces, bar.update))
         best = fastest_heads(arms, cost)
         if "fed" in best and "drawn" in best:

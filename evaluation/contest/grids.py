@@ -14,7 +14,7 @@ import numpy as np
 
 from decode.policies import HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
-from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
 from heads.model.head import AcceptanceHead
 
 BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
@@ -37,16 +37,26 @@ def label_of(name: str, setting: Mapping[str, Any]) -> str:
     values = ", ".join(
         f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items()
     )
-    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head") else values or "-"
+    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head:") else values or "-"
 
 
-def default_values(max_draft_length: int) -> dict[str, dict[str, Sequence[Any]]]:
-    """policy -> parameter -> values, as the registry has them."""
-    return {name: dict(registered.values(max_draft_length)) for name, registered in POLICIES.items()}
+def default_values(max_draft_length: int, policies: Sequence[str] = ()) -> dict[str, dict[str, Sequence[Any]]]:
+    """policy -> parameter -> values, as the registry has them.
+
+    Args:
+        max_draft_length: the longest fixed length.
+        policies: names; empty: all. Fixed lengths, which everything is measured against, are always among them.
+    """
+    names = dict.fromkeys(["fixed_length", *policies]) if policies else list(POLICIES)
+    return {name: dict(registered(name).values(max_draft_length)) for name in names}
 
 
 def grids_of(
-    chosen: Mapping[str, Mapping[str, Sequence[Any]]], heads: Mapping[str, AcceptanceHead], *, max_draft_length: int
+    chosen: Mapping[str, Mapping[str, Sequence[Any]]],
+    heads: Mapping[str, AcceptanceHead],
+    *,
+    max_draft_length: int,
+    policies: Sequence[str] = (),
 ) -> list[Grid]:
     """All grids of an evaluation but the bounds.
 
@@ -54,15 +64,23 @@ def grids_of(
         chosen: policy -> parameter -> values, in place of the built-in values of that policy.
         heads: by name; each has a grid of its own.
         max_draft_length: the longest fixed length.
+        policies: names of those that compete, as decode.policies has them; empty: all.
 
     Raises:
-        ValueError: an unknown policy or parameter, a value out of range.
+        ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
-    values = default_values(max_draft_length) | dict(chosen)
+    values = default_values(max_draft_length, policies)
+    if policies and (left_out := [name for name in chosen if name not in values]):
+        raise ValueError(
+            f"decode.grid has values for {left_out[0]}, which decode.policies leaves out; add it there, or drop "
+            "its values"
+        )
+    try:
+        values |= {name: dict(parameters) for name, parameters in chosen.items() if registered(name)}
+    except ValueError as error:
+        raise ValueError(f"decode.grid: {error}") from error
     grids = []
     for name, parameters in values.items():
-        if name not in POLICIES:
-            raise ValueError(f"decode.grid names the policy {name!r}; one of {', '.join(POLICIES)}")
         if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
             raise ValueError(
                 f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is "
@@ -89,7 +107,7 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
-    return Grid(family, name, make_policy(name.split(":")[0], **(arrays | fixed)), settings)
+    return Grid(family, name, make_policy("head" if name.startswith("head:") else name, **(arrays | fixed)), settings)
 
 
 def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:

@@ -1,7 +1,7 @@
 """The table, results.csv and counts-DATASET.parquet of `evaluation evaluate`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -13,9 +13,7 @@ from evaluation.contest.results import Result
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet, flat
 
-NAMES = {
-    ALONE: "target alone",
-    **{name: registered.label for name, registered in POLICIES.items() if name != "head"},
+_BEHIND = {
     "head_specdec": "SpecDec++",
     "head_fed": "best head, fed-time with scalars",
     "head_drawn": "best head, drawn-time",
@@ -36,6 +34,27 @@ NAMES = {
     "perfect_drawn": "perfect head",
     "oracle": "oracle",
 }
+"""Names of what stands behind the training-free policies."""
+
+
+class _Names(Mapping[str, str]):
+    """Looked up when they are asked for: a policy of one's own is registered when its name is first read."""
+
+    def _all(self) -> dict[str, str]:
+        registered = {name: entry.label for name, entry in POLICIES.items() if name != "head"}
+        return {ALONE: "target alone", **registered, **_BEHIND}
+
+    def __getitem__(self, family: str) -> str:
+        return self._all()[family]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+NAMES: Mapping[str, str] = _Names()
 """Family -> what tables and plots call it, in the order of the rows: baselines, training-free policies, heads, the
 rule, bounds.
 """

@@ -6,8 +6,9 @@ The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, de
 """
 
 import platform
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,25 @@ from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.costs.waiting import warning_of
 from evaluation.intervals import TimeErrors
 from store.keyed import KeyedStore
 
-_PROMPTS = 4
+NUM_PROMPTS = 4
 _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
 
 
-def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = ()) -> CostModel:
+def costs_for(
+    experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = (), has_heads: bool = True
+) -> CostModel:
     """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
 
     Args:
         experiment: whose costs they are.
         ratio: t_target / t_draft of other hardware, in place of theirs.
         others: policies that are neither registered nor heads of the experiment.
+        has_heads: whether the stops of the experiment's heads count, too.
 
     Raises:
         ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no
@@ -41,7 +46,7 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Ite
     """
     if ratio is not None:
         check_ratio(ratio)
-        return costs_for(experiment, others=others).with_ratio(ratio)
+        return costs_for(experiment, others=others, has_heads=has_heads).with_ratio(ratio)
     draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
     if not isinstance(share, str) and not 0 <= share < float("inf"):
         raise ValueError(
@@ -50,10 +55,50 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, others: Ite
         )
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
-    policies = policies_by_kind(experiment.heads.values(), others)
+    policies = policies_by_kind(experiment.heads.values() if has_heads else (), others)
     if draft_s is not None and target_s is not None:
         return CostModel.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
-    times = times_of(experiment, policies)
+    return _model_of(times_of(experiment, policies), experiment, policies)
+
+
+def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> CostModel:
+    """Times for one policy, of which none is measured: those that the YAML gives, or those kept of this loop, or else a
+    ratio with a target forward as the second.
+
+    Args:
+        experiment: whose costs they are.
+        policy: whose stop counts.
+        ratio: t_target / t_draft of other hardware; None: where no times are known, the first of decode.ratios.
+
+    Raises:
+        ValueError: no times and no ratio; what `costs_for` raises.
+    """
+    decode, policies = experiment.decode, policies_by_kind((), [policy])
+    if decode.t_draft_s is not None or decode.t_target_s is not None:
+        return costs_for(experiment, ratio, others=[policy], has_heads=False)
+    if ratio is not None:
+        check_ratio(ratio)
+    if times := kept_costs(experiment.directory).get(key_of(experiment)):
+        cost = _model_of(times, experiment, policies)
+        if unmeasured := {kind: cost.elsewhere.of.get(kind, 0.0) for kind in policies if kind not in cost.t_stop_s}:
+            by_size = {kind: share * cost.t_draft_s for kind, share in unmeasured.items()}
+            cost = replace(
+                cost, t_stop_s={**cost.t_stop_s, **by_size}, stop_origin=f"this stop not timed: {cost.elsewhere.origin}"
+            )
+        return cost if ratio is None else cost.with_ratio(ratio)
+    if ratio is None and not decode.ratios:
+        raise ValueError(
+            f"no times of this loop are kept in {experiment.directory}/costs.jsonl, and none are given; run "
+            "`acceptance-heads costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+        )
+    chosen = decode.ratios[0] if ratio is None else ratio
+    check_ratio(chosen)
+    origin = f"ratio {chosen:g}, nothing measured: a second is a target forward"
+    return CostModel.constant(1 / chosen, 1.0, origin, shares_of(experiment, policies, {}))
+
+
+def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+    """The measured times of a loop as a cost model; at other ratios the stops of `policies` have shares of a step."""
     t_stop_s = {kind: seconds for kind, (seconds, _) in times["stops"].items()}
     errors = TimeErrors(
         times["errors"]["drafting"],
@@ -71,6 +116,8 @@ def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: 
     share = experiment.decode.stop_share
     if share == "measured" and measured:
         return StopShares("stops' shares as measured here", measured)
+    if "draft" in experiment.presumed:
+        return StopShares("stops free: the draft is not here, to tell a head's share of its size", {})
     by_size = sizes(policies, experiment.num_draft_weights)
     if isinstance(share, str):
         return StopShares("stops' shares by size", by_size)
@@ -90,22 +137,35 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
         policies: by kind of stop.
         again: measure everything anew.
     """
-    store, key = kept_costs(experiment.directory), key_of(experiment)
-    times = None if again else store.get(key)
-    missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
+    times, missing = missing_of(experiment, policies, again=again)
     if times is None or missing:
-        print("costs: timing generations on this machine", flush=True)
-        loop = loop_of(experiment)
+        loop, store = loop_of(experiment), kept_costs(experiment.directory)
+        warning = warning_of(loop, len(missing), has_forwards=times is None, kept_in=str(store.path))
+        print(warning, file=sys.stderr, flush=True)
         times = measure_loop(loop) if times is None else times
         times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
-        store.keep([(key, times)])
+        store.keep([(key_of(experiment), times)])
     return times
+
+
+def missing_of(
+    experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False
+) -> tuple[dict[str, Any] | None, dict[str, Policy]]:
+    """(this loop's entry in DIR/costs.jsonl, None where it is still to be measured; policies whose stops it lacks).
+
+    Args:
+        experiment: whose loop it is.
+        policies: by kind of stop.
+        again: as if nothing were kept.
+    """
+    times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
+    return times, {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
 
 
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    num = max(experiment.decode.num_dev, _PROMPTS)
-    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:_PROMPTS]
+    num = max(experiment.decode.num_dev, NUM_PROMPTS)
+    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:NUM_PROMPTS]
     return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 

@@ -27,6 +27,7 @@ from evaluation.costs.model import CostModel
 from evaluation.intervals import TimeErrors
 from evaluation.traces.trace import Array
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
+from store.progress import Bar
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 _TURNS = 2
@@ -97,16 +98,26 @@ class Loop:
 
 def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
     """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
-    decoders = [
-        loop.decoder(FixedLength(length))
-        for length in sorted({min(length, loop.max_draft_length) for length in lengths})
-    ]
+    decoders = [loop.decoder(FixedLength(length)) for length in _lengths_within(loop.max_draft_length, lengths)]
     generator = torch.Generator().manual_seed(0)
     decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
     turns = [prompt for _ in range(_TURNS) for prompt in loop.prompts]
-    return [
-        decoder.generate(prompt, loop.max_new_tokens, generator=generator) for prompt in turns for decoder in decoders
-    ]
+    with Bar(total=len(turns) * len(decoders), desc="costs: t_draft and t_target", unit="generations") as bar:
+        return [
+            bar.counted(decoder.generate(prompt, loop.max_new_tokens, generator=generator))
+            for prompt in turns
+            for decoder in decoders
+        ]
+
+
+def num_generations(num_prompts: int, max_draft_length: int) -> int:
+    """How many generations `time_generations` returns for its own lengths."""
+    return _TURNS * num_prompts * len(_lengths_within(max_draft_length, TIMED_LENGTHS))
+
+
+def _lengths_within(max_draft_length: int, lengths: Sequence[int]) -> list[int]:
+    """The lengths in order, those beyond the longest draft as that: within 4, 0 1 2 4 7 become 0 1 2 4."""
+    return sorted({min(length, max_draft_length) for length in lengths})
 
 
 def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> CostModel:

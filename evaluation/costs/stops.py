@@ -14,7 +14,6 @@ from math import hypot
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, Policy
@@ -23,10 +22,11 @@ from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
 from evaluation.costs.measure import Loop, error_of, typical
 from heads.model.head import AcceptanceHead
+from store.progress import Bar
 
-_STEPS = 10
+STEPS = 10
 """Tokens of a draft that is timed."""
-_TOKENS = 48
+TOKENS = 48
 """Tokens of a generation that is timed."""
 _MOST_TURNS = 6
 _ENOUGH = 0.005
@@ -107,16 +107,19 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
         return {}
     arms = {"": FixedLength(loop.max_draft_length), **{kind: Unstopping(policy) for kind, policy in policies.items()}}
     decoders = {
-        kind: loop.decoder(policy, max_draft_length=min(_STEPS, loop.max_draft_length)) for kind, policy in arms.items()
+        kind: loop.decoder(policy, max_draft_length=min(STEPS, loop.max_draft_length)) for kind, policy in arms.items()
     }
     _turn(decoders, loop, loop.prompts[0])  # a warm-up
     steps_s: dict[str, list[float]] = {kind: [] for kind in arms}
-    for _ in tqdm(range(_MOST_TURNS), desc="costs: stops", unit="turn"):
-        for prompt in loop.prompts:
-            for kind, seconds in _turn(decoders, loop, prompt).items():
-                steps_s[kind] += seconds
-        if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
-            break
+    total = most_generations(len(policies), len(loop.prompts))
+    with Bar(total=total, desc=f"costs: stops of {len(policies)} kinds, at most", unit="generations") as bar:
+        for _ in range(_MOST_TURNS):
+            for prompt in loop.prompts:
+                for kind, seconds in _turn(decoders, loop, prompt).items():
+                    steps_s[kind] += seconds
+                bar.update(len(arms))
+            if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
+                break
     plain_s, plain_error_s = typical(steps_s[""]), error_of(steps_s[""])
     return {
         kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s))
@@ -124,11 +127,16 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     }
 
 
+def most_generations(num_kinds: int, num_prompts: int) -> int:
+    """Generations that `time_stops` takes at most, of `TOKENS` tokens each; the fixed length takes turns with all."""
+    return _MOST_TURNS * num_prompts * (num_kinds + 1) if num_kinds else 0
+
+
 def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
     """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same
     rounds.
     """
-    num_tokens, drafting = min(_TOKENS, loop.max_new_tokens), {}
+    num_tokens, drafting = min(TOKENS, loop.max_new_tokens), {}
     for kind, decoder in decoders.items():
         played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
         drafting[kind] = [round_ for round_ in played if round_.drafted]

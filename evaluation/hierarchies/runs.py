@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data_gen.store.manifest import settle
 from decode.drafters.factory import PairModels
@@ -26,6 +25,7 @@ from evaluation.turns import in_turns
 from lm import RandomDraws, Sampling
 from lm.uniforms import GENERATOR, seed_of
 from store.lock import only_writer
+from store.progress import Bar
 
 MICRO_ALONE = "sd with the micro"
 _WARM_UP_TOKENS = 4
@@ -120,7 +120,7 @@ class ResumableLoop:
             for decoder in decoders.values():
                 decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
             for turn, (ids, row) in enumerate(
-                tqdm(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompt")
+                Bar(missing, desc=f"{self.directory.name}: {len(pairs)} drafters", unit="prompts")
             ):
                 decoded = self._decode(decoders, row, in_turns(row, repeats * [ids], first=turn))
                 append_decoded(self.directory, decoded)

@@ -126,7 +126,8 @@ def document(figures: Mapping[str, Any], page: Page) -> str:
 
 def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
     """Grids of all competitors, these heads among them."""
-    return grids_of(experiment.decode.grid, heads, max_draft_length=experiment.decode.max_draft_length)
+    decode = experiment.decode
+    return grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies)
 
 
 def compare_all(

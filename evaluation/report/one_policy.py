@@ -1,11 +1,12 @@
 """python -m evaluation replay: one policy over the recorded trace, with no model loaded.
 
 The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `evaluation
-tune` wrote into its head and takes the times of this run: the measured ones, those of the YAML, or those of the ratio
-that is asked for.
+tune` wrote into its head and takes the times of this run: those kept of a measurement, those of the YAML, or those of
+the ratio that is asked for.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from configs.schema import Config
+from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from decode.policies import Policy
 from decode.policies.auto import Auto
 from evaluation.contest.arms import total
-from evaluation.costs.machine import costs_for
+from evaluation.costs.machine import costs_without_models
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet, shown
 from evaluation.traces.recording import trace_folder
@@ -46,16 +48,20 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
 
     Args:
         config: of the experiment whose trace is replayed (`python -m evaluation trace` records it).
-        policy: a name of `decode.policies.registry` (one that is not there prints them all), or head:PATH; parameters
-            follow, as in entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=auto.
-        ratio: t_target / t_draft of other hardware, in place of the measured times.
+        policy: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure, with parameters:
+            entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2.
+        ratio: t_target / t_draft of other hardware; null: the given or kept times, else the first of decode.ratios.
     """
     experiment = Experiment(config)
+    manifest = read_manifest(experiment.directory / "trace", command="evaluation trace", keys=["target", "draft"])
+    experiment.presume({"target": manifest["target"], "draft": manifest["draft"]})
+    if experiment.presumed:
+        print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
     rule = experiment.policy(policy)
     folder = trace_folder(experiment)
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
     folder.complete()  # nothing is missing, so this only compares the trace's manifest with the config
-    cost = costs_for(experiment, ratio, others=[rule])
+    cost = costs_without_models(experiment, rule, ratio)
     rule = at_costs(rule, cost)
     rows = [
         played(rule, part, cost=cost, dataset=dataset, split=split)

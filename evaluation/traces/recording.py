@@ -13,7 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from configs.schema import DataConfig, DecodeConfig
@@ -34,11 +33,11 @@ from lm import FeatureDraft, Pair, Sampling
 from lm.frequencies import refuse_crossing
 from lm.uniforms import GENERATOR, seed_of, uniforms
 from store.lock import only_writer
+from store.progress import Bar
 from store.shards import clean_partial, is_whole, read_sidecar, write_atomic
 from store.sums import forget_broken, problems_of
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} prompts [{elapsed}<{remaining}]"
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
 """Settings of `decode` that decide the trace, beside models, sampling and prompts."""
 
@@ -96,13 +95,8 @@ class TraceFolder:
     def _record_missing(self) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
         missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
-        with tqdm(
-            total=sum(spec.num_requests for _, spec in missing),
-            desc="trace: loading models",
-            bar_format=_BAR,
-            mininterval=0.2,
-        ) as bar:
-            bar.refresh()
+        total = sum(spec.num_requests for _, spec in missing)
+        with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
             pair = self.pair()
             self._check_frequencies(pair)
             settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")

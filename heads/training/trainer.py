@@ -4,6 +4,7 @@ filled in.
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from configs.schema import Config, HeadsConfig
 from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
 from heads.training.cluster import environments
 from heads.training.lightning_private import ignore_requeue_checkpoints
+from heads.training.progress import RunProgress
 
 PAPER_EPOCHS = 3
 
@@ -60,6 +62,7 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
     arguments["callbacks"] = [
         *_listed(arguments.get("callbacks")),
+        *([RunProgress()] if _takes_bar(arguments) else []),
         *(_checkpoints(config.heads) if has_checkpoints else []),
     ]
     plugins = _listed(arguments.get("plugins"))
@@ -71,6 +74,12 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
         "enable_model_summary": False,
         "default_root_dir": str(path),
     } | arguments
+
+
+def _takes_bar(arguments: Mapping[str, Any]) -> bool:
+    """False where bars are switched off, or the user's callbacks have one, beside which Lightning takes no other."""
+    has_own = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in _listed(arguments.get("callbacks")))
+    return arguments.get("enable_progress_bar", True) and not arguments.get("barebones") and not has_own
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:

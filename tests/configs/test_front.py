@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from configs import Config
 from configs.command import parser_for
-from configs.front import COMMANDS, main, overview
-from configs.screens import screen_of
+from configs.front import COMMANDS, all_steps, main, overview
+from configs.schema import ModelSource, PairConfig
+from configs.screens import _flags, _function, _schema, completion_of, screen_of
 
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
 
@@ -85,7 +87,10 @@ def test_screens_follow_the_code():
         (["--data.num_trian", "5"], "did you mean --data.num_train?"),
         (["--heads.depths", "2"], "a list is wanted: --heads.depths '[2]'"),
         (["--heads.timings", "drawn"], "a list is wanted: --heads.timings '[drawn]'"),
-        (["--data.nothing_like_it", "5"], "--help lists every key"),
+        (["--num_train", "5"], "did you mean --data.num_train or --heads.num_train?"),
+        (["--decode.num_devv", "5"], "did you mean --decode.num_dev?"),
+        (["--sampel", "5"], "did you mean --sample?"),
+        (["--data.nothing_like_it", "5"], "--help.all lists every option"),
     ],
 )
 def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
@@ -95,9 +100,100 @@ def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
     assert line.endswith(f"({hint})")
 
 
+def test_a_single_value_where_a_list_or_null_is_wanted_gets_a_hint(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["hierarchy", "--config", "tiny", "--level_heads", "mine"])
+    assert capsys.readouterr().err.endswith("(a list is wanted: --level_heads '[mine]')\n")
+
+
 def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("data: {num_trian: 5}\n")
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--config", "tiny", "--config", str(path)])
     assert capsys.readouterr().err.endswith("(did you mean data.num_train?)\n")
+
+
+def test_all_runs_every_step_in_order_with_one_experiment(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr("configs.front._function", lambda name: lambda config: called.append((name, config.data.dir)))
+    all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
+    assert called == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")]
+    assert capsys.readouterr().out.splitlines()[0] == "== 1 of 5: data"
+
+
+def test_commands_stand_in_the_order_in_which_one_needs_them():
+    wanted = [
+        "init",
+        "plan",
+        "data",
+        "stats",
+        "train",
+        "export",
+        "import",
+        "push",
+        "inspect",
+        "generate",
+        "evaluate",
+        "tune",
+        "replay",
+        "costs",
+        "bench",
+        "hierarchy",
+        "tables",
+        "theory",
+    ]
+    assert [name for name in COMMANDS if name in wanted] == [name for name in wanted if name in COMMANDS]
+    assert list(COMMANDS).index("theory") < list(COMMANDS).index("trace")
+
+
+def test_every_setting_and_every_flag_has_a_text():
+    settings = [(cls, name) for cls, fields in _schema().items() for name, (_, text) in fields.items() if not text]
+    flags = [
+        (name, option.flag)
+        for name, entry in COMMANDS.items()
+        for option in _flags(_function(entry.target))
+        if len(option.text.split()) < 2
+    ]
+    assert settings + flags == []
+
+
+def completed(*words: str) -> set[str]:
+    """What bash offers for the last of these words."""
+    ask = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_acceptance_heads; printf "%s\\n" "${COMPREPLY[@]}"'
+    script = completion_of({name: entry.target for name, entry in COMMANDS.items()}, "bash")
+    asked = ["bash", "--norc", "-c", f"{script}\n{ask}", "bash", "acceptance-heads", *words]
+    return set(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ev"], {"evaluate"}),
+        (["--completion", ""], {"bash", "zsh"}),
+        (["plan", "--data.num_t"], {"--data.num_train", "--data.num_test"}),
+        (["train", "--heads.timings", ""], {"[fed]", "[drawn]", "[prefix]", "[candidate]"}),
+        (["train", "--pair.micro.dtype", "f"], {"float64", "float32", "float16"}),
+        (["generate", "--json", ""], {"true", "false"}),
+        (["inspect", "--data"], set()),  # a command without an experiment
+    ],
+)
+def test_bash_completes_commands_options_and_choices(words, offered):
+    assert completed(*words) == offered
+
+
+def test_completion_is_a_script_of_the_shell_and_imports_nothing_heavy():
+    script = (
+        "import sys; from configs.front import main; main(['--completion', 'zsh']);"
+        "print(sorted({'torch', 'transformers', 'numpy', 'jsonargparse'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("#compdef acceptance-heads\n")
+    assert "--decode.num_dev" in shown
+    assert shown.splitlines()[-1] == "[]"
+
+
+def test_a_shell_that_is_not_known_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--completion", "fish"])
+    assert capsys.readouterr().err == "error: --completion is 'fish'; it takes bash or zsh\n"

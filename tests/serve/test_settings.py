@@ -101,6 +101,15 @@ def test_what_a_request_cannot_have_is_warned_of_once_and_the_servers_policy_ser
     assert "gets the server's policy, fixed_length:k=4" in warned[0]
 
 
+def test_a_request_imports_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "module_of_a_request.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    warned: list[str] = []
+    policies = made({"policy": "fixed_length:k=4"}, warned)
+    assert policies.of_request("module_of_a_request:Policy", Sampling()) == FixedLength(4)
+    assert "there is no such policy" in warned[0]
+
+
 def test_a_request_reads_no_file_that_the_server_has_not_named(path: str):
     warned: list[str] = []
     policies = made({"policy": "fixed_length:k=4", "heads": {}}, warned)

@@ -8,7 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
-from decode import Recorder, Trace, record_trace
+from evaluation.traces.coupling import Recorder
+from evaluation.traces.recording import record_trace
+from evaluation.traces.trace import Trace
 from lm import Sampling
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from decode import Trace
 from evaluation.traces.inputs import TokenInputs
-from evaluation.traces.trace import TraceRow
+from evaluation.traces.trace import Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from tests.toys.enumeration import ToyModel
 from tests.toys.loop import PROMPT, SAMPLINGS

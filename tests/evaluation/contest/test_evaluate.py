@@ -1,5 +1,7 @@
 """Settings are chosen on dev and reported on test, beside bounds, with paired intervals."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -175,3 +177,31 @@ def test_a_prefix_head_competes_before_the_draw_and_after_it_and_in_the_rule(spl
     assert (before.num_draft_forwards - before.num_drafted).max() > 0
     assert (kept.num_draft_forwards == kept.num_drafted).all()
     assert (kept.num_drafted.sum(-1) >= before.num_drafted.sum(-1)).all()
+
+
+def test_the_policies_of_the_yaml_compete_and_no_others():
+    grids = grids_of({"entropy": {"max_sqrt_entropy": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
+    assert [grid.name for grid in grids] == ["fixed_length", "entropy"]
+    assert grids[1].settings == ({"max_sqrt_entropy": 0.4},)
+    with pytest.raises(ValueError, match=r"decode\.policies leaves out; add it there"):
+        grids_of({"token_prob": {"min_token_prob": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
+
+
+def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "competing_policy.py").write_text(
+        "from dataclasses import dataclass\nfrom decode import Policy\n\n\n@dataclass(frozen=True)\n"
+        "class Unsure(Policy):\n    floor: float = 0.3\n    signals = frozenset({'token_prob'})\n"
+        "    grid = {'floor': (0.1, 0.3)}\n\n"
+        "    def after(self, state, drawn):\n        return state, drawn.token_prob < self.floor\n"
+    )
+    name = "competing_policy:Unsure"
+    try:
+        *_, grid = grids_of({}, {}, max_draft_length=5, policies=(name,))
+        assert grid.settings == ({"floor": 0.1}, {"floor": 0.3})
+        assert NAMES[name] == "Unsure (competing_policy)"
+        *_, grid = grids_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
+        assert grid.settings == ({"floor": 0.7},)
+    finally:
+        del POLICIES[name]

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 
 from configs.command import config_of, parser_for, run
-from decode import replay
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
@@ -18,6 +17,7 @@ from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
 from evaluation.sheet import wide_console
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
@@ -85,6 +85,34 @@ def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, cap
     assert here["played"][1]["num_drafted"] == there["played"][1]["num_drafted"]
     assert there["costs"]["t_draft_s"] == pytest.approx(0.05 / 20)
     assert there["played"][1]["speed_up"] > here["played"][1]["speed_up"]
+
+
+def test_replay_needs_no_model(flags, capsys):
+    asked = ["replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=0.5"]
+    _, here = printed(capsys, *asked)
+    capsys.readouterr()
+    away = ["--pair.target.path", "/nowhere/target", "--pair.draft.path", "/nowhere/draft"]
+    run(COMMANDS, argv=[*asked, *away])
+    shown = capsys.readouterr()
+    assert shown.err == "draft and target not here: taken for those of the trace\n"
+    document = json.loads(shown.out.splitlines()[-1])
+    assert [played["num_drafted"] for played in document["played"]] == [
+        played["num_drafted"] for played in here["played"]
+    ]
+    assert "stops free: the draft is not here" in document["costs"]["stop_origin"]
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=[*asked, "--pair.target.path", "/nowhere/another"])
+    assert "no model at '/nowhere/another'" in capsys.readouterr().err
+
+
+def test_replay_without_times_takes_a_ratio_or_asks_for_one(flags, capsys):
+    untimed = [flag for flag in flags if flag not in TIMES]
+    _, document = printed(capsys, "replay", *untimed, "--policy", "entropy", "--ratio", "4")
+    assert (document["costs"]["t_draft_s"], document["costs"]["t_target_s"]) == (0.25, [1.0])
+    assert "nothing measured" in document["costs"]["origin"]
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["replay", *untimed, "--policy", "entropy", "--decode.ratios", "[]"])
+    assert "costs.jsonl, and none are given" in capsys.readouterr().err
 
 
 def test_what_tune_writes_is_what_auto_replays(flags, capsys):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from decode import Recorder
 from decode.policies.registry import LOGISTIC
 from evaluation.contest.arms import Replays, replay_dataset
 from evaluation.contest.grids import default_values, head_grid, make_grid
@@ -14,6 +13,7 @@ from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Splits
+from evaluation.traces.coupling import Recorder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling

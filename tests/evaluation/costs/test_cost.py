@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from configs.command import config_of, parser_for
 from decode import Counts
+from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from decode.policies.bounds import Oracle, PerfectHead
-from evaluation.costs.measure import Loop, costs_of, fit_costs
+from evaluation.costs.machine import costs_for
+from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares
+from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.costs.waiting import SKIP, expected_s, num_timed, warning_of
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from lm import Pair, Sampling
@@ -184,6 +189,49 @@ class Slow(Entropy):
     def after(self, state, drawn):
         sleep(0.01)
         return super().after(state, drawn)
+
+
+def test_what_is_announced_is_what_is_timed(loop, capsys):
+    policies = policies_by_kind([])
+    forwards, stops = num_timed(len(loop.prompts), len(policies), max_draft_length=loop.max_draft_length)
+    assert len(time_generations(loop)) == forwards
+    assert f"{forwards}/{forwards} generations" in capsys.readouterr().err
+    time_stops(loop, policies)
+    assert f"/{stops} generations" in capsys.readouterr().err.splitlines()[-1]
+    assert num_timed(2, 0, max_draft_length=4, has_forwards=False) == (0, 0)
+
+
+def test_a_warning_says_what_is_timed_how_long_and_how_to_skip_it(loop, monkeypatch):
+    monkeypatch.setattr("evaluation.costs.waiting.expected_s", lambda loop, generations: 95.0)
+    warning = warning_of(loop, 3, has_forwards=False, kept_in="here/costs.jsonl")
+    stops = num_timed(2, 3, max_draft_length=4)[1]
+    assert f"about 1.6 min: at most {stops} generations for 3 kinds of stop\n" in warning
+    assert "kept in here/costs.jsonl" in warning
+    assert warning.endswith(SKIP)
+
+
+def test_the_estimate_grows_with_what_is_timed(loop):
+    few, many = (expected_s(loop, (num, num)) for num in (1, 1000))
+    assert 0 < few < many / 50
+
+
+def test_what_is_advised_skips_the_timing(tmp_path):
+    flags = SKIP.replace("t_draft_s SECONDS", "t_draft_s 0.001").replace("t_target_s SECONDS", "t_target_s 0.005")
+    parser = parser_for(plan)
+    given = ["--config", "tiny", "--decode.dir", str(tmp_path), *flags.split()]
+    config = config_of(parser, parser.parse_args(given))
+    assert "times nothing" in timing_line(config, is_measured=True)
+    assert costs_for(Experiment(config)).t_draft_s == 0.001
+    assert not (tmp_path / "costs.jsonl").exists()
+
+
+def test_a_plan_that_measures_nothing_counts_what_will_be_timed(tmp_path):
+    parser = parser_for(plan)
+    config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
+    line = timing_line(config, is_measured=False)
+    forwards, _ = num_timed(4, 1, max_draft_length=config.decode.max_draft_length)
+    assert line.startswith(f"evaluate: times {forwards} generations for t_draft and t_target, at most ")
+    assert line.endswith(SKIP)
 
 
 def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):

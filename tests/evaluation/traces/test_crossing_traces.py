@@ -11,10 +11,10 @@ import torch
 
 from configs.command import config_of, parser_for
 from data_gen.responses.exchange import Exchange
-from decode import Recorder, record_trace
 from decode.experiment import Experiment
 from evaluation.__main__ import COMMANDS
-from evaluation.traces.recording import trace_folder
+from evaluation.traces.coupling import Recorder
+from evaluation.traces.recording import record_trace, trace_folder
 from lm import Sampling, acceptance_rate
 from tests.toys.longrope import BOUND, model_of, said_by_generate, text_of
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from decode import Trace, replay
 from decode.policies import CumulativeTokenProb
 from decode.policies.bounds import Oracle
 from evaluation.costs.model import CostModel
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import replay, replay_settings
+from evaluation.traces.trace import Trace
 from lm import Sampling
 from tests.toys.loop import POLICIES, decoder_of
 from tests.toys.small_pair import LENGTH

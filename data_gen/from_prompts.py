@@ -1,0 +1,90 @@
+"""A list of prompts and two models in, an experiment with its training data out: `data_gen.make_data`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.limits import check_limits
+from configs.paths import local_path
+from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
+from configs.shipped import with_shipped_models
+from data_gen.pipeline.command import make
+from store.shards import write_atomic
+
+_SHARE = 0.1
+"""Share of the prompts that is dev, and that is test."""
+_FEWEST = 3
+_RECIPE: dict[str, Any] = {"timings": ("drawn",), "scalars": (True,), "learning_rate": 5e-3}
+_MAX_EPOCHS = 8
+"""Heads for some hundreds or thousands of prompts: the paper's rate of 5e-5 is for millions of positions."""
+
+
+def make_data(
+    prompts: Sequence[str],
+    *,
+    target: str | ModelSource,
+    draft: str | ModelSource,
+    dir: str,
+    temperature: float = 1.0,
+    **settings: Any,
+) -> Config:
+    """Let the target answer prompts and label what the draft would have said; resumes, as `acceptance-heads data` does.
+
+    Args:
+        prompts: at least 3; a tenth is dev, a tenth is test.
+        target: the large model, a directory or a hub id.
+        draft: the small model, with the same tokenizer.
+        dir: where everything goes: data/, heads/ and decode/.
+        temperature: of the sampling that heads are trained for; 0 is greedy.
+        settings: of `configs.schema.DataConfig`, such as max_new_tokens=64.
+
+    Returns:
+        The experiment, which `heads.train_heads`, `decode.complete` and every command's function take.
+
+    Raises:
+        ValueError: too few prompts, a setting that is not there or out of range, models that do not fit.
+        FileNotFoundError: a model that is not there.
+    """
+    if isinstance(prompts, str) or len(prompts) < _FEWEST:
+        raise ValueError(f"prompts are {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
+    if unknown := sorted(
+        settings.keys() - DataConfig.__dataclass_fields__.keys() | settings.keys() & {"dir", "prompts"}
+    ):
+        raise ValueError(f"{unknown[0]!r} is no setting of make_data; DataConfig lists them")
+    root = local_path(dir, "dir")
+    held_out = max(1, round(_SHARE * len(prompts)))
+    numbers = {"num_train": len(prompts) - 2 * held_out, "num_dev": held_out, "num_test": held_out}
+    config = Config(
+        pair=with_shipped_models(
+            PairConfig(target=_source(target), draft=_source(draft), sampling=SamplingConfig(temperature=temperature))
+        ),
+        data=DataConfig(
+            dir=str(root / "data"),
+            prompts=str(_written(prompts, root)),
+            split_weights=(numbers["num_train"], held_out, held_out),
+            **{"features": ("drawn",), **numbers, **settings},
+        ),
+        heads=HeadsConfig(dir=str(root / "heads"), **_RECIPE),
+        trainer={"max_epochs": _MAX_EPOCHS},
+        decode=DecodeConfig(dir=str(root / "decode"), num_dev=held_out, num_test=held_out),
+    )
+    check_limits(config)
+    make(config)
+    return config
+
+
+def _source(model: str | ModelSource) -> ModelSource:
+    return model if isinstance(model, ModelSource) else ModelSource(path=model)
+
+
+def _written(prompts: Sequence[str], root: Path) -> Path:
+    """The file of the prompts; one that is there is kept where it says the same."""
+    path = root / "prompts.jsonl"
+    lines = [
+        json.dumps({"id": str(index), "prompt": prompt}, ensure_ascii=False) for index, prompt in enumerate(prompts)
+    ]
+    text = "\n".join(lines) + "\n"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_atomic(path, text.encode())
+    return path

@@ -1,0 +1,52 @@
+"""`acceptance-heads plan`: what the data will take (`data_gen.pipeline.plan`), and what `evaluate` will time."""
+
+from typing import Any
+
+from configs.schema import Config
+from data_gen.pipeline.plan import duration
+from data_gen.pipeline.plan import plan as plan_data
+from decode.experiment import Experiment
+from evaluation.costs.machine import NUM_PROMPTS, loop_of, missing_of
+from evaluation.costs.stops import policies_by_kind
+from evaluation.costs.waiting import SKIP, expected_s, num_timed, what_is_timed
+from heads.grid import grid
+
+_ANY_WIDTH = 8
+"""Hidden size of the heads that stand for those to come: their kinds of stop do not depend on it."""
+
+
+def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
+    """Rows, tokens, forward passes, disk and time of a run, before running it; and how long `evaluate` will time.
+
+    Args:
+        config: the experiment.
+        sample: prompts that are made and timed; 0 loads no model.
+    """
+    totals = plan_data(config, sample=sample)
+    print(timing_line(config, is_measured=sample > 0))
+    return totals
+
+
+def timing_line(config: Config, *, is_measured: bool) -> str:
+    """One line on what `evaluate` will time with all heads of the config's grid, and how to skip it.
+
+    Args:
+        config: the experiment.
+        is_measured: load the models and say about how long.
+    """
+    if config.decode.t_draft_s is not None:
+        return "evaluate: times nothing, decode.t_draft_s and decode.t_target_s are given"
+    policies = policies_by_kind(shape.head(_ANY_WIDTH) for shape in grid(config.heads))
+    if not is_measured:
+        generations = num_timed(NUM_PROMPTS, len(policies), max_draft_length=config.decode.max_draft_length)
+        return f"evaluate: times {what_is_timed(generations, len(policies))}; skip it with {SKIP}"
+    experiment = Experiment(config)
+    times, missing = missing_of(experiment, policies)
+    if times is not None and not missing:
+        return f"evaluate: times nothing, the times of this machine are in {experiment.directory}/costs.jsonl"
+    loop = loop_of(experiment)
+    generations = num_timed(
+        len(loop.prompts), len(missing), max_draft_length=loop.max_draft_length, has_forwards=times is None
+    )
+    about, counts = duration(expected_s(loop, generations)), what_is_timed(generations, len(missing))
+    return f"evaluate: timing about {about} on this machine, once: {counts}; skip it with {SKIP}"

@@ -1,0 +1,74 @@
+"""The one progress bar of the project: a line that is redrawn on a terminal, and in a log a line at each tenth."""
+
+import io
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+AnyMade = TypeVar("AnyMade")
+_COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
+
+
+class Bar(tqdm):
+    """A progress bar on stderr.
+
+    Where stderr is no terminal, a line at the start, at each 10 % and at the end, as a log wants it; a bar without a
+    total then says only its start and its end.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any] | None = None,
+        *,
+        desc: str,
+        unit: str,
+        total: float | None = None,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            iterable: what is gone through; None where `update` is called.
+            desc: what is done, such as "replay: tiny".
+            unit: what is counted, such as "prompt".
+            total: how many there will be; None: as many as the iterable has, if it says so.
+            **settings: further arguments of tqdm, such as `disable`.
+        """
+        self._log = None if sys.stderr.isatty() else sys.stderr
+        self._tenth, self._shown = -1, ""
+        count = _SCALED if settings.get("unit_scale") else _COUNT
+        if self._log is None:
+            form = f"{{desc}}{{percentage:3.0f}}%|{{bar}}| {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
+            drawing: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "dynamic_ncols": True}
+        else:  # tqdm draws into the void; `display` writes the lines
+            form = f"{{desc}}{{percentage:.0f}} %, {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
+            drawing = {"file": io.StringIO(), "mininterval": 0, "miniters": 1}
+        super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        """Redraw the line, or write one to the log if another tenth is done; `msg` and `pos` are tqdm's."""
+        if self._log is None:
+            return super().display(msg, pos)
+        tenth = int(10 * self.n / self.total + 1e-9) if self.total else 0
+        if tenth > self._tenth:
+            self._tenth = tenth
+            self._write()
+        return True
+
+    def counted(self, made: AnyMade) -> AnyMade:
+        """What was made, counted as one: for comprehensions."""
+        self.update()
+        return made
+
+    def close(self) -> None:
+        """End the bar; a log gets its last count, unless it has it."""
+        if self._log is not None and not self.disable:
+            self._write()
+        super().close()
+
+    def _write(self) -> None:
+        counted = f"{self.desc}{self.n:.0f}"
+        if counted != self._shown and self._log is not None:
+            self._shown = counted
+            print(self, file=self._log, flush=True)

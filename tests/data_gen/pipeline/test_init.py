@@ -1,0 +1,63 @@
+"""`init`: a YAML that runs as it is, of as many prompts as there are, and never over a file that is there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.command import config_of, parser_for
+from data_gen.pipeline.init import init
+from data_gen.pipeline.plan import plan
+from data_gen.pipeline.sizes import settled
+
+TINY = Path(__file__, "../../../../checkpoints/tiny").resolve()
+PAIR = {"target": str(TINY / "target"), "draft": str(TINY / "draft")}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def without_a_sample(monkeypatch):
+    monkeypatch.setattr("data_gen.pipeline.init._SAMPLE", 0)  # nothing is timed
+
+
+def prompts(count: int, field: str = "prompt") -> str:
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({field: f"How many is {n} and 2?"}) + "\n" for n in range(count))
+    )
+    return "prompts.jsonl"
+
+
+def test_the_yaml_parses_and_splits_what_is_there(capsys):
+    path = init(**PAIR, prompts=prompts(200), temperature=0.7, top_p=0.9, out="mine.yaml")
+    lines = path.read_text().splitlines()
+    assert sum(not line.startswith("#") for line in lines) <= 10
+    assert any("response tokens" in line for line in lines if line.startswith("#"))
+    assert capsys.readouterr().out.endswith("wrote mine.yaml; next: acceptance-heads all --config mine.yaml\n")
+    parser = parser_for(plan)
+    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    assert (config.pair.sampling.temperature, config.pair.sampling.top_p) == (0.7, 0.9)
+    assert (config.data.dir, config.heads.dir) == ("data/mine", "checkpoints/runs/mine")
+    data = settled(config.data)
+    assert (data.num_train, data.num_dev, data.num_test) == (160, 20, 20)
+    assert config.decode.num_dev <= data.num_dev
+    assert config.decode.num_test <= data.num_test
+
+
+def test_a_column_is_named_where_its_name_is_unknown():
+    path = prompts(20, "query")
+    with pytest.raises(ValueError, match="say which of them it is"):
+        init(**PAIR, prompts=path)
+    assert 'columns: {"prompt": "query"}' in init(**PAIR, prompts=path, column="query").read_text()
+
+
+def test_what_is_there_is_replaced_by_force_alone_and_too_few_prompts_are_refused():
+    init(**PAIR, prompts=prompts(20))
+    with pytest.raises(ValueError, match="is there already; choose another --out, or pass --force"):
+        init(**PAIR, prompts=prompts(20))
+    init(**PAIR, prompts=prompts(30), force=True)
+    with pytest.raises(ValueError, match="has 9 prompts; give at least 10"):
+        init(**PAIR, prompts=prompts(9), force=True)

@@ -1,0 +1,75 @@
+"""Which head decodes where none is named, and at what threshold."""
+
+import pytest
+
+from configs.schema import Config, HeadsConfig, ModelSource, PairConfig
+from decode import HeadPolicy
+from decode.experiment import Experiment
+from decode.policies.auto import Auto
+from decode.policies.chosen import best_head
+from heads import AcceptanceHead, Provenance
+from heads.model.head import update_config
+
+TUNED = {"max_rejection_prob": 0.6, "is_calibrated": False, "t_draft_s": 0.01, "t_target_s": 0.05}
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """Three heads of the trio's width: the second has the least loss, the third stops trees."""
+    for name, loss, timing in (("a", 0.3, "drawn"), ("b", 0.2, "drawn"), ("c", 0.1, "candidate")):
+        provenance = Provenance(metrics={"calibrated_kl": loss})
+        AcceptanceHead(96, 0, timing, provenance=provenance).save_pretrained(tmp_path / "exported" / name)
+    return tmp_path / "exported"
+
+
+def paths(exported):
+    return {name: str(exported / name) for name in ("a", "b", "c")}
+
+
+def experiment(exported):
+    pair = PairConfig(
+        target=ModelSource(path="checkpoints/tiny/target"), draft=ModelSource(path="checkpoints/tiny/draft")
+    )
+    return Experiment(Config(pair=pair, heads=HeadsConfig(dir=str(exported.parent))))
+
+
+def test_without_heads_a_policy_without_training_decodes_and_says_so(tmp_path):
+    bare = experiment(tmp_path / "exported")
+    assert best_head({}) is None
+    assert bare.default_policy.spec == "cumulative_token_prob"
+    assert "needs no training: no head in" in bare.default_policy.reason
+    with pytest.raises(FileNotFoundError, match="needs a head, and there is none"):
+        bare.policy("head")
+
+
+def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
+    here = experiment(exported)
+    assert here.default_policy.reason.startswith("head b (least calibrated KL of 2)")
+    policy = here.policy("head")
+    assert (policy.max_rejection_prob, policy.is_calibrated) == (0.4, True)
+    with pytest.raises(ValueError, match="tune"):
+        here.policy("auto")
+    with pytest.raises(ValueError, match="no recommended threshold"):
+        HeadPolicy.from_pretrained(exported / "b")
+
+
+def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
+    update_config(exported / "a", recommended={**TUNED, "throughput": 40.0})
+    update_config(exported / "b", recommended={**TUNED, "throughput": 30.0, "max_rejection_prob": 0.7})
+    here = experiment(exported)
+    assert "a at threshold 0.6: the fastest of 2 tuned heads, 2.00 times" in here.default_policy.reason
+    policy = here.policy("head")
+    assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
+    assert here.policy("head:" + str(exported / "b")).max_rejection_prob == 0.7
+    assert here.policy("head:" + str(exported / "b") + ",max_rejection_prob=0.1").max_rejection_prob == 0.1
+    assert isinstance(here.policy("auto"), Auto)
+    assert here.policy("auto").throughput == 40.0
+
+
+def test_from_pretrained_has_the_recommended_threshold_and_the_heads_signals(exported):
+    update_config(exported / "a", recommended={**TUNED, "throughput": 40.0})
+    policy = HeadPolicy.from_pretrained(exported / "a")
+    assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
+    assert policy.signals == {"drawn_logit"}
+    assert HeadPolicy.from_pretrained(exported / "a", max_rejection_prob=0.2).max_rejection_prob == 0.2
+    assert isinstance(HeadPolicy.from_pretrained(exported / "a", max_rejection_prob="auto"), Auto)

@@ -1,0 +1,77 @@
+"""A policy written module:Class: found from the current directory, made with its parameters, refused with a reason."""
+
+import sys
+
+import pytest
+
+from decode.policies.registry import POLICIES, parse_policy, read_spec, registered
+
+MODULE = """
+from dataclasses import dataclass
+from decode import Policy
+
+@dataclass(frozen=True)
+class Unsure(Policy):
+    floor: float = 0.3
+    signals = frozenset({"token_prob"})
+    grid = {"floor": (0.1, 0.3)}
+    def after(self, state, drawn):
+        return state, drawn.token_prob < self.floor
+
+class Bare(Policy):
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A directory of a user with policies_of_mine.py, and with files that have the names of ours."""
+    (tmp_path / "policies_of_mine.py").write_text(MODULE)
+    (tmp_path / "broken_policies.py").write_text("import nothing_of_this_name\n")
+    for name in ("lm", "heads", "decode"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user has this')\n")
+    monkeypatch.chdir(tmp_path)
+    before, path = dict(POLICIES), list(sys.path)
+    yield tmp_path
+    POLICIES.clear()
+    POLICIES.update(before)
+    sys.path[:] = path
+    for name in ("policies_of_mine", "broken_policies"):
+        sys.modules.pop(name, None)
+
+
+def test_a_policy_of_a_module_is_made_with_its_parameters(directory):
+    policy = parse_policy("policies_of_mine:Unsure:floor=0.2")
+    assert (type(policy).__name__, policy.floor) == ("Unsure", 0.2)
+    assert parse_policy("policies_of_mine:Unsure").floor == 0.3
+    assert sys.path[-1] == str(directory), "behind everything of ours"
+    assert registered("policies_of_mine:Unsure").label == "Unsure (policies_of_mine)"
+    assert registered("policies_of_mine:Unsure").values(20) == {"floor": (0.1, 0.3)}
+
+
+def test_built_in_names_read_as_before():
+    assert read_spec("head:a/b,max_rejection_prob=0.5") == ("head", {"head": "a/b", "max_rejection_prob": 0.5})
+    assert read_spec("auto") == ("head", {"max_rejection_prob": "auto"})
+    assert read_spec("auto:a/b") == ("head", {"max_rejection_prob": "auto", "head": "a/b"})
+    assert read_spec("entropy:scale=0.1") == ("entropy", {"scale": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nowhere_at_all:Unsure", "no module 'nowhere_at_all'"),
+        ("broken_policies:Unsure", "No module named 'nothing_of_this_name'"),
+        ("policies_of_mine:Unsur", "policies that it defines: Unsure, Bare"),
+        ("policies_of_mine:number", "is no policy"),
+        ("policies_of_mine:Policy", "is no policy"),
+        ("policies_of_mine:Bare", "is no dataclass"),
+        ("policies_of_mine:Unsure:flour=1", "has no parameter 'flour'; it has floor"),
+        ("svip", "or one of your own as module:Class"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_a_reason(spec, said):
+    with pytest.raises(ValueError, match=r".*") as raised:
+        parse_policy(spec)
+    assert said in str(raised.value)

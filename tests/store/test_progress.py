@@ -1,0 +1,81 @@
+"""Progress: a line at each tenth in a log, one line that is redrawn on a terminal, and no bars besides."""
+
+import io
+import sys
+from pathlib import Path
+
+from store.progress import Bar
+
+ROOT = Path(__file__, "../../..").resolve()
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def counts(lines: list[str]) -> list[str]:
+    """The part of each line up to the times."""
+    return [line.partition(" [")[0] for line in lines]
+
+
+def test_a_log_has_a_line_for_each_tenth(capsys):
+    for _ in Bar(range(1000), desc="replay: tiny", unit="settings"):
+        pass
+    lines = counts(capsys.readouterr().err.splitlines())
+    assert lines == [f"replay: tiny: {10 * tenth} %, {100 * tenth}/1000 settings" for tenth in range(11)]
+
+
+def test_a_bar_that_ends_early_says_how_far_it_came(capsys):
+    with Bar(total=40, desc="costs", unit="generations") as bar:
+        for _ in range(5):
+            bar.counted(None)
+    lines = counts(capsys.readouterr().err.splitlines())
+    assert lines == ["costs: 0 %, 0/40 generations", "costs: 10 %, 4/40 generations", "costs: 12 %, 5/40 generations"]
+
+
+def test_parts_that_are_shares_add_up(capsys):
+    """A stage of three steps counts each row three times, by a third."""
+    with Bar(total=7, desc="labels", unit="rows") as bar:
+        for _ in range(21):
+            bar.update(1 / 3)
+    assert counts(capsys.readouterr().err.splitlines())[-1] == "labels: 100 %, 7/7 rows"
+
+
+def test_a_terminal_sees_one_line_that_is_redrawn(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    for _ in Bar(range(1000), desc="replay", unit="settings", ncols=100):
+        pass
+    assert screen.getvalue().count("\n") == 1
+    assert screen.getvalue().split("\r")[-1].startswith("replay: 100%|")
+
+
+def test_a_bar_that_is_switched_off_says_nothing(capsys):
+    for _ in Bar(range(20), desc="sums", unit="B", disable=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_bars_are_made_in_one_place():
+    rooms = (
+        "store",
+        "lm",
+        "data_gen",
+        "heads",
+        "decode",
+        "evaluation",
+        "serve",
+        "configs",
+        "checkpoints",
+        "benchmarks",
+    )
+    made = [
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if any(maker in path.read_text(encoding="utf-8") for maker in (" tqdm(", "(tqdm(", "rich.progress"))
+    ]
+    assert made == []
