@@ -75,7 +75,8 @@ def evaluate(
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    grids, folder, into = grids_with(experiment, experiment.heads), trace_folder(experiment), folder_of(experiment)
+    grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+    into = folder_of(experiment, grids)
     cost = costs_for(experiment)
     costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
     homes = homes_at(home, config, grids, costs) if home else {}
@@ -93,19 +94,19 @@ def evaluate(
         print(document({"costs": asdict(cost), "results": records(results), "written": written}, page))
 
 
-def folder_of(experiment: Experiment) -> Path:
-    """Folder of everything that is written: decode.dir, or a folder in it where there are no heads now and the report
+def folder_of(experiment: Experiment, grids: Sequence[Grid]) -> Path:
+    """Folder of everything that is written: decode.dir, or a folder in it where no heads compete now and the report
     there has some, which is kept.
 
     Says so at once where there are no heads, and how they are made.
     """
-    if experiment.heads:
+    if any(grid.name.startswith("head:") for grid in grids):
         return experiment.directory
     report, without = experiment.directory / "report.html", experiment.directory / "no-heads"
+    lacking = "decode.policies names no head" if experiment.heads else f"No trained heads in {experiment.exported}"
     say(
-        f"No trained heads in {experiment.exported}: only policies that need no training are compared. "
-        "`acceptance-heads export --config …` makes heads of a training run (`acceptance-heads train` before it); "
-        "decode.heads names others."
+        f"{lacking}: only policies that need no training are compared. `acceptance-heads export --config …` makes "
+        "heads of a training run (`acceptance-heads train` before it); decode.heads names others."
     )
     if not (report.exists() and has_heads(report)):
         return experiment.directory

@@ -151,7 +151,7 @@ def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num
     sentence = f"{cost.where}: {what}, predicted {own.gain.words} over the best fixed length ({length})"
     lead = lead_of(judged.yardstick)
     if lead is None:
-        return f"{sentence}. It needs no training; there are no trained heads to compare it with."
+        return f"{sentence}. It needs no training, and no trained heads are compared with it."
     over = "" if free.family == BASELINE else f", {lead.words} over {_rival(free)}, which needs no training"
     return f"{sentence}{over}.{_doubt(lead, free, num_prompts)}"
 

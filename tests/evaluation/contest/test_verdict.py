@@ -102,7 +102,7 @@ def test_a_lead_that_shows_nothing_is_called_so(lead, says):
 def test_without_heads_the_sentence_says_what_needs_no_training(splits):
     judged = judge("made", replayed(splits, {}), CURVE)
     answer = answer_of(judged, CURVE, heads={}, num_prompts=2)
-    assert "no trained heads to compare" in answer.verdict or "no policy that needs no training" in answer.verdict
+    assert "no trained heads are compared" in answer.verdict or "no policy that needs no training" in answer.verdict
     assert answer.explained == ""
 
 
@@ -188,15 +188,17 @@ def written(directory, compared, about=""):
 
 def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared, tmp_path, capsys):
     experiment = SimpleNamespace(heads={}, exported=tmp_path / "exported", directory=tmp_path)
-    assert folder_of(experiment) == tmp_path
+    assert folder_of(experiment, []) == tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert "No trained heads in" in said
     assert "`acceptance-heads export" in said
     assert has_heads(written(tmp_path, compared))
-    assert folder_of(experiment) == tmp_path / "no-heads"
+    assert folder_of(experiment, []) == tmp_path / "no-heads"
     assert "is kept" in " ".join(capsys.readouterr().out.split())
     experiment.heads = {"it": None}
-    assert folder_of(experiment) == tmp_path
+    assert folder_of(experiment, []) == tmp_path / "no-heads"
+    assert "decode.policies names no head" in " ".join(capsys.readouterr().out.split())
+    assert folder_of(experiment, [SimpleNamespace(name="head:it")]) == tmp_path
     assert capsys.readouterr().out == ""
 
 
