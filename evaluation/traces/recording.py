@@ -116,10 +116,10 @@ class TraceFolder:
         """
         data, decode = self.data, self.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
-        what = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
+        sum_of_settings = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
         for model in (pair.target, pair.drafting):
             if isinstance(model, PreTrainedModel):
-                refuse_crossing(model, 0, longest, what=what, remedy="lower one of the three")
+                refuse_crossing(model, 0, longest, what=sum_of_settings, remedy="lower one of the three")
 
     def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
         for draw in range(self.decode.draws_per_prompt):
@@ -243,10 +243,10 @@ def record_trace(
     Args:
         recorder: the models, the sampling and the longest draft.
         exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
-        max_new_tokens: the length limit that they were generated with.
-        seed: of the outcomes and branches.
-        categories: of the prompts; empty: none.
-        progress: told after each response.
+        max_new_tokens: the length limit that the responses were generated with.
+        seed: the seed of outcomes and branches.
+        categories: the category of each prompt; empty: none.
+        progress: a function that is called with 1 after each response.
 
     Raises:
         ValueError: no exchanges.
