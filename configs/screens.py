@@ -77,7 +77,8 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     parser.add_argument("--version", action="store_true", help="the version")
     parser.add_argument("--completion", choices=SHELLS, help="a script that completes commands and options")
     shared = ArgumentParser(add_help=False)
-    shared.add_argument("--config", help="the experiment", metavar="FILE").complete = shtab.FILE  # type: ignore[attr-defined]
+    experiment = shared.add_argument("--config", help="the experiment", metavar="FILE")
+    experiment.complete = shtab.FILE  # type: ignore[attr-defined]
     shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
     classes = _schema()
     for section, owner in _SECTIONS.items():

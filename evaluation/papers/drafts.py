@@ -185,7 +185,7 @@ def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
             f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out"
         )
     settings = {
-        ", ".join(f"{key}={value}" for key, value in choice.items()): replace(policy, **choice)  # type: ignore[type-var]
-        for choice in choices
+        ", ".join(f"{key}={value}" for key, value in pick.items()): replace(policy, **pick)  # type: ignore[type-var]
+        for pick in choices
     }
     return StopChoices(name, settings, version_of(policy.heads))
