@@ -180,8 +180,8 @@ def similar(name: str, options: Iterable[str]) -> list[str]:
     `data.num_trian` gives data.num_train; `num_train`, without its section, data.num_train and heads.num_train.
 
     Args:
-        name: what was typed, without dashes.
-        options: what there is, with dashes.
+        name: the option that was typed, without dashes.
+        options: all options of a parser, with dashes.
     """
     known = [option.removeprefix("--") for option in options if option.startswith("--")]
     if near := get_close_matches(name, known, n=1, cutoff=0.8):

@@ -21,12 +21,12 @@ STEPS = ("data", "train", "export", "evaluate", "tune")
 
 
 class Entry(NamedTuple):
-    """A command."""
+    """A command: where its code is, and what its help shows."""
 
     target: str
-    """Where its function is: module:function."""
+    """The place of its function, as module:function."""
     settings: tuple[str, ...] = ()
-    """Dotted names of what its help shows of the experiment."""
+    """Dotted names of the settings that its help shows."""
 
 
 _DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num_test", "data.max_new_tokens")

@@ -25,7 +25,7 @@ SHELLS = ("bash", "zsh")
 
 
 class Option(NamedTuple):
-    """One line of a screen."""
+    """A flag as a screen shows it, in one line."""
 
     flag: str
     default: str
@@ -36,8 +36,8 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
     """The help of one command.
 
     Args:
-        name: of the command.
-        target: where its function is, as module:function.
+        name: the command, as a user types it.
+        target: the place of its function, as module:function.
         settings: dotted names of the settings to show.
     """
     function = _function(target)
@@ -54,8 +54,8 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
         Option("--config FILE", "", "the experiment: a YAML, or the name of a shipped one"),
         Option("--print_config", "", "print the experiment with every setting, and stop"),
     ]
-    every = Option("--help.all", "", "every option, with its type and default")
-    return "\n".join([*lines, *map(_line, [*(config if takes_config else []), every])])
+    all_options = Option("--help.all", "", "every option, with its type and default")
+    return "\n".join([*lines, *map(_line, [*(config if takes_config else []), all_options])])
 
 
 def summary_of(target: str) -> str:
@@ -68,7 +68,7 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     """A script that completes every command, its options, and the values of those that take one of a few.
 
     Args:
-        commands: name -> where its function is, as module:function.
+        commands: name -> the place of its function, as module:function.
         shell: one of `SHELLS`.
     """
     import shtab  # here, since no other command needs it
@@ -77,7 +77,8 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     parser.add_argument("--version", action="store_true", help="the version")
     parser.add_argument("--completion", choices=SHELLS, help="a script that completes commands and options")
     shared = ArgumentParser(add_help=False)
-    shared.add_argument("--config", help="the experiment", metavar="FILE").complete = shtab.FILE  # type: ignore[attr-defined]
+    experiment = shared.add_argument("--config", help="the experiment", metavar="FILE")
+    experiment.complete = shtab.FILE  # type: ignore[attr-defined]
     shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
     classes = _schema()
     for section, owner in _SECTIONS.items():

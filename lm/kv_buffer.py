@@ -20,7 +20,8 @@ def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
 
 def keep(cache: DynamicCache, rows: Tensor) -> None:
     """Drop every sequence of the batch but `rows`, which may be on any device."""
-    cache.reorder_cache(rows.long())  # type: ignore[arg-type]  # which every kind of layer has, and which takes any number of rows
+    # every kind of layer has this method, and it takes any number of rows
+    cache.reorder_cache(rows.long())  # type: ignore[arg-type]
 
 
 def takes_turns(cache: DynamicCache) -> bool:

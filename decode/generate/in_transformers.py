@@ -128,7 +128,9 @@ def speculative_generate(
 
 def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:
     sequences = torch.cat([input_ids, input_ids.new_tensor([generation.token_ids]).view(1, -1)], dim=-1)
-    return SpeculativeOutput(sequences=sequences, generation=generation) if is_dict else sequences  # type: ignore[arg-type]
+    if not is_dict:
+        return sequences
+    return SpeculativeOutput(sequences=sequences, generation=generation)  # type: ignore[arg-type]
 
 
 def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> frozenset[int]:

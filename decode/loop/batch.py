@@ -164,7 +164,8 @@ class Batch:
         while going := self._chosen(going, busy):
             steps.append(len(going))
             ids = [place.committed + place.drafter.proposal.tokens for place in going]
-            asks = [Ask(place.drafter.model, text, 1) for place, text in zip(going, ids, strict=True)]  # type: ignore[arg-type]  # a `Seat`
+            models = [place.drafter.model for place in going]  # each a `Seat`
+            asks = [Ask(model, text, 1) for model, text in zip(models, ids, strict=True)]  # type: ignore[arg-type]
             logits = self._draft.forward(asks)
             outcomes = zip(going, logits, self._laws(asks, logits), strict=True)
             going = [place for place, row, q in outcomes if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
@@ -174,7 +175,9 @@ class Batch:
         """Seats that the batch's rule lets draft on, among those whose sequences want to."""
         if self._rule is None or not going:
             return going
-        worth = np.array([float(place.drafter.policy.worth(place.drafter.state)) for place in going])  # type: ignore[attr-defined]
+        drafters = [place.drafter for place in going]
+        worths = [drafter.policy.worth(drafter.state) for drafter in drafters]  # type: ignore[attr-defined]
+        worth = np.array([float(value) for value in worths])
         chosen = self._rule.chosen(worth, sum(place.num_planned for place in busy))
         for place, goes_on in zip(going, chosen, strict=True):
             if not goes_on:

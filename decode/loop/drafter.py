@@ -200,7 +200,8 @@ class ModelDrafter(PolicyDrafter):
         """Draw a token after `ids`: it, the signals of the step, and the law that it was drawn from."""
         session = self._session
         if self._fused is not None:
-            return self._fused.draw(position, ids, session.draws)  # type: ignore[arg-type]  # they offer a chance, or it would be None
+            # the draws offer a chance, or there would be no fused step
+            return self._fused.draw(position, ids, session.draws)  # type: ignore[arg-type]
         logits = self.model.forward(ids)
         return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
 

@@ -34,7 +34,7 @@ class Racer(NamedTuple):
         """Was one of its heads trained under another sampling?"""
         heads = self.policy.heads if self.policy else ()
         known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
-        return any(each and each != sampling.as_dict() for each in known)
+        return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:

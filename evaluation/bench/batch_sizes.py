@@ -36,8 +36,8 @@ def measure_sizes(
 
     Args:
         loop: models and prompts.
-        policies: by name, fixed lengths among them.
-        sizes: of batches.
+        policies: every policy by its name, fixed lengths among them.
+        sizes: sequences in a batch, a row of results for each.
 
     Returns:
         Rows of every policy at every size, medians over turns of tokens/s and of the ratio to the best fixed length's;
@@ -46,7 +46,10 @@ def measure_sizes(
     prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
     fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
     seen = [
-        one for size in sizes for name in fixed for one in _run(loop, policies[name], prompts[size], size, seed=0)[1]
+        round_
+        for size in sizes
+        for name in fixed
+        for round_ in _run(loop, policies[name], prompts[size], size, seed=0)[1]
     ]
     first, rows = curves_of(seen), []
     for size in sizes:
@@ -58,7 +61,7 @@ def measure_sizes(
         speeds = {name: [speed for speed, _ in turns[1:]] for name, turns in runs.items()}
         best = max(fixed, key=lambda name: median(speeds[name]))
         for name, values in speeds.items():
-            against = median(speed / other for speed, other in zip(values, speeds[best], strict=True))
+            against = median(speed / rival_speed for speed, rival_speed in zip(values, speeds[best], strict=True))
             rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
         seen += [round_ for name in fixed for _, rounds in runs[name][1:] for round_ in rounds]
     return rows, curves_of(seen)

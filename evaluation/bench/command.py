@@ -69,27 +69,27 @@ def bench(
 
     Args:
         config: names the pair; of policies also its trace, heads, costs, and whether the loop is compiled.
-        parts: what is measured.
-        batch: instead, `lengths` and `policies` in continuous batches of so many sequences.
-        ratios: of policies: make both models slow, to these t_target / t_draft; empty: the pair as it is.
-        t_draft_ms: of policies: a draft step with ratios, unless the draft is slower as it is.
-        samplings: of policies: greedy, temperature 1 (sampled), temperature 0.7 with top-p 0.9 (nucleus), the config's
-            (own).
-        policies: these instead of each family's best, one a fixed length: fixed_length:k=5,
+        parts: the measurements to make.
+        batch: sizes of continuous batches, in which `lengths` and `policies` are then measured; null: one sequence.
+        ratios: for `policies`, the t_target / t_draft to which both models are slowed; empty: the pair as it is.
+        t_draft_ms: for `policies` with ratios, milliseconds of a draft step, unless the draft is slower as it is.
+        samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (temperature 0.7 with top-p 0.9) and
+            own (the config's).
+        policies: specs that run in place of each family's best, one a fixed length: fixed_length:k=5,
             head:PATH,max_rejection_prob=0.4.
-        families: of policies: only these and the best fixed length; empty: all.
-        constants: of policies: lengths of transformers' constant schedule; empty: our best fixed length and half of it.
-        lengths: of lengths: fixed draft lengths.
-        threads: of lengths and overheads: CPU threads to measure with.
+        families: for `policies`, the families that run beside the best fixed length; empty: all.
+        constants: for `policies`, lengths of transformers' constant schedule; empty: our best fixed one and half of it.
+        lengths: for `lengths`, the fixed draft lengths.
+        threads: for `lengths` and `overheads`, numbers of CPU threads to measure with.
         num_prompts: generations per arm.
-        num_tokens: per generation; EOS is switched off.
+        num_tokens: tokens per generation; EOS is switched off.
     """
-    how = {"num_prompts": num_prompts, "num_tokens": num_tokens}
+    counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
     # first: they refuse
-    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **how)
-    document: dict[str, Any] = {"where": where(config), **how}
+    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **counts)
+    document: dict[str, Any] = {"where": where(config), **counts}
     if "policies" in parts and sizes is None:
-        terms = RaceTerms(**how, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+        terms = RaceTerms(**counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
         document["cells"] = race(Race(config, terms), ratios, samplings)
     document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
     print(json.dumps(document))
@@ -168,12 +168,12 @@ class Bare:
             self._experiment.decode,
         )
         if "lengths" in parts:
-            how: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "lengths": self._lengths,
                 "num_tokens": num_tokens,
                 "has_compiled": decode.compile is True,
             }
-            for row in length_rows(pair, prompts, _PLAIN, **how):
+            for row in length_rows(pair, prompts, _PLAIN, **settings):
                 yield "lengths", row
         if "overheads" in parts:
             yield "overheads", overheads_of(pair, prompts, _PLAIN, num_tokens=num_tokens)

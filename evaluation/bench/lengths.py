@@ -43,21 +43,21 @@ def length_rows(
 ) -> Iterator[dict[str, Any]]:
     """One row per sampling and draft length, each as soon as it is measured."""
     for name, sampling in samplings.items():
-        what: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "pair": pair,
             "prompts": prompts,
             "sampling": sampling,
             "max_draft_length": max(lengths),
         }
-        loops = {"ours": Loop(**what, max_new_tokens=num_tokens)}
+        loops = {"ours": Loop(**settings, max_new_tokens=num_tokens)}
         if has_compiled:
-            loops["compiled"] = Loop(**what, max_new_tokens=num_tokens, compile=True)
+            loops["compiled"] = Loop(**settings, max_new_tokens=num_tokens, compile=True)
         for k in lengths:
             timed = {
-                which: assisted(pair, num_tokens, sampling, how)
-                for which, how in (("plain", None), ("assisted", constant(k)))
+                arm: assisted(pair, num_tokens, sampling, changes)
+                for arm, changes in (("plain", None), ("assisted", constant(k)))
             }
-            timed |= {which: generations_of(loop.decoder(FixedLength(k)), num_tokens) for which, loop in loops.items()}
+            timed |= {arm: generations_of(loop.decoder(FixedLength(k)), num_tokens) for arm, loop in loops.items()}
             seconds = timed_in_turns(timed, prompts)
             row: dict[str, Any] = {"sampling": name, "k": k}
             row |= {f"{arm}_tokens_per_s": num_tokens / median(taken_s) for arm, taken_s in seconds.items()}
@@ -70,13 +70,13 @@ def length_rows(
             yield row
 
 
-def num_differing(loop: Loop, other: Loop, k: int) -> int:
+def num_differing(loop: Loop, rival: Loop, k: int) -> int:
     """Greedy generations that two loops end with other tokens: near ties that rounding decides."""
-    decoders = [loop_.decoder(FixedLength(k)) for loop_ in (loop, other)]
+    decoders = [loop_.decoder(FixedLength(k)) for loop_ in (loop, rival)]
     texts = (
         [decoder.generate(prompt, loop.max_new_tokens).token_ids for decoder in decoders] for prompt in loop.prompts
     )
-    return sum(one != another for one, another in texts)
+    return sum(text != rival_text for text, rival_text in texts)
 
 
 def length_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:

@@ -29,7 +29,7 @@ def overheads_of(
     row: dict[str, Any] = {}
     for name, sampling in samplings.items():
         outside = outside_share(pair, prompts, _DRAFT_LENGTH, sampling, num_tokens)
-        row |= {f"outside_{what}_{name}": value for what, value in outside.items()}
+        row |= {f"outside_{part}_{name}": value for part, value in outside.items()}
     return row
 
 
@@ -116,7 +116,7 @@ def _repeat_bare(pair: Pair, calls: Sequence[Call], bare: dict[Call, list[float]
 
 
 @torch.inference_mode()
-def _repeat_own(pair: Pair, calls: Sequence[Call], own: dict[Call, list[float]]) -> None:
+def _repeat_own(pair: Pair, calls: Sequence[Call], cached_s: dict[Call, list[float]]) -> None:
     """The same by the loop's own `CachedModel`s."""
     models = {name: CachedModel(getattr(pair, name), vocab_size=pair.vocab_size) for name in ("target", "draft")}
     for call in calls:
@@ -125,7 +125,7 @@ def _repeat_own(pair: Pair, calls: Sequence[Call], own: dict[Call, list[float]])
         started_s = perf_counter()
         model.forward(ids, call.num_rows)
         _wait(model.device)
-        own[call.shape].append(perf_counter() - started_s)
+        cached_s[call.shape].append(perf_counter() - started_s)
 
 
 def _wait(device: torch.device) -> None:

@@ -158,8 +158,8 @@ class Race:
     def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Racer]) -> dict[str, tuple[Racer, Timed]]:
         """Every competitor, and its generations, by a name of its own."""
         num_tokens = self._terms.num_tokens
-        how: dict[str, Any] = {"prompts": self._prompts, "sampling": sampling, "max_new_tokens": num_tokens}
-        loop = Loop.of(self.experiment, pair=pair, **how)
+        terms: dict[str, Any] = {"prompts": self._prompts, "sampling": sampling, "max_new_tokens": num_tokens}
+        loop = Loop.of(self.experiment, pair=pair, **terms)
         arms = {
             name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
             for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
@@ -197,10 +197,10 @@ class Choices:
 
     def __init__(self, config: Config, name: str, sampling: Sampling, *, cost: CostModel) -> None:
         """Args:
-        config: of the command.
-        name: of the sampling.
-        sampling: of the cells.
-        cost: of the pair as it is; decides which head of each timing `auto` reads.
+        config: the experiment.
+        name: the name of the sampling.
+        sampling: the sampling of the cells.
+        cost: the costs of the pair as it is, which decide which head of each timing `auto` reads.
         """
         of_pair = Sampling(**vars(config.pair.sampling))
         self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
@@ -224,10 +224,10 @@ class Choices:
         )
 
     def at(self, cost: CostModel, families: Sequence[str] = ()) -> dict[str, Racer]:
-        """Family -> what is fastest on dev at these costs.
+        """Family -> its setting that is fastest on dev at these costs.
 
         Args:
-            cost: of a cell.
+            cost: the costs of a cell.
             families: leave out all but these and the best fixed length; none named: keep all.
 
         Raises:

@@ -53,14 +53,14 @@ def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[s
 
     Args:
         pair: draft and target.
-        num_tokens: of each generation.
+        num_tokens: tokens of each generation.
         sampling: passed to `generate`.
-        changes: of the draft's generation config, the only place where transformers looks; None: plain generation
+        changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
             without a draft.
     """
     assistant = {} if changes is None else {"assistant_model": pair.draft}
     warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-    how: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
+    generation: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
     settings = dict(changes or {})
 
     def seconds_of(prompt: list[int], seed: int) -> float:
@@ -69,7 +69,7 @@ def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[s
         with _set(pair, settings):
             started_s = perf_counter()
             output = pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **how
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **generation
             )  # type: ignore[operator]
             seconds = perf_counter() - started_s
             settings.update({name: getattr(pair.draft.generation_config, name) for name in _LEARNT})

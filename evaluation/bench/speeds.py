@@ -112,10 +112,10 @@ def layers_for(wished_s: float, timed: Callable[[int], float]) -> int:
 
     Args:
         wished_s: seconds.
-        timed: from a number of extra layers to seconds.
+        timed: a function that takes a number of extra layers and returns the seconds of a forward.
 
     Raises:
-        ValueError: a forward does not become slower with them.
+        ValueError: a forward does not become slower with more layers.
     """
     first_s = timed(0)
     if first_s >= wished_s:

@@ -51,8 +51,8 @@ def standings_of(cell: Mapping[str, Any]) -> list[Standing]:
             "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
         )
     return [
-        Standing(family=arm["family"], setting=arm["setting"], spent=own, rivals=rivals)
-        for arm, own in zip(cell["arms"], spent, strict=True)
+        Standing(family=arm["family"], setting=arm["setting"], spent=spent_by_arm, rivals=rivals)
+        for arm, spent_by_arm in zip(cell["arms"], spent, strict=True)
     ]
 
 
@@ -60,14 +60,14 @@ def records_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> list[d
     """The arms of a cell as JSON has them."""
     return [
         {
-            "family": each.family,
-            "setting": each.setting,
+            "family": standing.family,
+            "setting": standing.setting,
             "is_foreign": arm["is_foreign"],
-            "tokens_per_s": each.spent.tokens_per_s,
-            "over": {name: gain._asdict() for name, gain in each.over.items()},
-            "median_over": each.median_over,
+            "tokens_per_s": standing.spent.tokens_per_s,
+            "over": {name: gain._asdict() for name, gain in standing.over.items()},
+            "median_over": standing.median_over,
         }
-        for arm, each in zip(cell["arms"], standings, strict=True)
+        for arm, standing in zip(cell["arms"], standings, strict=True)
     ]
 
 
@@ -133,12 +133,12 @@ def ratio_of(cell: Mapping[str, Any]) -> float:
 
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     """Lead of our fastest arm over each schedule, and the arms of ours that are behind one."""
-    ours = [standing for standing in standings if standing.family not in (*SCHEDULES, ALONE)]
-    best = max(ours, key=lambda one: one.spent.tokens_per_s)
+    drafting = [standing for standing in standings if standing.family not in (*SCHEDULES, ALONE)]
+    best = max(drafting, key=lambda standing: standing.spent.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {_name(name)}" for name in SCHEDULES if name in best.over)
     behind = [
         f"{_name(standing.family)} behind {_name(name)}"
-        for standing in ours
+        for standing in drafting
         for name in SCHEDULES
         if name in standing.over and standing.over[name].value < 0
     ]
@@ -157,7 +157,7 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
     figure, panels = panels_of(len(samplings), width=4.4 * len(samplings), height=4.2)
     for axes, sampling in zip(panels, samplings, strict=True):
         of_sampling = sorted(
-            (each for each in cells if each[0]["sampling"] == sampling), key=lambda each: ratio_of(each[0])
+            (entry for entry in cells if entry[0]["sampling"] == sampling), key=lambda entry: ratio_of(entry[0])
         )
         ratios = [ratio_of(cell) for cell, _ in of_sampling]
         for place, family in enumerate(
@@ -184,18 +184,18 @@ def race_plot(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> 
 
 def _best(standings: Sequence[Standing], family: str) -> Gain | None:
     of_family = [standing for standing in standings if standing.family == family]
-    return max(of_family, key=lambda one: one.spent.tokens_per_s).over[BASELINE] if of_family else None
+    return max(of_family, key=lambda standing: standing.spent.tokens_per_s).over[BASELINE] if of_family else None
 
 
 def _name(family: str) -> str:
     return f"best {family}" if family == TRAINING_FREE else NAMES.get(family, family)
 
 
-def _gain(one: Standing, rival: str) -> str:
-    gain = one.over[rival]
+def _gain(standing: Standing, rival: str) -> str:
+    gain = standing.over[rival]
     if gain.standard_error == 0:
         return ""
-    return f"{_short(gain)} {100 * one.median_over[rival]:+.1f}"
+    return f"{_short(gain)} {100 * standing.median_over[rival]:+.1f}"
 
 
 def _short(gain: Gain) -> str:

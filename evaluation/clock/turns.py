@@ -51,11 +51,11 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
     Args:
-        loop: that is configured.
-        runners: whose test prompts begin with those of the trace.
+        loop: the loop of the config, which writes recorded texts.
+        runners: the settings that are timed; their test prompts begin with those of the trace.
         trace: the prompts.
         repeats: timed turns.
-        name: of the dataset, for the progress bar.
+        name: the name of the dataset, for the progress bar.
     """
     num = len(trace.rows)
     seconds, agrees = np.zeros((len(runners), repeats, num, len(PARTS))), np.ones(num, dtype=bool)

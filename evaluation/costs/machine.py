@@ -35,8 +35,8 @@ def costs_for(
     """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
 
     Args:
-        experiment: whose costs they are.
-        ratio: t_target / t_draft of other hardware, in place of theirs.
+        experiment: the models, policies and settings.
+        ratio: t_target / t_draft of other hardware, in place of that of these times.
         others: policies that are neither registered nor heads of the experiment.
         has_heads: whether the stops of the experiment's heads count, too.
 
@@ -133,8 +133,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     """This loop's entry in DIR/costs.jsonl, with the stops of all these policies; what is missing is measured and kept.
 
     Args:
-        experiment: whose loop it is.
-        policies: by kind of stop.
+        experiment: the models and settings of the loop.
+        policies: one policy for each kind of stop, by its kind.
         again: measure everything anew.
     """
     times, missing = missing_of(experiment, policies, again=again)
@@ -154,9 +154,9 @@ def missing_of(
     """(this loop's entry in DIR/costs.jsonl, None where it is still to be measured; policies whose stops it lacks).
 
     Args:
-        experiment: whose loop it is.
-        policies: by kind of stop.
-        again: as if nothing were kept.
+        experiment: the models and settings of the loop.
+        policies: one policy for each kind of stop, by its kind.
+        again: take nothing from the file, as if it were empty.
     """
     times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
     return times, {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}

@@ -88,9 +88,9 @@ class Loop:
         """Target and draft, shared by all decoders."""
         return PairModels(self.pair, self.compile, kind=self._warm)
 
-    def _warm(self, model: PreTrainedModel, **how: Any) -> CachedModel:
+    def _warm(self, model: PreTrainedModel, **settings: Any) -> CachedModel:
         """The model with all widths compiled that the loop will feed."""
-        made = KINDS[self.compile](model, **how)
+        made = KINDS[self.compile](model, **settings)
         if isinstance(made, CompiledModel):
             made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
         return made
@@ -127,7 +127,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     part of t_target(k).
 
     Args:
-        generations: with drafts of several lengths, 0 among them.
+        generations: real ones with drafts of several lengths, 0 among them.
         max_draft_length: the last k of t_target(k).
         in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise
             bends less.

@@ -97,8 +97,8 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
     `others`.
     """
     registered = (make_policy(name) for name in POLICIES if name != "head")
-    every = [*registered, *(HeadPolicy(head) for head in heads), *others]
-    return {policy.stop_kind: policy for policy in reversed(every) if policy.stop_kind}
+    policies = [*registered, *(HeadPolicy(head) for head in heads), *others]
+    return {policy.stop_kind: policy for policy in reversed(policies) if policy.stop_kind}
 
 
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
@@ -140,7 +140,7 @@ def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[i
     for kind, decoder in decoders.items():
         played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
         drafting[kind] = [round_ for round_ in played if round_.drafted]
-        assert [round_.drafted for round_ in drafting[kind]] == [one.drafted for one in drafting[""]], (
+        assert [round_.drafted for round_ in drafting[kind]] == [round_.drafted for round_ in drafting[""]], (
             "equal draws write equal texts"
         )
     return {

@@ -59,7 +59,7 @@ def warning_of(loop: Loop, num_kinds: int, *, has_forwards: bool, kept_in: str) 
     """What a user reads before the timing of a loop begins, in three lines.
 
     Args:
-        loop: what will be timed.
+        loop: the loop that will be timed.
         num_kinds: kinds of stop that are timed.
         has_forwards: t_draft and t_target are timed too.
         kept_in: the file that keeps the times.

@@ -76,10 +76,10 @@ def with_heads(
     plain speculation.
 
     Args:
-        trio: whose models run.
+        trio: the three models.
         heads: one trained on (micro, draft), one on (draft, target).
-        paths: of both.
-        max_rejection_prob: threshold of both, on their calibrated probabilities.
+        paths: the directory of each head, in the same order.
+        max_rejection_prob: the threshold of both heads, on their calibrated probabilities.
     """
     policies = [HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads]
     labels, version = [f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths], version_of(heads)

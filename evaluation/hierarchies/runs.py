@@ -98,7 +98,7 @@ class ResumableLoop:
         moment.
 
         Args:
-            competitors: that take turns, another one first each time.
+            competitors: the drafters, which take turns, another one first each time.
             prompts: token ids of each.
             repeats: times that each decodes a prompt; medians of its seconds are kept.
         """

@@ -50,10 +50,10 @@ def ablation_sheet(frame: pd.DataFrame) -> Sheet:
         {
             "": name,
             "pre-verify": "x" if pre else "",
-            "self-verify": "x" if own else "",
+            "self-verify": "x" if self_verified else "",
             **_speed_ups(rows.loc[name].to_dict()),
         }
-        for name, (pre, own) in _ABLATION.items()
+        for name, (pre, self_verified) in _ABLATION.items()
     ]
     return Sheet("ablation (HSDDW, Table 2)", cells, names=3)
 

@@ -91,9 +91,9 @@ def break_even(hierarchy: Counts, plain: Counts, times: Times) -> float:
     From T_hierarchy / N = T_plain / N' solved for t_micro.
 
     Args:
-        hierarchy: drafts with the micro.
-        plain: does not.
-        times: whose t_micro_s is not read.
+        hierarchy: counts and seconds of drafting with the micro.
+        plain: counts and seconds of drafting without it.
+        times: t_draft_s and t_target_s; its t_micro_s is not read.
     """
     assert not plain.num_micro_forwards, "plain speculation with the draft has no micro forwards"
     rest_s = times.t_draft_s * hierarchy.num_draft_forwards + times.t_target_s * hierarchy.num_target
@@ -105,7 +105,7 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
     """The three times that explain the measured seconds best.
 
     Args:
-        decoded: of several arms, so that the three counts vary apart.
+        decoded: generations of several arms, so that the three counts vary apart.
         is_micro: whether a generation's drafter was the micro alone.
 
     Raises:

@@ -44,13 +44,13 @@ def paper_tables(
     Args:
         config: the experiment.
         paper: specdec++, svip, svip-trees, or hsddw (which decodes with three models).
-        stops: of svip-trees, and of hsddw's EAGLE: policies, as entropy or head:PATH. What a spec leaves open is chosen
-            on dev; one with its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is
-            taken as it is.
-        eagle: of hsddw: directory of an EAGLE draft for the pair's target, which then stands in Table 1.
-        repeats: of svip-trees and hsddw: times that each test prompt is decoded by each; medians count.
-        tree: of EAGLE-2: candidates after a node, and nodes that are verified. The published tree is for GPUs; a CPU
-            pays for every node.
+        stops: for svip-trees and hsddw's EAGLE, policies such as entropy or head:PATH. What a spec leaves open is
+            chosen on dev; one with its threshold, as entropy:max_sqrt_entropy=0.5 or
+            head:PATH,max_rejection_prob=0.7, is taken as it is.
+        eagle: for hsddw, the directory of an EAGLE draft for the pair's target, which then stands in Table 1.
+        repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; medians count.
+        tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
+            CPU pays for every node.
     """
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:

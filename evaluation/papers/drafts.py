@@ -58,7 +58,7 @@ class Contest(NamedTuple):
     fixed: Competitor
     """The draft at fixed lengths."""
     published: Setting | None
-    """The one of them that the paper fixes."""
+    """The fixed length of the paper; None where it has none."""
     stops: tuple[Competitor, ...]
     best: Setting | None = None
     """The fixed length that dev chose; None before the choice."""
@@ -107,11 +107,11 @@ def contest_of(
     """Fixed lengths and stops of one kind of draft.
 
     Args:
-        kind: of draft.
-        stops: those of `stops_of`.
-        models: that draft and verify.
-        lengths: those of `lengths_of`.
-        version: of the draft, where stored generations do not tell by themselves.
+        kind: the kind of draft.
+        stops: the stops that `stops_of` gives.
+        models: the models that draft and verify.
+        lengths: the fixed lengths that `lengths_of` gives.
+        version: the version of the draft, where stored generations do not tell by themselves.
     """
     unit = "k={}" if kind.shape is None else "levels={}"
     published = [kind.published] if kind.published else []
@@ -170,19 +170,22 @@ def _short(spec: str) -> str:
 
 def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
     policy, (kind, given) = experiment.policy(spec), read_spec(spec)
-    own = experiment.decode.grid.get(kind)
+    configured = experiment.decode.grid.get(kind)
     grid = {
         key: values
-        for key, values in (own or POLICIES[kind].values(experiment.decode.max_draft_length)).items()
+        for key, values in (configured or POLICIES[kind].values(experiment.decode.max_draft_length)).items()
         if key not in given
     }
     choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    if own is None and len(choices) > NUM_CHOICES:
+    if configured is None and len(choices) > NUM_CHOICES:
         places = np.linspace(0, len(choices) - 1, NUM_CHOICES + 2)[1:-1]
         choices = [choices[round(place)] for place in places.tolist()]
     if not choices:
         raise ValueError(
             f"decode.grid gives {kind} no value of {next(iter(grid))}; give at least one, or leave {kind} out"
         )
-    settings = {", ".join(f"{key}={value}" for key, value in one.items()): replace(policy, **one) for one in choices}  # type: ignore[type-var]
+    settings = {
+        ", ".join(f"{key}={value}" for key, value in pick.items()): replace(policy, **pick)  # type: ignore[type-var]
+        for pick in choices
+    }
     return StopChoices(name, settings, version_of(policy.heads))

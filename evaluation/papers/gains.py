@@ -26,11 +26,11 @@ from evaluation.intervals import Gain, Spent, gain_over
 from evaluation.papers.drafts import Contest
 
 Runs = Mapping[tuple[str, str], Candidate]
-"""(competitor, key of its setting) -> what it did on the test prompts."""
+"""(competitor, key of its setting) -> its run on the test prompts."""
 
 
 def by_key(runs: Sequence[Candidate]) -> Runs:
-    """Each setting once."""
+    """The runs by competitor and key of the setting; a setting that ran twice counts once."""
     return {(run.competitor.name, run.setting.key): run for run in runs}
 
 
@@ -44,8 +44,8 @@ def lines_of(finalists: Contest, runs: Runs) -> list[Standing]:
     fixed = {"published": runs[name, published.key]} if published else {}
     fixed["best fixed"] = runs[name, best.key]
     rows = [
-        (f"{name}, {'best fixed' if which == 'best fixed' else 'as published'}", run, set(fixed) - {which})
-        for which, run in fixed.items()
+        (f"{name}, {'best fixed' if rival_name == 'best fixed' else 'as published'}", run, set(fixed) - {rival_name})
+        for rival_name, run in fixed.items()
     ]
     rows += [(stop.name, runs[stop.name, stop.settings[0].key], set(fixed)) for stop in finalists.stops]
     return [
@@ -53,7 +53,7 @@ def lines_of(finalists: Contest, runs: Runs) -> list[Standing]:
             family=method,
             setting=run.label,
             spent=run.measured,
-            rivals={which: rival.measured for which, rival in fixed.items() if which in rivals},
+            rivals={rival_name: rival.measured for rival_name, rival in fixed.items() if rival_name in rivals},
         )
         for method, run, rivals in rows
     ]
@@ -112,9 +112,9 @@ def _listed(gains: Mapping[str, Gain]) -> str:
     return ", ".join(f"{name} {gain.text}" for name, gain in gains.items())
 
 
-def shown_speed_up(alone: Spent, own: Spent) -> str:
+def shown_speed_up(alone: Spent, drafted: Spent) -> str:
     """Speed-up over the target alone, with its interval."""
-    gain = gain_over(alone, own)
+    gain = gain_over(alone, drafted)
     return f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 
@@ -127,7 +127,7 @@ def finalists_of(contest: Contest, dev: Sequence[Candidate]) -> Contest:
 
     Args:
         contest: all settings.
-        dev: what they did on dev.
+        dev: the runs of all settings on dev.
 
     Raises:
         ValueError: something is to be chosen, and there is no dev prompt.

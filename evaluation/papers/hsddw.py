@@ -60,14 +60,14 @@ def hsddw_tables(
     """Tables 1 to 4.
 
     Raises:
-        ValueError: no test prompts; of EAGLE: no dev prompts, no EAGLE draft of this target.
+        ValueError: no test prompts; with EAGLE, no dev prompts, or a draft that is not for this target.
     """
     trio = PairModels(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
     kinds = (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))
     finalists = eagle_finalists(experiment, trio, eagle, specs, kinds) if eagle else []
-    arms = [*competitors, *(competitor for each in finalists for competitor in each.competitors)]
+    arms = [*competitors, *(competitor for finalist in finalists for competitor in finalist.competitors)]
     runs: dict[str, RunsByName] = {}
     played: list[list[Candidate]] = []
     pearl: dict[str, str] = {}
@@ -120,10 +120,10 @@ def eagle_finalists(
         (resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev"))
         for dataset in experiment.datasets
     ]
-    every = [competitor for contest in contests for competitor in contest.competitors]
+    competitors = [competitor for contest in contests for competitor in contest.competitors]
     dev = [
         run
-        for competitor in every
+        for competitor in competitors
         for run in joined([loop.play([competitor], prompts) for loop, prompts in loops if prompts])
     ]
     return [finalists_of(contest, dev) for contest in contests]
@@ -133,10 +133,12 @@ def first_table(
     played: Mapping[str, Sequence[Candidate]], finalists: Sequence[Contest]
 ) -> tuple[list[dict[str, str]], str]:
     """Table 1 with intervals over prompts, and whether a stop pays."""
-    lines = [line for each in finalists for line in lines_of(each, by_key(joined(list(played.values()))))]
+    lines = [line for finalist in finalists for line in lines_of(finalist, by_key(joined(list(played.values()))))]
     spent: dict[str, dict[str, Spent]] = {}
     for dataset, runs in played.items():
-        spent[dataset] = {line.family: line.spent for each in finalists for line in lines_of(each, by_key(runs))}
+        spent[dataset] = {
+            line.family: line.spent for finalist in finalists for line in lines_of(finalist, by_key(runs))
+        }
         for method, name in _METHODS.items():
             spent[dataset][method] = next(run.measured for run in runs if run.competitor.name == name)
     rows = {line.family: {"setting": line.setting, **gain_cells(line)} for line in lines}

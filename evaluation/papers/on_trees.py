@@ -47,7 +47,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
     stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
     kinds = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
     kinds |= {"4": [eagle_2(*tree)]} if not isinstance(drafting, Glide) else {}
-    lengths = lengths_of(experiment, [kind for each in kinds.values() for kind in each])
+    lengths = lengths_of(experiment, [kind for kinds_of_table in kinds.values() for kind in kinds_of_table])
     prompts: dict[Split, Prompts] = {
         "dev": prompts_by_column(experiment, "dev"),
         "test": prompts_by_column(experiment, "test"),
@@ -95,9 +95,9 @@ class TreeTable:
             for run in self._play(number, [competitor], "dev")
         ]
         finalists = [finalists_of(contest, dev) for contest in contests]
-        arms = [self._models.alone, *(competitor for each in finalists for competitor in each.competitors)]
+        arms = [self._models.alone, *(competitor for finalist in finalists for competitor in finalist.competitors)]
         runs = by_key(self._play(number, arms, "test", repeats=self._repeats))
-        lines = [line for each in finalists for line in lines_of(each, runs)]
+        lines = [line for finalist in finalists for line in lines_of(finalist, runs)]
         columns = [column for members in self._prompts["test"].values() for column, _ in members]
         num_dev = sum(map(len, self._prompts["dev"].values()))
         title = (

@@ -140,7 +140,7 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
     """Table 2.
 
     Args:
-        experiment: whose pair and datasets are timed.
+        experiment: the pair and the datasets that are timed.
         head: stops the drafts of the rows of SpecDec++.
     """
     times: dict[str, dict[str, dict[str, Any]]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}

@@ -180,7 +180,7 @@ def _bound_checks(num_rounds: int) -> Iterator[Check]:
     lies.
     """
     for name, (q, p) in _DISTRIBUTIONS.items():
-        divergence = sum(mass * log(mass / other) for mass, other in zip(q, p, strict=True))
+        divergence = sum(mass * log(mass / bounded) for mass, bounded in zip(q, p, strict=True))
         estimate = acceptance_rounds(q, p, num_rounds=num_rounds)
         for form, bound in (("Pinsker", forms.pinsker), ("Bretagnolle-Huber", forms.bretagnolle_huber)):
             yield _check(form, f"{name}, KL={divergence:.3f}", expected=bound(divergence), estimate=estimate)
@@ -229,11 +229,13 @@ def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[flo
 
 
 def _lines_of(
-    m: int, both: tuple[Axes, Axes], *, colour: str, rates: tuple[float, float], costs: tuple[float, float]
+    m: int, panels: tuple[Axes, Axes], *, colour: str, rates: tuple[float, float], costs: tuple[float, float]
 ) -> None:
     lengths = range(_LONGEST + 1)
-    both[0].plot(lengths, [forms.interleaved_tokens(*rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
-    both[1].plot(
+    panels[0].plot(
+        lengths, [forms.interleaved_tokens(*rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}"
+    )
+    panels[1].plot(
         lengths, [forms.interleaved_speedup(rates, costs, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}"
     )
 
@@ -244,9 +246,9 @@ def _best_of_each(axes: Axes, medium_rate: float, costs: tuple[float, float]) ->
     small_rates = [medium_rate * (step + 4) / (_NUM_RATES + 4) for step in range(_NUM_RATES + 1)]
     for rate in small_rates:
         small.append(forms.speedup(rate, forms.best_draft_length(rate, costs[0]), costs[0]))
-        both = (rate, medium_rate)
-        m, n = forms.best_schedule(partial(forms.interleaved_speedup, both, costs))
-        interleaved.append(forms.interleaved_speedup(both, costs, m=m, n=n))
+        pair_rates = (rate, medium_rate)
+        m, n = forms.best_schedule(partial(forms.interleaved_speedup, pair_rates, costs))
+        interleaved.append(forms.interleaved_speedup(pair_rates, costs, m=m, n=n))
     medium = forms.speedup(medium_rate, forms.best_draft_length(medium_rate, costs[1]), costs[1])
     axes.plot(small_rates, small, label="small alone, best K")
     axes.axhline(medium, color="tab:green", label="medium alone, best K")

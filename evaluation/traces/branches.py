@@ -54,7 +54,7 @@ def read_signals(
 
 
 def signal_names() -> tuple[str, ...]:
-    """What a trace keeps of the distribution that a token was drawn from, and of the token in it."""
+    """The names of the numbers that a trace keeps of a token and of the distribution that it was drawn from."""
     return "max_prob", *SCALARS
 
 
@@ -82,7 +82,7 @@ def grow(
         first: the rejected draws.
         limits: the most tokens of each branch, the first included.
         chance: uniforms that tokens are drawn by, on the CPU.
-        sampling: of the run.
+        sampling: the sampling of the run.
         eos_ids: a branch ends with one.
     """
     device = first.device
@@ -122,13 +122,13 @@ def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
 def target_log_probs(
     tree: Branched, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
 ) -> Tensor:
-    """log p of every token of some branches except each one's first, [draws - branches], in one forward of the target.
+    """log p of every token of some branches except the first of each, [draws - branches], in one forward of the target.
 
     Args:
-        tree: of the target.
+        tree: the target, which reads all branches at once.
         tokens: branch by branch, the first token of each included.
-        lengths: of each branch, the first token included.
-        sampling: of the run.
+        lengths: tokens of each branch, the first included.
+        sampling: the sampling of the run.
         chunk_mb: bound of one [draws, vocabulary] chunk.
     """
     owners = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)

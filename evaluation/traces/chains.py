@@ -83,7 +83,7 @@ class ChainRecorder(Recorder):
         """The first token of each draft: the response's own, or the rejected draw."""
         is_rejected = path.is_rejected[group]
         rejected = (path.is_rejected.cumsum(0) - 1)[group].clamp(min=0)
-        own, other = (
+        on_path, off_path = (
             path.drawn.at(group),
             path.rejected.at(rejected) if len(path.rejected.token) else path.drawn.at(group),
         )
@@ -91,9 +91,12 @@ class ChainRecorder(Recorder):
         def chosen(of_other: Tensor, of_own: Tensor) -> Tensor:
             return torch.where(is_rejected.view(-1, *[1] * (of_own.dim() - 1)), of_other, of_own)
 
-        first = DrawnTokens(*(chosen(*pair) for pair in zip(other, own, strict=True)))
-        others = path.rejected_acceptance_prob
-        prob = chosen(others[rejected] if len(others) else path.acceptance_prob[group], path.acceptance_prob[group])
+        first = DrawnTokens(*(chosen(*pair) for pair in zip(off_path, on_path, strict=True)))
+        rejected_probs = path.rejected_acceptance_prob
+        prob = chosen(
+            rejected_probs[rejected] if len(rejected_probs) else path.acceptance_prob[group],
+            path.acceptance_prob[group],
+        )
         owners = torch.arange(len(group), device=group.device)
         return _Drafts(
             group, limits, (~is_rejected).long(), ~is_rejected, first.token.clone(), [owners], [first], [prob]
@@ -137,8 +140,8 @@ class ChainRecorder(Recorder):
         token, uniform = response[places], chance[places.cpu()].to(q.device)
         is_accepted = uniform[:, 0] < acceptance_prob(token, q=p, p=q)
         token = token.clone()
-        other = ~is_accepted
-        token[other] = draw(residual_probs(q=p[other], p=q[other]), uniform[other, 1])
+        is_rejected = ~is_accepted
+        token[is_rejected] = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), uniform[is_rejected, 1])
         drafts.passing[owners] += is_accepted
         drafts.is_on_path[owners] = is_accepted
         return token, acceptance_prob(token, q, p).float()

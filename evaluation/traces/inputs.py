@@ -52,17 +52,17 @@ class TokenInputs:
 
 
 def join_inputs(parts: Sequence[TokenInputs | None], num_positions: Sequence[int]) -> TokenInputs | None:
-    """The inputs of joined traces, all paths before all branches; None if one of them has none.
+    """The inputs of joined traces, all paths before all branches; None if one trace has none.
 
     Args:
-        parts: of each trace.
-        num_positions: of each, the length of its path.
+        parts: the inputs of each trace, None for a trace without.
+        num_positions: the length of the path of each trace.
     """
-    every = [part for part in parts if part is not None]
+    present = [part for part in parts if part is not None]
     # `make`, not `tensors`: the parts' own copies end with the joining
     return (
-        TokenInputs(lambda: _joined([part.make() for part in every], num_positions))
-        if len(every) == len(parts)
+        TokenInputs(lambda: _joined([part.make() for part in present], num_positions))
+        if len(present) == len(parts)
         else None
     )
 

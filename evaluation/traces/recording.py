@@ -237,10 +237,10 @@ def record_trace(
     Args:
         recorder: the models, the sampling and the longest draft.
         exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
-        max_new_tokens: the length limit that they were generated with.
-        seed: of the outcomes and branches.
-        categories: of the prompts; empty: none.
-        progress: told after each response.
+        max_new_tokens: the length limit that the responses were generated with.
+        seed: the seed of outcomes and branches.
+        categories: the category of each prompt; empty: none.
+        progress: a function that is called with 1 after each response.
 
     Raises:
         ValueError: no exchanges.

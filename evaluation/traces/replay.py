@@ -64,7 +64,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
     """Every setting on every prompt.
 
     Args:
-        trace: of one or more prompts.
+        trace: recorded responses to one or more prompts.
         policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
 
     Raises:
@@ -87,11 +87,11 @@ class Rounds(NamedTuple):
 
 
 def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
-    """The same replay, round by round."""
+    """Every setting on every prompt, as `replay_settings` does it, round by round."""
     totals = _totals(trace, policy, keeps_rounds=True)
-    every = Rounds(*(np.concatenate(column) for column in zip(*totals.rounds, strict=True)))
-    order = every.lane.argsort(kind="stable")
-    return Rounds(*(column[order] for column in every))
+    rounds = Rounds(*(np.concatenate(column) for column in zip(*totals.rounds, strict=True)))
+    order = rounds.lane.argsort(kind="stable")
+    return Rounds(*(column[order] for column in rounds))
 
 
 def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":

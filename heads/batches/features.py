@@ -113,7 +113,8 @@ class FeatureShard:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             columns = {name: file.get_slice(name)[first:last] for name in names}
-            ends = file.get_tensor("draft_lengths").cumsum(0) if "draft_lengths" in file.keys() else None  # noqa: SIM118
+            has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118
+            ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else None
         self._check(columns, start, offsets - first)
         rows = [self._row(columns, *bounds) for bounds in pairwise((offsets - first).tolist())]
         if ends is None:

@@ -55,7 +55,8 @@ def stack_forward(
     blocks = blocks_of(weights)
     stream = hidden
     if "mix.weight" in weights:
-        stream = torch.baddbmm(stream + weights["mix.bias"][:, None], inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]
+        shifted = stream + weights["mix.bias"][:, None]
+        stream = torch.baddbmm(shifted, inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]
     if dropout and blocks:
         stream = stream * dropout.mask(stream)
     for block in blocks:

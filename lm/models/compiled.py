@@ -75,7 +75,8 @@ class CompiledModel(CachedModel):
         if self._made_for != made_for or self._cache.capacity < self._capacity:
             self._steps, self._fed = {}, {}
             with torch.inference_mode():
-                self._cache: StaticBufferCache = StaticBufferCache(self.model, self._capacity)  # type: ignore[assignment]
+                buffers = StaticBufferCache(self.model, self._capacity)
+                self._cache: StaticBufferCache = buffers  # type: ignore[assignment]
         self._made_for = made_for
         self._set_length(0)
 

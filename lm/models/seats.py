@@ -104,7 +104,10 @@ class Seats:
         """`_forward` of all that have the near frequencies, then of all that have the far ones: a forward's longest row
         decides for all.
         """
-        planned = [ask.seat._keys.feeds(len(ask.seat), len(ask.token_ids), ask.num_rows) for ask in asks]  # type: ignore[union-attr]
+        planned = [
+            ask.seat._keys.feeds(len(ask.seat), len(ask.token_ids), ask.num_rows)  # type: ignore[union-attr]
+            for ask in asks
+        ]
         parts: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in asks]
         for is_far in (False, True):
             going = [(place, feed) for place, feeds in enumerate(planned) for feed in feeds if feed.is_far == is_far]

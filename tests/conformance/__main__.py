@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| family | cache | eager | compiled | generations |\n| --- | --- | --- | --- | --- |", flush=True)
     if arguments.backend == "aot_eager":
         compiled_by = torch.compile
-        torch.compile = lambda function, **settings: compiled_by(function, **(settings | {"backend": "aot_eager"}))  # type: ignore
+        eager = {"backend": "aot_eager"}
+        torch.compile = lambda function, **settings: compiled_by(function, **(settings | eager))  # type: ignore
     chosen = [family for family in FAMILIES if not arguments.families or family.model_type in arguments.families]
     rows = [_print_row(family, is_compiling=arguments.backend != "none") for family in chosen]
     print(f"\nCompiled by {arguments.backend}. {CAPTION}\n\n{in_short(rows)}")

@@ -78,6 +78,18 @@ def test_folders_and_files_of_tests_are_small_too():
     assert [str(path) for path in paths if path.read_text(encoding="utf-8").count("\n") > MAX_LINES] == []
 
 
+def test_no_line_is_longer_than_a_page_is_wide():
+    """The linter lets a line go on for ever behind `type: ignore`."""
+    tests = list((ROOT / "tests").rglob("*.py"))
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in [*(module.path for module in FILES.values()), *tests]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert long == []
+
+
 def test_no_two_files_of_a_folder_differ_by_an_ending():
     for folder in {module.path.parent for module in FILES.values()}:
         names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))

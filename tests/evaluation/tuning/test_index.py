@@ -95,7 +95,8 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
 
 
 def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_price():
-    drawn = Auto(PerfectHead("drawn"), 0.1, 1.0, throughput=2.0, is_online=False, index_offset=0.3, index_slope=0.5)  # type: ignore[arg-type]
+    head, index = PerfectHead("drawn"), {"index_offset": 0.3, "index_slope": 0.5}
+    drawn = Auto(head, 0.1, 1.0, throughput=2.0, is_online=False, **index)  # type: ignore[arg-type]
     fed = Auto(
         PerfectHead("fed"),
         0.1,

@@ -26,7 +26,8 @@ def filled(
     **provenance: float,
 ) -> AcceptanceHead:
     """A head of width 6 with no weight at zero."""
-    head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=Provenance(**provenance))  # type: ignore[arg-type]
+    about = Provenance(**provenance)  # type: ignore[arg-type]
+    head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=about)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in head.parameters():
