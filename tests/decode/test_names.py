@@ -33,4 +33,6 @@ def test_importing_the_packages_imports_nothing_heavy_and_help_is_short():
 
 def test_policies_import_no_model_of_transformers():
     script = "import sys; from decode import HeadPolicy; print('transformers.models.llama' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )

@@ -27,7 +27,9 @@ def paths(exported):
 
 
 def experiment(exported):
-    pair = PairConfig(target=ModelSource(path="checkpoints/tiny/target"), draft=ModelSource(path="checkpoints/tiny/draft"))
+    pair = PairConfig(
+        target=ModelSource(path="checkpoints/tiny/target"), draft=ModelSource(path="checkpoints/tiny/draft")
+    )
     return Experiment(Config(pair=pair, heads=HeadsConfig(dir=str(exported.parent))))
 
 
