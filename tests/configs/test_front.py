@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.command import parser_for
-from configs.front import COMMANDS, main, overview
+from configs.front import COMMANDS, main, overview, run_room
 from configs.screens import screen_of
 
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
@@ -101,3 +101,20 @@ def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--config", "tiny", "--config", str(path)])
     assert capsys.readouterr().err.endswith("(did you mean data.num_train?)\n")
+
+
+@pytest.mark.parametrize("room", ["data_gen", "heads", "decode", "evaluation"])
+def test_a_rooms_commands_have_the_same_screens_and_import_nothing_for_them(room, capsys):
+    commands = importlib.import_module(f"{room}.__main__").COMMANDS
+    run_room(commands, argv=["--help"])
+    listed = capsys.readouterr().out
+    for name, front in commands.names.items():
+        assert f"  {name} " in listed
+        run_room(commands, argv=[name, "--help"])
+        assert capsys.readouterr().out == screen_of(front, *COMMANDS[front]) + "\n"
+    script = (
+        f"import sys; sys.argv = ['x', {next(iter(commands))!r}, '--help']; import runpy;"
+        f"runpy.run_module({room!r}, run_name='__main__'); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "[]"

@@ -22,7 +22,8 @@ def test_every_name_that_is_offered_is_there_and_documented(name):
 
 def test_importing_the_packages_imports_nothing_heavy_and_help_is_short():
     script = (
-        "import sys, pydoc, decode, heads, data_gen; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)));"
+        "import sys, pydoc, decode, heads, data_gen;"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)));"
         "print(max(len(pydoc.render_doc(package).splitlines()) for package in (decode, heads, data_gen)))"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
