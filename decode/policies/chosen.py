@@ -20,7 +20,7 @@ class Chosen(NamedTuple):
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
-    """The head with the largest speed-up over the target alone that `tune` predicts for its rule on dev (law 4.11); where
+    """The head with the largest speed-up over the target alone that `tune` predicts for its rule on dev; where
     none is tuned, the one with the least calibrated KL. Candidate heads, which stop trees, are passed over. Only
     config.json is read.
 
