@@ -8,7 +8,7 @@ it ends here as one line on stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -97,7 +97,7 @@ class _Experiment(ActionConfigFile):
 
 
 def run(
-    commands: dict[str, Command],
+    commands: Mapping[str, Command],
     *,
     default: str | None = None,
     argv: list[str] | None = None,
@@ -214,7 +214,7 @@ def _fail(problem: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _list_commands(commands: dict[str, Command], argv: list[str]) -> NoReturn:
+def _list_commands(commands: Mapping[str, Command], argv: list[str]) -> NoReturn:
     """Print what there is; exit 0 when that was asked for, else 2."""
     is_help = bool(argv) and argv[0] in {"-h", "--help"}
     lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]

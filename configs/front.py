@@ -7,7 +7,7 @@ current one.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -64,6 +64,67 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
+class Commands(Mapping[str, Any]):
+    """The commands of a room, as `python -m ROOM` names them; a function is imported when it is asked for."""
+
+    def __init__(self, **names: str) -> None:
+        """Args:
+        names: the room's name of each command -> its name in COMMANDS.
+        """
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        return _imported(self.names[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def run_room(commands: Commands, *, default: str | None = None, argv: list[str] | None = None) -> None:
+    """`python -m ROOM`: help of one screen, as here, before anything is imported; everything else by
+    `configs.command.run`.
+
+    Args:
+        commands: of the room.
+        default: the command that runs where none is named.
+        argv: what follows `python -m ROOM`; None: of this process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    named = argv[0] if argv and argv[0] in commands else default
+    if argv and argv[0] in ("-h", "--help"):
+        print(_listed(commands))
+        return
+    if {"-h", "--help"} & set(argv) and named is not None:
+        print(screen_of(commands.names[named], *COMMANDS[commands.names[named]]))
+        return
+    from configs.command import run
+
+    run(commands, default=default, argv=_with_all_help(argv))
+
+
+def _listed(commands: Commands) -> str:
+    width = max(map(len, commands)) + 2
+    lines = [
+        f"  {name:<{width}}{_shortest(summary_of(COMMANDS[target].target))}" for name, target in commands.names.items()
+    ]
+    return "\n".join([*lines, "", "  --help after a command lists its options"])
+
+
+def _imported(name: str) -> Any:
+    module, function = COMMANDS[name].target.split(":")
+    return getattr(import_module(module), function)
+
+
+def _with_all_help(argv: list[str]) -> list[str]:
+    return ["--help" if argument == "--help.all" else argument for argument in argv]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` names; exits with 2 and one line on a user's error."""
     try:
@@ -101,7 +162,7 @@ def all_steps(config: Config) -> None:
     """
     for number, name in enumerate(STEPS, start=1):
         print(f"== {number} of {len(STEPS)}: {name}", flush=True)
-        _function(name)(config)
+        _imported(name)(config)
 
 
 def overview() -> str:
@@ -130,10 +191,4 @@ def _call(name: str, argv: list[str]) -> None:
     from configs.command import run
 
     trainer = import_module("pytorch_lightning").Trainer if name in ("train", "all") else None
-    run({name: _function(name)}, default=name, argv=argv, trainer=trainer)
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module, function = COMMANDS[name].target.split(":")
-    command: Callable[..., Any] = getattr(import_module(module), function)
-    return command
+    run({name: _imported(name)}, default=name, argv=_with_all_help(argv), trainer=trainer)

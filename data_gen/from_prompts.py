@@ -1,7 +1,7 @@
 """A list of prompts and two models in, an experiment with its training data out: `data_gen.make_data`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from store.shards import write_atomic
 _SHARE = 0.1
 """Share of the prompts that is dev, and that is test."""
 _FEWEST = 3
-_RECIPE: dict[str, Any] = {"timings": ("drawn",), "scalars": (True,), "learning_rate": 5e-3}
-_MAX_EPOCHS = 8
-"""Heads for some hundreds or thousands of prompts: the paper's rate of 5e-5 is for millions of positions."""
 
 
 def make_data(
@@ -48,30 +45,29 @@ def make_data(
     """
     if isinstance(prompts, str) or len(prompts) < _FEWEST:
         raise ValueError(f"prompts are {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
-    if unknown := sorted(
-        settings.keys() - DataConfig.__dataclass_fields__.keys() | settings.keys() & {"dir", "prompts"}
-    ):
-        raise ValueError(f"{unknown[0]!r} is no setting of make_data; DataConfig lists them")
+    known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
+    if unknown := sorted(settings.keys() - known):
+        raise ValueError(f"{unknown[0]!r} is no setting of make_data; it takes {', '.join(sorted(known))}")
+    sampling = SamplingConfig(temperature=temperature)
+    pair = with_shipped_models(PairConfig(target=_source(target), draft=_source(draft), sampling=sampling))
     root = local_path(dir, "dir")
-    held_out = max(1, round(_SHARE * len(prompts)))
-    numbers = {"num_train": len(prompts) - 2 * held_out, "num_dev": held_out, "num_test": held_out}
-    config = Config(
-        pair=with_shipped_models(
-            PairConfig(target=_source(target), draft=_source(draft), sampling=SamplingConfig(temperature=temperature))
-        ),
-        data=DataConfig(
-            dir=str(root / "data"),
-            prompts=str(_written(prompts, root)),
-            split_weights=(numbers["num_train"], held_out, held_out),
-            **{"features": ("drawn",), **numbers, **settings},
-        ),
-        heads=HeadsConfig(dir=str(root / "heads"), **_RECIPE),
-        trainer={"max_epochs": _MAX_EPOCHS},
-        decode=DecodeConfig(dir=str(root / "decode"), num_dev=held_out, num_test=held_out),
-    )
+    config = _config(pair, root, _written(prompts, root), len(prompts), settings)
     check_limits(config)
     make(config)
     return config
+
+
+def _config(pair: PairConfig, root: Path, file: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
+    held_out = max(1, round(_SHARE * num_prompts))
+    num_train = num_prompts - 2 * held_out
+    numbers = {"num_train": num_train, "num_dev": held_out, "num_test": held_out}
+    split: dict[str, Any] = {"split_weights": (num_train, held_out, held_out), **numbers}
+    return Config(
+        pair=pair,
+        data=DataConfig(dir=str(root / "data"), prompts=str(file), **split | dict(settings)),
+        heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
+        decode=DecodeConfig(dir=str(root / "decode"), num_dev=held_out, num_test=held_out),
+    )
 
 
 def _source(model: str | ModelSource) -> ModelSource:

@@ -1,9 +1,8 @@
 """python -m decode generate: one prompt through the speculative loop (`python -m evaluation` measures)."""
 
-from configs.command import Command, run
-from decode.generate.command import generate
+from configs.front import Commands, run_room
 
-COMMANDS: dict[str, Command] = {"generate": generate}
+COMMANDS = Commands(generate="generate")
 
 if __name__ == "__main__":
-    run(COMMANDS)
+    run_room(COMMANDS)

@@ -1,7 +1,8 @@
 """`python -m heads export | import | push | inspect`."""
 
-from configs.command import run
-from heads.command import export, import_, inspect, push
+from configs.front import Commands, run_room
+
+COMMANDS = Commands(**{name: name for name in ("export", "import", "push", "inspect")})
 
 if __name__ == "__main__":
-    run({"export": export, "import": import_, "push": push, "inspect": inspect})
+    run_room(COMMANDS)

@@ -20,9 +20,9 @@ class Chosen(NamedTuple):
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
-    """The head with the largest speed-up on the dev prompts that it was tuned on, over the target alone; where none is
-    tuned, the one with the least calibrated KL. Candidate heads, which stop trees, are passed over. Only config.json is
-    read.
+    """The head with the largest speed-up over the target alone that `tune` predicts for its rule on dev; where
+    none is tuned, the one with the least calibrated KL. Candidate heads, which stop trees, are passed over. Only
+    config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.
@@ -34,8 +34,8 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
         name = max(speed_ups, key=speed_ups.__getitem__)
         tuned = chains[name]["recommended"]
         reason = (
-            f"{name} at threshold {tuned['max_rejection_prob']:.3g}: the fastest of {len(speed_ups)} tuned heads, "
-            f"{speed_ups[name]:.2f} times the target alone on its dev prompts"
+            f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(speed_ups)} tuned "
+            f"heads, with `auto` predicted {speed_ups[name]:.2f} times as fast as the target alone"
         )
         return Chosen(paths[name], True, reason)
     losses = {name: config.get("metrics", {}).get("calibrated_kl") for name, config in chains.items()}

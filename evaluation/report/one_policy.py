@@ -53,10 +53,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
         ratio: t_target / t_draft of other hardware; null: the given or kept times, else the first of decode.ratios.
     """
     experiment = Experiment(config)
-    manifest = read_manifest(experiment.directory / "trace", command="evaluation trace", keys=["target", "draft"])
-    experiment.presume({"target": manifest["target"], "draft": manifest["draft"]})
-    if experiment.presumed:
-        print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
+    _presume_models(experiment)
     rule = experiment.policy(policy)
     folder = trace_folder(experiment)
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
@@ -72,6 +69,17 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
     for row in rows:
         print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
     print(json.dumps({"policy": policy, "costs": asdict(cost), "played": rows}))
+
+
+def _presume_models(experiment: Experiment) -> None:
+    """Where models are not here, take them for those of the trace, and say so; a missing trace is refused later."""
+    folder = experiment.directory / "trace"
+    if not (folder / "manifest.json").is_file():
+        return
+    manifest = read_manifest(folder, command="evaluation trace", keys=["target", "draft"])
+    experiment.presume({"target": manifest["target"], "draft": manifest["draft"]})
+    if experiment.presumed:
+        print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
 
 
 def at_costs(policy: Policy, cost: CostModel) -> Policy:

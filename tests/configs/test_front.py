@@ -9,7 +9,7 @@ import pytest
 
 from configs import Config
 from configs.command import parser_for
-from configs.front import COMMANDS, all_steps, main, overview
+from configs.front import COMMANDS, all_steps, main, overview, run_room
 from configs.schema import ModelSource, PairConfig
 from configs.screens import _flags, _function, _schema, completion_of, screen_of
 
@@ -116,7 +116,7 @@ def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
 
 def test_all_runs_every_step_in_order_with_one_experiment(monkeypatch, capsys):
     called = []
-    monkeypatch.setattr("configs.front._function", lambda name: lambda config: called.append((name, config.data.dir)))
+    monkeypatch.setattr("configs.front._imported", lambda name: lambda config: called.append((name, config.data.dir)))
     all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
     assert called == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")]
     assert capsys.readouterr().out.splitlines()[0] == "== 1 of 5: data"
@@ -197,3 +197,20 @@ def test_a_shell_that_is_not_known_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--completion", "fish"])
     assert capsys.readouterr().err == "error: --completion is 'fish'; it takes bash or zsh\n"
+
+
+@pytest.mark.parametrize("room", ["data_gen", "heads", "decode", "evaluation"])
+def test_a_rooms_commands_have_the_same_screens_and_import_nothing_for_them(room, capsys):
+    commands = importlib.import_module(f"{room}.__main__").COMMANDS
+    run_room(commands, argv=["--help"])
+    listed = capsys.readouterr().out
+    for name, front in commands.names.items():
+        assert f"  {name} " in listed
+        run_room(commands, argv=[name, "--help"])
+        assert capsys.readouterr().out == screen_of(front, *COMMANDS[front]) + "\n"
+    script = (
+        f"import sys; sys.argv = ['x', {next(iter(commands))!r}, '--help']; import runpy;"
+        f"runpy.run_module({room!r}, run_name='__main__'); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "[]"

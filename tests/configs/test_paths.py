@@ -67,7 +67,7 @@ NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", 
     "data.ray.address",
 }
 NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_key_variable")}
-NO_PATHS |= {"heads.scalars", "heads.architectures", "decode.grid", "trainer"}
+NO_PATHS |= {"heads.scalars", "heads.architectures", "decode.grid", "decode.policies", "trainer"}
 """Settings that hold text and are no paths; `trainer` is Lightning's, which reads and writes URLs itself."""
 NO_PATH_FLAGS = {
     "data_gen import": {"split", "draft_key", "target_key"},

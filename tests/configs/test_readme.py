@@ -24,7 +24,9 @@ COMMANDS = [
     for module, script, rest in re.findall(r"python (?:-m ([\w.]+)|(train\.py))([^`\n]*)", README)
 ]
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
-SCRIPT = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+[SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
+[FROM_PROMPTS] = [script for script in SCRIPTS if "make_data" in script]
 
 
 def parse(commands: dict[str, Any], *, default: str | None = None, argv: list[str], trainer: type | None = None) -> str:
@@ -70,6 +72,21 @@ def test_every_target_of_make_in_the_readme_exists():
     assert set(re.findall(r"^make ([a-z]+)", README, re.MULTILINE)) <= targets
 
 
+@pytest.mark.slow
+def test_the_readmes_lines_from_prompts_to_a_text_run_beside_a_users_train_py(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("raise SystemExit('the user has this')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len([line for line in FROM_PROMPTS.splitlines() if line]) <= 10
+    names: dict[str, Any] = {}
+    exec(compile(FROM_PROMPTS, "README.md", "exec"), names)
+    exported = list((tmp_path / "runs/mine/heads/exported").iterdir())
+    assert [path.name for path in exported] == [exported[0].name]
+    assert names["head"].provenance.metrics["auroc"] > 0.5
+    assert str(names["head"].provenance.metrics["auroc"]) in capsys.readouterr().out
+    assert names["complete"](names["config"], "Tom has 3 apples.", max_new_tokens=8).strip()
+
+
 def test_the_script_of_the_readme_imports_and_calls_what_there_is():
     """Names are imported, attributes of our modules looked up, keywords of our own callables bound."""
     tree = ast.parse(SCRIPT)
@@ -81,8 +98,10 @@ def test_the_script_of_the_readme_imports_and_calls_what_there_is():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
             assert hasattr(names[node.value.id], node.attr), f"{node.value.id}.{node.attr}"
     calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    policy = calls["HeadPolicy"]
-    inspect.signature(names["HeadPolicy"]).bind(*policy.args, **{keyword.arg: None for keyword in policy.keywords})
+    policy = calls["HeadPolicy.from_pretrained"]
+    given = {keyword.arg: None for keyword in policy.keywords}
+    inspect.signature(names["HeadPolicy"].from_pretrained).bind(*policy.args, **given)
+    inspect.signature(names["HeadPolicy"]).bind(None, **given)
     given = {keyword.arg for keyword in calls["target.generate"].keywords} & {"draft_model", "policy"}
     assert (
         given

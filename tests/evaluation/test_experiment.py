@@ -16,7 +16,7 @@ from evaluation.__main__ import COMMANDS as MEASURE
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
-COMMANDS = GENERATE | MEASURE
+COMMANDS = {**GENERATE, **MEASURE}
 ROOT = Path(__file__, "../../..").resolve()
 FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
 SMALL = [

@@ -21,7 +21,7 @@ from lm import load_model, load_tokenizer
 from train import train
 
 ROOT = Path(__file__, "../../..").resolve()
-COMMANDS = GENERATE | MEASURE
+COMMANDS = {**GENERATE, **MEASURE}
 TEXT = "Tom has 3 apples."
 
 

@@ -17,14 +17,14 @@ from decode import (
     ModelDrafter,
     PearlDecoder,
     PreVerifiedDrafter,
-    Recorder,
     SpeculativeDecoder,
     TreeDecoder,
     TreeDrafter,
-    record_trace,
     speculative_generate,
 )
 from decode.policies import FixedLength, Policy
+from evaluation.traces.coupling import Recorder
+from evaluation.traces.recording import record_trace
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling
 from lm.trees.cached import TreeModel

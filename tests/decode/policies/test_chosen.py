@@ -57,7 +57,10 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
     update_config(exported / "a", recommended={**TUNED, "throughput": 40.0})
     update_config(exported / "b", recommended={**TUNED, "throughput": 30.0, "max_rejection_prob": 0.7})
     here = experiment(exported)
-    assert "a at threshold 0.6: the fastest of 2 tuned heads, 2.00 times" in here.default_policy.reason
+    assert (
+        "a at its tuned threshold 0.6: the first of 2 tuned heads, with `auto` predicted 2.00 times"
+        in here.default_policy.reason
+    )
     policy = here.policy("head")
     assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
     assert here.policy("head:" + str(exported / "b")).max_rejection_prob == 0.7

@@ -1,0 +1,30 @@
+"""A list of prompts that cannot be an experiment is refused before anything is written."""
+
+import pytest
+
+from configs.schema import Config, ModelSource, PairConfig
+from data_gen import make_data
+from heads import train_heads
+
+MODELS = {"target": "checkpoints/tiny/target", "draft": "checkpoints/tiny/draft"}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "said"),
+    [
+        (["one", "two"], {}, "a list of at least 3"),
+        ("a text that is no list", {}, "a list of at least 3"),
+        (["one", "two", "three"], {"max_tokens": 5}, "'max_tokens' is no setting of make_data; it takes batch_size"),
+        (["one", "two", "three"], {"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_what_is_no_experiment_is_refused_and_leaves_nothing(prompts, settings, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        make_data(prompts, dir=str(tmp_path / "mine"), **MODELS, **settings)
+    assert not (tmp_path / "mine" / "data").exists()
+
+
+def test_a_setting_that_heads_do_not_have_is_refused():
+    pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
+    with pytest.raises(ValueError, match="'learning_rat' is no setting of train_heads"):
+        train_heads(Config(pair=pair), learning_rat=0.1)
