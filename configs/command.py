@@ -122,7 +122,7 @@ def run(
             if "--config" in argv or not takes_config(commands[name])
             else "start from --config configs/tiny.yaml"
         )
-        _fail(f"{one_line(error)} ({_meant(one_line(error), parser) or hint})")
+        _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
     flags = {
         key: parsed[key]
         for key in vars(parsed)

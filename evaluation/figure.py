@@ -53,7 +53,9 @@ def legend_below(axes: Axes, *, columns: int = 2) -> None:
     """The legend under the axes, where it covers no data."""
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         # "outside" makes room for it below the axis' own label
-        legend = axes.get_figure(root=True).legend(loc="outside lower center", fontsize=8, ncols=columns)  # type: ignore[union-attr]
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        legend = figure.legend(loc="outside lower center", fontsize=8, ncols=columns)
     legend.set_frame_on(False)
 
 
