@@ -10,7 +10,8 @@ prompts, on which every competitor chooses its setting anew, test prompts, on wh
 within its standard error; all competitors share the draws.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
@@ -25,11 +26,15 @@ _LEVELS = (2.5, 97.5)
 """Percentiles of a 95 % interval."""
 
 
-class Splits(NamedTuple, Generic[Kept]):
+@dataclass(frozen=True)
+class Splits(Generic[Kept]):
     """What is kept of the dev prompts, which choose a setting, and the same of the test prompts, which judge it."""
 
     dev: Kept
     test: Kept
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter((self.dev, self.test))
 
 
 class Spent(NamedTuple):

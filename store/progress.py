@@ -24,7 +24,7 @@ class Bar(tqdm):
         *,
         desc: str,
         unit: str,
-        total: float | None = None,
+        total: int | float | None = None,
         **settings: Any,
     ) -> None:
         """

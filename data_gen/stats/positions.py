@@ -79,7 +79,7 @@ def positions_by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
     }
 
 
-def accepted_length(acceptance_rate: Array) -> Array:
+def accepted_length(acceptance_rate: NDArray[np.floating]) -> Array:
     """L_i = a_i (1 + L_{i+1}): the expected length of the accepted run that starts at each position of one response."""
     lengths = np.zeros(len(acceptance_rate) + 1)
     for index in range(len(acceptance_rate) - 1, -1, -1):

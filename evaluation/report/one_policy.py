@@ -63,7 +63,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
     rows = [
         played(rule, part, cost=cost, dataset=dataset, split=split)
         for dataset, splits in traces.items()
-        for split, part in splits._asdict().items()
+        for split, part in vars(splits).items()
     ]
     row_sheet(rows, policy=policy, cost=cost).print()
     for row in rows:

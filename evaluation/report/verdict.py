@@ -152,8 +152,8 @@ def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num
     lead = lead_of(judged.yardstick)
     if lead is None:
         return f"{sentence}. It needs no training, and no trained heads are compared with it."
-    over = "" if free.family == BASELINE else f", {lead.words} over {_rival(free)}, which needs no training"
-    return f"{sentence}{over}.{_doubt(lead, free, num_prompts)}"
+    over = "" if free.family == BASELINE else f", {lead.words} over {_rival(free.family)}, which needs no training"
+    return f"{sentence}{over}.{_doubt(lead, free.family, num_prompts)}"
 
 
 def explained(head: AcceptanceHead) -> str:
@@ -177,18 +177,18 @@ def _as_said(result: Result, heads: str) -> str:
     return f"{named} at {value}" if value else f"{named} under {rule}, which needs no threshold"
 
 
-def _rival(result: Result) -> str:
+def _rival(family: str) -> str:
     """A policy behind "over", with its article."""
-    name = called(result.family)
+    name = called(family)
     return f"the {name}" if name[0].islower() else name
 
 
-def _doubt(lead: Gain, free: Result, num_prompts: int) -> str:
+def _doubt(lead: Gain, free_family: str, num_prompts: int) -> str:
     if lead.high < 0:
-        return f" No trained head pays here: take {_rival(free)}."
+        return f" No trained head pays here: take {_rival(free_family)}."
     if lead.low > 0:
         return ""
-    rival = "the best fixed length" if free.family == BASELINE else _rival(free)
+    rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
     return (
         f" That difference is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of "
         "them (decode.num_test) would tell."

@@ -148,8 +148,8 @@ def test_auto_learns_online_what_it_is_told_offline(splits):
 def test_auto_stops_drafting_where_drafting_cannot_pay(splits):
     cost = CostModel.constant(2.0, 1.0)
     for is_online in (False, True):
-        rule = auto_for(PerfectHead("drawn"), splits[0], cost, is_online=is_online)
-        counts = replay_settings(splits[1], rule).counts
+        rule = auto_for(PerfectHead("drawn"), splits.dev, cost, is_online=is_online)
+        counts = replay_settings(splits.test, rule).counts
         assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
 
 

@@ -8,14 +8,15 @@ import shutil
 import subprocess
 from colorsys import rgb_to_hls
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from decode.experiment import Experiment
+from decode.policies import FixedLength
 from evaluation.contest.arms import replay_dataset
 from evaluation.contest.colours import HEADS, LENGTHS, LIMITS, OWN, PROBABILITIES, colours_of, kind_of
-from evaluation.contest.grids import default_values, grids_of
+from evaluation.contest.grids import Grid, default_values, grids_of
 from evaluation.contest.results import TRAINING_FREE, lead_of
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
@@ -94,7 +95,7 @@ def test_a_gain_in_words_is_in_whole_per_cent():
     ],
 )
 def test_a_lead_that_shows_nothing_is_called_so(lead, says):
-    said = _doubt(lead, SimpleNamespace(family="entropy"), 7)
+    said = _doubt(lead, "entropy", 7)
     assert said.startswith(says)
     assert bool(said) == bool(says)
 
@@ -187,7 +188,8 @@ def written(directory, compared, about=""):
 
 
 def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared, tmp_path, capsys):
-    experiment = SimpleNamespace(heads={}, exported=tmp_path / "exported", directory=tmp_path)
+    experiment = Experiment.__new__(Experiment)
+    vars(experiment).update(heads={}, exported=tmp_path / "exported", directory=tmp_path)
     assert folder_of(experiment, []) == tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert "No trained heads in" in said
@@ -198,7 +200,7 @@ def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared,
     experiment.heads = {"it": None}
     assert folder_of(experiment, []) == tmp_path / "no-heads"
     assert "decode.policies names no head" in " ".join(capsys.readouterr().out.split())
-    assert folder_of(experiment, [SimpleNamespace(name="head:it")]) == tmp_path
+    assert folder_of(experiment, [Grid("head_drawn", "head:it", FixedLength(1), ({},))]) == tmp_path
     assert capsys.readouterr().out == ""
 
 
