@@ -1,9 +1,10 @@
 """The commands that move heads between formats and places: `export`, `import`, `push`, `inspect`."""
 
-import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from safetensors import SafetensorError
 
 from configs.paths import local_path
 from configs.schema import Config
+from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
 from heads.measures.verdict import beats_signal, verdict
 from heads.model import hub
+from heads.model.card import description
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
@@ -24,7 +27,7 @@ from store.json_files import read_json
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 _LOOKED_FOR = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
-"""What `inspect` prints first."""
+"""What stands first in the JSON of `inspect`."""
 _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
 """Files of a head, and what a process that is killed while it writes one leaves of it."""
 
@@ -62,9 +65,10 @@ def export(
             "`python train.py` go on, or pass --checkpoint to export the earlier run"
         )
     results, heads, written = _results(run, sweep), sweep.heads(), []
-    if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
-        raise ValueError(f"{verdict(results['dev'], sweep.specs)} Pass --force to export all the same.")
-    for name in _names(head, sweep, results=results, metric=metric):
+    names = _names(head, sweep, results=results, metric=metric)
+    if results and not force:
+        _refuse_worse(results["dev"], sweep, names)
+    for name in names:
         if results:
             on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
             metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
@@ -73,7 +77,7 @@ def export(
         written.append(save_whole(heads[name], root / name))
     if results:
         print(verdict(results["dev"], sweep.specs))
-    print(f"wrote {len(written)} heads into {root}; next: evaluate")
+    print(f"wrote {len(written)} heads into {root}; next: acceptance-heads evaluate --config …")
     return written
 
 
@@ -134,22 +138,24 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
     return address
 
 
-def inspect(*, path: str) -> dict[str, Any]:
+def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
     """Print what a head is, what it was trained on, and how it fared.
 
     Args:
         path: the directory of the head, or its hub id.
+        json: print every fact, with hashes and shapes of weights, as one JSON document instead.
     """
     head = AcceptanceHead.from_pretrained(path)
+    num_parameters = sum(p.numel() for p in head.parameters())
     facts = head.config | {
-        "num_parameters": sum(p.numel() for p in head.parameters()),
+        "num_parameters": num_parameters,
         "calibration_shift": head.calibration_shift,
         "tensors": {name: list(t.shape) for name, t in head.state_dict().items()},
     }
     # what somebody looks for first stands first, and the models with their hashes last
     facts = {name: facts.pop(name) for name in _LOOKED_FOR} | facts
     facts |= {name: facts.pop(name) for name in ("draft", "target")}
-    print(json.dumps(facts, indent=1))
+    print(to_json(facts, indent=1) if json else description(head.config, num_parameters=num_parameters))
     return facts
 
 
@@ -225,6 +231,13 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head not in names:
         raise ValueError(f"no head {head!r} in this sweep; one of {', '.join(names)}, or best, or all")
     return [head]
+
+
+def _refuse_worse(on_dev: Result, sweep: Sweep, names: Sequence[str]) -> None:
+    """Raise ValueError where no head of the sweep beats what needs no training."""
+    if not any(beats_signal(on_dev, sweep.specs).values()):
+        said = verdict(on_dev, sweep.specs)
+        raise ValueError(f"{said} Pass --force to export all the same: {', '.join(names)}.")
 
 
 def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
         print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
         return
     needs, gpus = memory.needs(config), memory.gpus_of(config.pair.gpus)
-    print(f"memory, {config.pair.gpus or 'GPUs of this machine'}:\n{memory.memory_report(needs, gpus)}")
+    whose = "the GPUs of this machine"
+    if config.pair.gpus:
+        whose = f"the GPUs that the YAML names, pair.gpus {config.pair.gpus} (null: {whose})"
+    print(f"memory, beside {whose}:\n{memory.memory_report(needs, gpus)}")
     for problem in memory.problems(needs, gpus):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")

@@ -2,6 +2,7 @@
 and which features are kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from data_gen.prompts.pool import WEIGHTS, load_prompts
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.store.manifest import read_manifest
 
+Feature = Literal["fed", "drawn"]
+
 
 def settled(config: DataConfig, heads: HeadsConfig | None = None) -> DataConfig:
     """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need.
@@ -20,7 +23,8 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None) -> DataConfig:
     section as training did, so none of its test prompts was trained on.
 
     Raises:
-        ValueError: fewer prompts than dev and test ask for, or stories without a number of them.
+        ValueError: fewer prompts than dev and test ask for, stories without a number of them, or features that lack
+            what these heads read.
     """
     if config.split_weights is None:
         config = replace(config, split_weights=_weights(config))
@@ -30,18 +34,44 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None) -> DataConfig:
         config = replace(config, num_train=len(load_prompts(config, "train")))
     if config.features is None and heads is not None:
         config = replace(config, features=_features(config, heads))
+    elif heads is not None and heads.features == "cached":
+        _check_features(config.feature_sets, heads)
     return config
 
 
-def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Literal["fed", "drawn"], ...]:
+def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Feature, ...]:
     """The feature sets that heads of these timings read; more, where the directory was made with more."""
-    reads_fed = "fed" in heads.timings or heads.specdec
-    reads_drawn = any(timing != "fed" for timing in heads.timings)
     manifest = Path(config.dir) / "manifest.json"
     made = read_manifest(config.dir).get("features", ()) if manifest.is_file() else ()
-    fed: tuple[Literal["fed"], ...] = ("fed",) if reads_fed or "fed" in made else ()
-    drawn: tuple[Literal["drawn"], ...] = ("drawn",) if reads_drawn or "drawn" in made else ()
+    read = _read_by(heads)
+    fed: tuple[Feature, ...] = ("fed",) if "fed" in (*read, *made) else ()
+    drawn: tuple[Feature, ...] = ("drawn",) if "drawn" in (*read, *made) else ()
     return (*fed, *drawn)
+
+
+def _read_by(heads: HeadsConfig) -> dict[Feature, str]:
+    """The feature sets that heads read -> the settings that ask for them."""
+    of_timings: dict[Feature, list[str]] = {"fed": [], "drawn": []}
+    for timing in heads.timings:
+        of_timings["fed" if timing == "fed" else "drawn"].append(timing)
+    asked: dict[Feature, str] = {
+        name: f"heads.timings [{', '.join(timings)}]" for name, timings in of_timings.items() if timings
+    }
+    if heads.specdec:
+        asked.setdefault("fed", "heads.specdec")
+    return asked
+
+
+def _check_features(features: Sequence[Feature], heads: HeadsConfig) -> None:
+    """Raise ValueError where features that somebody chose lack some that the heads read."""
+    for name, setting in _read_by(heads).items():
+        if name not in features:
+            others = "heads.specdec: false" if setting == "heads.specdec" else "other heads.timings"
+            raise ValueError(
+                f"data.features is [{', '.join(features)}], and {setting} reads {name} features; leave data.features "
+                f"out, so that it follows from the heads, or choose {others}, or heads.features: online, which reads "
+                "none of them"
+            )
 
 
 def _weights(config: DataConfig) -> tuple[int, int, int]:

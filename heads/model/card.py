@@ -36,6 +36,13 @@ def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
     return ModelCard("\n\n".join(section for section in sections if section) + "\n", ignore_metadata_errors=False)
 
 
+def description(config: dict[str, Any], *, num_parameters: int) -> str:
+    """What the card says of a head, for a terminal: what it is, how it fared, its threshold, its training."""
+    threshold = _threshold(config) or "## Recommended threshold\n\nnone yet; `acceptance-heads tune` finds it"
+    sections = [_summary(config, num_parameters), _measured(config), threshold, _trained_on(config)]
+    return "\n\n".join(section for section in sections if section)
+
+
 def _front_matter() -> str:
     return (
         "---\nlibrary_name: acceptance-heads\ntags:\n- speculative-decoding\n- acceptance-prediction\n- "

@@ -14,6 +14,7 @@ from configs.schema import Config
 from data_gen.pipeline import sizes
 from data_gen.store.manifest import read_manifest
 from heads.batches.features import FEATURE_SETS
+from heads.batches.module import is_first_process
 from store.shards import list_shards, read_sidecar
 
 _RATE_TIMES_WIDTH = 1.5
@@ -41,7 +42,7 @@ def settled(config: Config) -> Config:
         num = _num_responses(config)
         trainer["max_epochs"] = min(max(math.ceil(_STEPS * heads.batch_size / num), _EPOCHS[0]), _EPOCHS[1])
         chosen.append(f"{trainer['max_epochs']} epochs for {num:,} responses (trainer.max_epochs)")
-    if chosen:
+    if chosen and is_first_process():
         print(f"by rule: {', '.join(chosen)}")
     return replace(config, data=sizes.settled(config.data, heads), heads=heads, trainer=trainer)
 

@@ -82,16 +82,17 @@ def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> 
 
 
 def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
-    """Write val_metrics.json, tables.md and the plots; print the tables. Returns the results by split."""
+    """Write val_metrics.json, tables.md and the plots; print the verdict and where they are. Returns the results by
+    split.
+    """
     write_metrics(directory.metrics, sweep.results, run=sweep.facts["run"], history=sweep.history)
     texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
     sets = by_set(sweep.results, sweep.specs)
     write_atomic(directory.path / "tables.md", "\n".join([*texts, sets]).encode())
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
-    print(tables(sweep.results["dev"], sweep.specs, split="dev"), sets, sep="\n")
     print(verdict(sweep.results["dev"], sweep.specs))
     print(f"all figures: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
-    print("next: export")
+    print("next: acceptance-heads export --config …")
     return sweep.results
 
 

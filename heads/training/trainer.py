@@ -97,9 +97,13 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines; warnings stay, but for those of a directory that is rightly not empty."""
+    """Silence Lightning's start-up lines; warnings stay, but for two that a first training of little data always
+    has.
+    """
     # run.json lies in heads.dir before the first checkpoint, and `RunDirectory` refuses what another run left there
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # the interval counts the steps of all epochs, and figures on dev are logged after each epoch anyway
+    warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

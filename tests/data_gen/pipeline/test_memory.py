@@ -95,6 +95,14 @@ def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, c
     assert "take more or larger GPUs" in problem
 
 
+def test_plan_says_whose_gpus_it_reckons_with(toy_config, capsys: pytest.CaptureFixture):
+    plan(toy_config, sample=0)
+    plan(replace(toy_config, pair=replace(toy_config.pair, gpus="2x80")), sample=0)
+    shown = capsys.readouterr().out
+    assert "memory, beside the GPUs of this machine:\n" in shown
+    assert "memory, beside the GPUs that the YAML names, pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
+
+
 @pytest.mark.parametrize("written", ["2 of 80", "0x80", "2x1", "x80"])
 def test_gpus_that_cannot_be_are_refused(written: str):
     with pytest.raises(ValueError, match=r"pair\.gpus is"):

@@ -29,7 +29,8 @@ TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
 @pytest.fixture
 def healthy(toy_config, with_data, prompts_file) -> Config:
     """The toy run, with a tilde in one training prompt of the second shard; three rows may fail."""
-    make(with_data(toy_config, num_test=0, features=(), seed=1))
+    online = replace(toy_config, heads=replace(toy_config.heads, features="online"))
+    make(with_data(online, num_test=0, features=(), seed=1))
     name = read_rows(rows_path(toy_config.data.dir, "train", 1), ["id"])["id"].to_pylist()[1]
     shutil.rmtree(toy_config.data.dir)
     records = [json.loads(line) for line in prompts_file.read_text().splitlines()]

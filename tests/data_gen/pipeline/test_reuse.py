@@ -35,7 +35,8 @@ def test_another_draft_mixing_ratio_and_timing_are_labelled_as_if_the_target_had
 ):
     save_toy(tmp_path / "other", hidden_size=12, seed=7, scale=0.3)
     pair = replace(toy_config.pair, draft=ModelSource(path=str(tmp_path / "other")))
-    other = with_data(replace(toy_config, pair=pair), mixing_ratio=0.5, features=("drawn",))
+    heads = replace(toy_config.heads, specdec=False)
+    other = with_data(replace(toy_config, pair=pair, heads=heads), mixing_ratio=0.5, features=("drawn",))
     afresh, again = with_data(other, dir=str(tmp_path / "afresh")), relabelled("again", other)
     make(afresh)
     make(again)

@@ -43,7 +43,7 @@ def write_official(path: Path, num_layers: int) -> OfficialHead:
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers: int):
+def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers: int, capsys):
     official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
     assert len(load_file(tmp_path / "official" / "model.safetensors")) == 2 + 2 * min(num_layers, 1), (
         "the shared block is stored once"
@@ -61,6 +61,12 @@ def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers
     assert facts["num_layers"] == num_layers
     assert next(iter(facts)) == "timing"
     assert list(facts)[-2:] == ["draft", "target"], "hashes stand last"
+    shown = capsys.readouterr().out
+    assert "Predicts, once the token has been fed to the draft, the probability" in shown
+    assert "none yet; `acceptance-heads tune` finds it" in shown
+    assert "{" not in shown
+    inspect(path=str(path), json=True)
+    assert json.loads(capsys.readouterr().out) == facts
 
 
 def test_unrolled_blocks_are_no_longer_shared(tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_gen.pipeline import sizes
+from data_gen.pipeline.command import make
 from heads.batches.module import FeatureData
 from heads.training.recipe import settled
 from tests.toys.made_up import make_config
@@ -55,6 +56,34 @@ def test_features_follow_from_what_heads_read(tmp_path: Path, timings, specdec, 
     assert sizes.settled(data, config.heads).features == features
     (tmp_path / "manifest.json").write_text(json.dumps({"features": ["fed", "drawn"]}))
     assert sizes.settled(data, config.heads).features == ("fed", "drawn"), "a directory keeps what it was made with"
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (
+            {"features": ("fed",)},
+            r"\[fed\], and heads\.timings \[drawn\] reads drawn features; leave data\.features out",
+        ),
+        (
+            {"features": ("drawn",)},
+            r"\[drawn\], and heads\.specdec reads fed features; .* choose heads\.specdec: false",
+        ),
+    ],
+)
+def test_chosen_features_that_lack_what_heads_read_are_refused_before_data_is_made(tmp_path: Path, given, complaint):
+    config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
+    data = replace(config.data, **given)
+    with pytest.raises(ValueError, match=complaint):
+        make(replace(config, data=data))
+    assert not (tmp_path / "data" / "manifest.json").exists()
+    assert sizes.settled(data, replace(config.heads, features="online")).features == given["features"]
+
+
+def test_only_the_first_process_says_what_the_rule_chose(data_dir: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("heads.training.recipe.is_first_process", lambda: False)
+    assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
+    assert capsys.readouterr().out == ""
 
 
 def test_data_without_the_features_that_heads_read_is_refused_with_a_remedy(

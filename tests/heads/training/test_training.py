@@ -119,17 +119,23 @@ def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(
             assert metrics[1][split]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=1e-4)
 
 
-def test_a_run_writes_tables_metrics_plots_and_logs(data_dir: Path, tmp_path: Path):
+def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(data_dir: Path, tmp_path: Path, capsys):
     config = make_config(
         data_dir,
         tmp_path / "run",
         timings=("fed", "drawn"),
         scalars=(False, True),
-        trainer={"logger": True, "log_every_n_steps": 2},
+        trainer={"logger": True},
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Checkpoint directory")
+        warnings.filterwarnings("error", "The number of training batches")
         results = train(config)
+    fed, drawn, *others = capsys.readouterr().out.splitlines()
+    assert fed.startswith("Best fed-time head on dev: ")
+    assert drawn.startswith("Best drawn-time head on dev: ")
+    assert others[-2].startswith(f"all figures: {tmp_path / 'run' / 'tables.md'}")
+    assert others[-1] == "next: acceptance-heads export --config …"
     written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
     assert set(results["dev"]["heads"]) == set(written["results"]["dev"]["heads"])
     assert len(results["dev"]["heads"]) == 16
