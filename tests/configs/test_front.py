@@ -122,6 +122,19 @@ def test_all_runs_every_step_in_order_with_one_experiment(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "== 1 of 5: data"
 
 
+def test_all_stops_at_the_first_step_that_fails_with_its_exit_status(monkeypatch):
+    called = []
+
+    def step(name):
+        called.append(name)
+        return lambda config: sys.exit(7) if name == "train" else None
+
+    monkeypatch.setattr("configs.front._imported", step)
+    with pytest.raises(SystemExit, match="7"):
+        all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
+    assert called == ["data", "train"]
+
+
 def test_commands_stand_in_the_order_in_which_one_needs_them():
     wanted = [
         "init",
