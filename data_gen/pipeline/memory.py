@@ -79,9 +79,9 @@ def needs(config: Config) -> list[Need]:
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
     sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
     pair = {name: sizes[name] for name in ("target", "draft")}
-    makes_data = any((data.num_train, data.num_dev, data.num_test))
+    makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
     stages = _data_stages(pair, data) if makes_data else []
-    if data.num_train:
+    if data.num_train != 0:  # null is all that there are
         stages.append(_training(sizes["draft"], data, config.heads))
     return [*stages, _decoding(sizes, config)]
 

@@ -56,9 +56,8 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
         sample: prompts that are made and timed; 0 loads no model.
     """
     check_settings(config.pair, config.data)
-    config = replace(config, data=_settled(config, is_needed=sample > 0))
-    pair, data = config.pair, config.data
-    _check_memory(config, is_measured=sample > 0)
+    _check_memory(config, is_measured=sample > 0)  # from config.json alone, so before prompts are looked for
+    pair, data = config.pair, _settled(config, is_needed=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     num_rows = (

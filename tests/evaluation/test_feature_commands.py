@@ -170,7 +170,7 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
         argv=[*flags, *sweep, "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"],
         trainer=Trainer,
     )
-    run({"export": export}, default="export", argv=[*flags, *sweep])
+    run({"export": export}, default="export", argv=[*flags, *sweep, "--force", "true"])
     exported = sorted((tmp_path / "run" / "exported").iterdir())
     heads = [json.loads((path / "config.json").read_text()) for path in exported]
     assert [(head["timing"], head["draft"]["name"], head["mixing_ratio"]) for head in heads] == [

@@ -135,6 +135,7 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
         depths=(1,),
         timings=("fed", "drawn"),
         scalars=(True,),
+        specdec=False,
         batch_size=2,
         features=features,
     )
