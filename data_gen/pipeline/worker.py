@@ -4,7 +4,6 @@ ray`).
 
 import gc
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
+from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.source import make_source
 from lm import (
@@ -39,10 +39,6 @@ from lm.frequencies import refuse_crossing
 from lm.pair import without_weights
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
-_WINDOW, _MIN_ROWS, _HOPELESS_SHARE = 32, 8, 0.9
-"""A stage stops once its models failed on this share of the last rows (at least _MIN_ROWS, at most _WINDOW): the cause
-is not the rows.
-"""
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -90,8 +86,7 @@ class Worker:
             check_numbers(model, vocab_size, name)
             check_output_layer(model, vocab_size)
         self._models, self._vocab_size = models, vocab_size
-        self._latest: deque[bool] = deque(maxlen=_WINDOW)
-        """Whether the models of this stage failed on each of the latest rows."""
+        self._latest = LatestRows(max_error_share=data.max_error_share)
         has_feature_draft = job.stage == "together" and "draft" not in models
         self._feature_draft = feature_draft_of(pair, models["target"]) if has_feature_draft else None
         self._prepare(data)
@@ -161,13 +156,18 @@ class Worker:
 
     def _make(self, spec: ShardSpec, progress: Progress) -> None:
         answers, drafted = self._answers(spec, progress)
-        num_known = 0 if isinstance(self.source, TargetInProcess) else len(_errors(answers))
+        known = set() if isinstance(self.source, TargetInProcess) else {problem.id for problem in _errors(answers)}
         if self.stage == "respond":
             stages.save_responses(spec, answers, self.data)
         else:
             progress(len(answers.problems))  # they have no labels to wait for
             answers = self._label(spec, answers, drafted, progress)
-        self._stop_if_hopeless(answers, num_known)
+        failed = [problem for problem in _errors(answers) if problem.id not in known]
+        self._latest.add(
+            [*failed, *[None] * len(answers.exchanges)],
+            subject=f"rows of the stage {self.stage} ended in an error",
+            remedy="what was written stays, `--retry_errors` tries these rows again",
+        )
 
     def _label(self, spec: ShardSpec, answers: Answers, drafted: dict[str, Tensor], progress: Progress) -> Answers:
         """Label a shard and write what the stage leaves. Returns the answers with what went wrong here."""
@@ -192,24 +192,6 @@ class Worker:
         stages.write_files(spec, answers, columns=columns, data=self.data)
         stages.forget_stages(spec, self.data)
         return answers
-
-    def _stop_if_hopeless(self, answers: Answers, num_known: int) -> None:
-        """Raise ValueError if the models of this stage failed on nearly all of the latest rows.
-
-        Args:
-            answers: the answers of a shard that is written.
-            num_known: errors among them that were there before these models ran.
-        """
-        errors = _errors(answers)
-        num_failed = len(errors) - num_known
-        self._latest.extend([True] * num_failed + [False] * len(answers.exchanges))
-        num_latest, share = sum(self._latest), max(_HOPELESS_SHARE, self.data.max_error_share)
-        if num_failed and len(self._latest) >= _MIN_ROWS and num_latest >= share * len(self._latest) and share < 1:
-            raise ValueError(
-                f"{num_latest} of the last {len(self._latest)} rows of the stage {self.stage} ended in an error, the "
-                f"last {errors[-1].id}: "
-                f"{errors[-1].reason}; what was written stays, `--retry_errors` tries these rows again"
-            )
 
     def _answers(self, spec: ShardSpec, progress: Progress) -> tuple[Answers, dict[str, Tensor]]:
         """The shard's responses, from the source or as the stage before saved them; with the columns that the stage

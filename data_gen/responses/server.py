@@ -8,7 +8,6 @@ prompt becomes that row's problem. Servers differ in how they are told `top_k`, 
 
 import json
 import os
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,15 +17,17 @@ from openai.types import Completion
 
 from configs.schema import ServerConfig
 from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
+from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.spelling import Spelling
 from lm import Sampling
 from lm.uniforms import seed_of
 
 _NUM_SEEDS = 2**31
 """Servers take seeds of 31 bits."""
-_WINDOW, _MIN_ANSWERS, _HOPELESS_SHARE = 32, 8, 0.9
-"""A run stops once this share of the last answers (at least _MIN_ANSWERS, at most _WINDOW) is an error: the cause is a
-setting or a proxy, not the prompts."""
+_REMEDY = (
+    "check data.server, data.template and what stands between here and the server, then run the same command again: it "
+    "keeps the whole shards"
+)
 
 
 class CompletionsServer:
@@ -45,7 +46,7 @@ class CompletionsServer:
         Raises:
             ValueError: a `Sampling` that this kind of server cannot be told.
         """
-        self._latest: deque[Response | Problem] = deque(maxlen=_WINDOW)
+        self._latest = LatestRows()
         self.server, self.spelling, self.model = server, spelling, model
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
@@ -71,27 +72,17 @@ class CompletionsServer:
             progress(1)
             return result
 
-        answers = []
+        answers, subject = [], f"answers of {self.server.url} are no responses"
         with ThreadPoolExecutor(self.server.concurrency) as pool:
             try:
                 for result in pool.map(answer, requests):
                     answers.append(result)
-                    self._latest.append(result)
-                    self._stop_if_hopeless()
+                    problem = result if isinstance(result, Problem) else None
+                    self._latest.add([problem], subject=subject, remedy=_REMEDY)
             except BaseException:  # also Ctrl-C: do not send the requests that still wait in the queue
                 pool.shutdown(cancel_futures=True)
                 raise
         return answers
-
-    def _stop_if_hopeless(self) -> None:
-        """Raise ValueError if nearly all of the latest answers are errors."""
-        errors = [answer for answer in self._latest if isinstance(answer, Problem)]
-        if len(self._latest) >= _MIN_ANSWERS and len(errors) >= _HOPELESS_SHARE * len(self._latest):
-            raise ValueError(
-                f"{len(errors)} of the last {len(self._latest)} answers of {self.server.url} are no responses, the "
-                f"first to {errors[0].id}: {errors[0].reason}; check data.server, data.template and what stands "
-                "between here and the server, then run the same command again: it keeps the whole shards"
-            )
 
     def _answer(self, request: Request, seed: int) -> Response | Problem:
         try:

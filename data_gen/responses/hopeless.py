@@ -1,0 +1,40 @@
+"""When a run gives up: nearly all of its latest rows failed, so that the cause is a setting, a model or a proxy, and
+not the rows.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from data_gen.responses.exchange import Problem
+
+WINDOW, FEWEST_ROWS, HOPELESS_SHARE = 32, 8, 0.9
+"""A run is hopeless once this share of the latest rows failed, of which FEWEST_ROWS to WINDOW count."""
+
+
+class LatestRows:
+    """The latest rows of a run: the problem of each that failed, None for each that did not."""
+
+    def __init__(self, *, max_error_share: float = 0.0) -> None:
+        """Args:
+        max_error_share: the share of failures that the run bears by its config; at 1 it never gives up.
+        """
+        self._problems: deque[Problem | None] = deque(maxlen=WINDOW)
+        self._share = max(HOPELESS_SHARE, max_error_share)
+
+    def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
+        """Note further rows.
+
+        Args:
+            problems: the problem of each row, None where there is none.
+            subject: the end of "8 of the last 8 …", such as "rows of the stage draft ended in an error".
+            remedy: a clause that says what a user can do.
+
+        Raises:
+            ValueError: the run is hopeless.
+        """
+        self._problems.extend(problems)
+        failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)
+        if num >= FEWEST_ROWS and len(failed) >= self._share * num and self._share < 1:
+            raise ValueError(
+                f"{len(failed)} of the last {num} {subject}, the last {failed[-1].id}: {failed[-1].reason}; {remedy}"
+            )
