@@ -20,7 +20,7 @@ from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
-from evaluation.costs.waiting import warning_of
+from evaluation.costs.waiting import Timing
 from evaluation.intervals import TimeErrors
 from store.keyed import KeyedStore
 
@@ -140,8 +140,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     times, missing = missing_of(experiment, policies, again=again)
     if times is None or missing:
         loop, store = loop_of(experiment), kept_costs(experiment.directory)
-        warning = warning_of(loop, len(missing), has_forwards=times is None, kept_in=str(store.path))
-        print(warning, file=sys.stderr, flush=True)
+        timing = Timing(missing, has_forwards=times is None)
+        print(timing.warning(loop, kept_in=str(store.path)), file=sys.stderr, flush=True)
         times = measure_loop(loop) if times is None else times
         times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
         store.keep([(key_of(experiment), times)])

@@ -23,15 +23,20 @@ from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import FixedLength, Policy
+from evaluation.costs.budget import turns_within
 from evaluation.costs.model import CostModel
 from evaluation.intervals import TimeErrors
 from evaluation.traces.trace import Array
+from evaluation.turns import in_turns
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
-from store.progress import Bar
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
-_TURNS = 2
-"""Generations per prompt and length."""
+TOKENS = 48
+"""Tokens of a generation that is timed."""
+BUDGET_S = 9.0
+"""Seconds that generations are timed for; longer where `FEWEST_TURNS` take longer."""
+FEWEST_TURNS = 2
+"""Generations of each length at the least."""
 _RESAMPLES = 200
 
 
@@ -97,25 +102,24 @@ class Loop:
 
 
 def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
-    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out."""
-    decoders = [loop.decoder(FixedLength(length)) for length in _lengths_within(loop.max_draft_length, lengths)]
-    generator = torch.Generator().manual_seed(0)
-    decoders[-1].generate(loop.prompts[0], loop.max_new_tokens, generator=generator)
-    turns = [prompt for _ in range(_TURNS) for prompt in loop.prompts]
-    with Bar(total=len(turns) * len(decoders), desc="costs: t_draft and t_target", unit="generations") as bar:
-        return [
-            bar.counted(decoder.generate(prompt, loop.max_new_tokens, generator=generator))
-            for prompt in turns
-            for decoder in decoders
-        ]
+    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out.
+
+    Args:
+        loop: what is timed, on its prompts.
+        lengths: the draft lengths; those beyond the longest draft count as that.
+    """
+    decoders = [loop.decoder(FixedLength(length)) for length in lengths_within(loop.max_draft_length, lengths)]
+    num_tokens, generator = min(TOKENS, loop.max_new_tokens), torch.Generator().manual_seed(0)
+    decoders[-1].generate(loop.prompts[0], num_tokens, generator=generator)
+    turns = turns_within(BUDGET_S, FEWEST_TURNS, desc="costs: t_draft and t_target", unit="turns")
+    return [
+        decoder.generate(prompt, num_tokens, generator=generator)
+        for prompt, order in in_turns(decoders, (loop.prompts[turn % len(loop.prompts)] for turn in turns))
+        for decoder in order
+    ]
 
 
-def num_generations(num_prompts: int, max_draft_length: int) -> int:
-    """How many generations `time_generations` returns for its own lengths."""
-    return _TURNS * num_prompts * len(_lengths_within(max_draft_length, TIMED_LENGTHS))
-
-
-def _lengths_within(max_draft_length: int, lengths: Sequence[int]) -> list[int]:
+def lengths_within(max_draft_length: int, lengths: Sequence[int]) -> list[int]:
     """The lengths in order, those beyond the longest draft as that: within 4, 0 1 2 4 7 become 0 1 2 4."""
     return sorted({min(length, max_draft_length) for length in lengths})
 

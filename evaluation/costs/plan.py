@@ -6,9 +6,9 @@ from configs.schema import Config
 from data_gen.pipeline.plan import duration
 from data_gen.pipeline.plan import plan as plan_data
 from decode.experiment import Experiment
-from evaluation.costs.machine import NUM_PROMPTS, loop_of, missing_of
+from evaluation.costs.machine import loop_of, missing_of
 from evaluation.costs.stops import policies_by_kind
-from evaluation.costs.waiting import SKIP, expected_s, num_timed, what_is_timed
+from evaluation.costs.waiting import SKIP, Timing
 from heads.grid import grid
 
 _ANY_WIDTH = 8
@@ -38,15 +38,12 @@ def timing_line(config: Config, *, is_measured: bool) -> str:
         return "evaluate: times nothing, decode.t_draft_s and decode.t_target_s are given"
     policies = policies_by_kind(shape.head(_ANY_WIDTH) for shape in grid(config.heads))
     if not is_measured:
-        generations = num_timed(NUM_PROMPTS, len(policies), max_draft_length=config.decode.max_draft_length)
-        return f"evaluate: times {what_is_timed(generations, len(policies))}; skip it with {SKIP}"
+        timing = Timing(policies)
+        return f"evaluate: times {timing.what}, {duration(timing.budget_s)} on a small pair; skip it with {SKIP}"
     experiment = Experiment(config)
     times, missing = missing_of(experiment, policies)
     if times is not None and not missing:
         return f"evaluate: times nothing, the times of this machine are in {experiment.directory}/costs.jsonl"
-    loop = loop_of(experiment)
-    generations = num_timed(
-        len(loop.prompts), len(missing), max_draft_length=loop.max_draft_length, has_forwards=times is None
-    )
-    about, counts = duration(expected_s(loop, generations)), what_is_timed(generations, len(missing))
-    return f"evaluate: timing about {about} on this machine, once: {counts}; skip it with {SKIP}"
+    timing = Timing(missing, has_forwards=times is None)
+    about = duration(timing.expected_s(loop_of(experiment)))
+    return f"evaluate: timing about {about} on this machine, once: {timing.what}; skip it with {SKIP}"

@@ -1,36 +1,46 @@
 """What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
 
-Policies take turns on every prompt with the same draws, and none of them ever stops before the end of its draft: so all
-write the same text in the same rounds, which differ from those of the fixed length by the work of the stop alone.
-t_stop is the difference of the first quartiles of their seconds per draft step.
+Policies take turns from round to round of one generation (`evaluation.costs.rotation`), and none of them ever stops
+before the end of its draft: so rounds differ by the work of the stop alone. A cycle is a round of each kind, and a few
+of the fixed length, in a new order every time. The machine's pace changes from cycle to cycle, so that a draft is held
+against its own cycle:
+
+    r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
+                                                                     length) * t_draft
+
+Cycles go on for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which `Stop.error_s` says.
 
 On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a
 large model is reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
-from evaluation.costs.measure import Loop, error_of, typical
+from evaluation.costs.budget import turns_within
+from evaluation.costs.measure import Loop, typical
+from evaluation.costs.rotation import Draft, Rotation, shuffled
 from heads.model.head import AcceptanceHead
-from store.progress import Bar
 
 STEPS = 10
 """Tokens of a draft that is timed."""
-TOKENS = 48
-"""Tokens of a generation that is timed."""
-_MOST_TURNS = 6
-_ENOUGH = 0.005
-"""Share of a draft step: a standard error below which no more turns are taken."""
+BUDGET_S = 15.0
+"""Seconds that stops are timed for; longer where `FEWEST_CYCLES` take longer."""
+FEWEST_CYCLES = 6
+NUM_FIXED, _FIXED = 3, ""
+"""Rounds of the fixed length in a cycle: every kind is held against it."""
+_RESAMPLES = 200
 
 
 class Stop(NamedTuple):
@@ -102,51 +112,102 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
 
 
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
-    """Time the stop of each of these policies."""
+    """Time the stop of each of these policies.
+
+    Args:
+        loop: what is timed, on its prompts.
+        policies: one policy for each kind of stop, by its kind.
+    """
     if not policies:
         return {}
-    arms = {"": FixedLength(loop.max_draft_length), **{kind: Unstopping(policy) for kind, policy in policies.items()}}
-    decoders = {
-        kind: loop.decoder(policy, max_draft_length=min(STEPS, loop.max_draft_length)) for kind, policy in arms.items()
-    }
-    _turn(decoders, loop, loop.prompts[0])  # a warm-up
-    steps_s: dict[str, list[float]] = {kind: [] for kind in arms}
-    total = most_generations(len(policies), len(loop.prompts))
-    with Bar(total=total, desc=f"costs: stops of {len(policies)} kinds, at most", unit="generations") as bar:
-        for _ in range(_MOST_TURNS):
-            for prompt in loop.prompts:
-                for kind, seconds in _turn(decoders, loop, prompt).items():
-                    steps_s[kind] += seconds
-                bar.update(len(arms))
-            if max(map(error_of, steps_s.values())) < _ENOUGH * typical(steps_s[""]):
-                break
-    plain_s, plain_error_s = typical(steps_s[""]), error_of(steps_s[""])
-    return {
-        kind: Stop(max(0.0, typical(steps_s[kind]) - plain_s), hypot(error_of(steps_s[kind]), plain_error_s))
-        for kind in policies
-    }
+    mixtures = mixtures_of(policies)
+    timed = timed_kinds(policies)
+    length, cycle = drafted_length(loop), [*timed, *[_FIXED] * NUM_FIXED]
+    arms = {_FIXED: FixedLength(length), **{kind: Unstopping(policies[kind]) for kind in timed}}
+    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
+    rotation = Rotation(drafters, shuffled(cycle), length=length)
+    decoder = loop.models.decoder(rotation, sampling=loop.sampling, max_draft_length=length, eos_ids=loop.eos_ids)
+    generator = torch.Generator().manual_seed(0)
+    rounds = (
+        round_
+        for prompt in itertools.cycle(loop.prompts)
+        for round_ in decoder.stream(prompt, loop.max_new_tokens, generator=generator)
+    )
+
+    def next_cycle() -> list[Draft]:
+        while len(rotation.drafts) < len(cycle):
+            next(rounds)
+        played, rotation.drafts = rotation.drafts, []
+        return played
+
+    next_cycle()  # a warm-up
+    desc = f"costs: stops of {len(policies)} kinds"
+    cycles = [next_cycle() for _ in turns_within(BUDGET_S, FEWEST_CYCLES, desc=desc, unit="cycles")]
+    return _stops_of(cycles, mixtures)
 
 
-def most_generations(num_kinds: int, num_prompts: int) -> int:
-    """Generations that `time_stops` takes at most, of `TOKENS` tokens each; the fixed length takes turns with all."""
-    return _MOST_TURNS * num_prompts * (num_kinds + 1) if num_kinds else 0
+def mixtures_of(policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
+    """Each kind of stop as a weighted mean of kinds that are timed.
 
+    Heads that differ by the number of their blocks alone lie on a line, since all blocks are of one size: the
+    shallowest and the deepest are timed. Every other kind is timed itself.
 
-def _turn(decoders: Mapping[str, SpeculativeDecoder], loop: Loop, prompt: list[int]) -> dict[str, list[float]]:
-    """Seconds per draft step of every round but the first, which reads the prompt; all decoders play the same
-    rounds.
+    Example: with fed-d0, fed-d1 and fed-d4, the mixture of fed-d1 is {fed-d0: 0.75, fed-d4: 0.25}.
     """
-    num_tokens, drafting = min(TOKENS, loop.max_new_tokens), {}
-    for kind, decoder in decoders.items():
-        played = decoder.generate(prompt, num_tokens, generator=torch.Generator().manual_seed(0)).rounds[1:]
-        drafting[kind] = [round_ for round_ in played if round_.drafted]
-        assert [round_.drafted for round_ in drafting[kind]] == [round_.drafted for round_ in drafting[""]], (
-            "equal draws write equal texts"
+    depths: dict[str, dict[str, int]] = {}
+    for kind, policy in policies.items():
+        if isinstance(policy, ScoringPolicy) and len(policy.heads) == 1:
+            depth = policy.heads[0].depth
+            depths.setdefault(kind.removesuffix(f"-d{depth}"), {})[kind] = depth
+    mixtures = {kind: {kind: 1.0} for kind in policies}
+    for of_shape in depths.values():
+        first, last = min(of_shape, key=of_shape.__getitem__), max(of_shape, key=of_shape.__getitem__)
+        for kind in of_shape.keys() - {first, last}:
+            share = (of_shape[kind] - of_shape[first]) / (of_shape[last] - of_shape[first])
+            mixtures[kind] = {first: 1 - share, last: share}
+    return mixtures
+
+
+def timed_kinds(policies: Mapping[str, Policy]) -> list[str]:
+    """The kinds of stop that are timed, of which the others are mixtures."""
+    return list(dict.fromkeys(kind for mixture in mixtures_of(policies).values() for kind in mixture))
+
+
+def drafted_length(loop: Loop) -> int:
+    """Tokens of each draft that is timed.
+
+    Raises:
+        ValueError: the loop drafts none.
+    """
+    length = min(STEPS, loop.max_draft_length, loop.max_new_tokens - 1)
+    if length < 1:
+        raise ValueError(
+            f"stops are timed on drafts, and with decode.max_draft_length {loop.max_draft_length} and "
+            f"decode.max_new_tokens {loop.max_new_tokens} none has a token; raise them, or give decode.t_*_s"
         )
-    return {
-        kind: [round_.draft_s / round_.counts.num_draft_forwards for round_ in played]
-        for kind, played in drafting.items()
-    }
+    return length
+
+
+def _stops_of(cycles: Sequence[Sequence[Draft]], mixtures: Mapping[str, Mapping[str, float]]) -> dict[str, Stop]:
+    """The stop of every kind, from the drafts of the timed kinds and those of the fixed length."""
+    levels_s = [median(draft.step_s for draft in cycle) for cycle in cycles]
+    paces: dict[str, list[list[float]]] = {}
+    for cycle, level_s in zip(cycles, levels_s, strict=True):
+        of_cycle: dict[str, list[float]] = {}
+        for draft in cycle:
+            of_cycle.setdefault(draft.kind, []).append(draft.step_s / level_s)
+        for kind, steps in of_cycle.items():
+            paces.setdefault(kind, []).append(steps)
+    # the cycles themselves, then resamples of them: one draw for all kinds, which share the fixed length
+    drawn = np.random.default_rng(0).integers(len(cycles), size=(_RESAMPLES, len(cycles)))
+    samples = [np.arange(len(cycles)), *drawn]
+    medians = {kind: np.array([np.median(np.array(steps)[rows]) for rows in samples]) for kind, steps in paces.items()}
+    unit_s = typical(levels_s)  # as t_draft is: of the machine at its best
+    stops = {}
+    for kind, mixture in mixtures.items():
+        added_s = unit_s * (sum(share * medians[timed] for timed, share in mixture.items()) - medians[_FIXED])
+        stops[kind] = Stop(max(0.0, float(added_s[0])), float(added_s[1:].std()))
+    return stops
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""What a stop costs is timed once."""
+"""Costs are timed as briefly as they can be."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_turn():
-    """No test reads how long a stop takes, beyond a bound that one turn keeps."""
+def fewest_turns():
+    """No test reads how long a stop takes, beyond a bound that the fewest turns keep."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evaluation.costs.stops._MOST_TURNS", 1)
-        patch.setattr("evaluation.costs.measure._TURNS", 1)
+        for module in ("stops", "measure"):
+            patch.setattr(f"evaluation.costs.{module}.BUDGET_S", 0.0)
         yield

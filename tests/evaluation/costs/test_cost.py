@@ -1,8 +1,7 @@
 """What rounds cost (law 4.9)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from time import sleep
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -15,12 +14,13 @@ from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from decode.policies.bounds import Oracle, PerfectHead
+from evaluation.costs.budget import turns_within
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
-from evaluation.costs.waiting import SKIP, expected_s, num_timed, warning_of
+from evaluation.costs.waiting import SKIP, Timing
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from lm import Pair, Sampling
@@ -180,39 +180,43 @@ def loop() -> Loop:
     return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
 
 
-@dataclass(frozen=True)
-class Slow(Entropy):
-    """A stop that takes ten milliseconds, and would end every draft at once."""
-
-    max_sqrt_entropy: float = 0.0
-
-    def after(self, state, drawn):
-        sleep(0.01)
-        return super().after(state, drawn)
-
-
-def test_what_is_announced_is_what_is_timed(loop, capsys):
-    policies = policies_by_kind([])
-    forwards, stops = num_timed(len(loop.prompts), len(policies), max_draft_length=loop.max_draft_length)
-    assert len(time_generations(loop)) == forwards
-    assert f"{forwards}/{forwards} generations" in capsys.readouterr().err
-    time_stops(loop, policies)
-    assert f"/{stops} generations" in capsys.readouterr().err.splitlines()[-1]
-    assert num_timed(2, 0, max_draft_length=4, has_forwards=False) == (0, 0)
-
-
 def test_a_warning_says_what_is_timed_how_long_and_how_to_skip_it(loop, monkeypatch):
-    monkeypatch.setattr("evaluation.costs.waiting.expected_s", lambda loop, generations: 95.0)
-    warning = warning_of(loop, 3, has_forwards=False, kept_in="here/costs.jsonl")
-    stops = num_timed(2, 3, max_draft_length=4)[1]
-    assert f"about 1.6 min: at most {stops} generations for 3 kinds of stop\n" in warning
+    monkeypatch.setattr(Timing, "expected_s", lambda self, loop: 95.0)
+    warning = Timing({"entropy": Entropy()}, has_forwards=False).warning(loop, kept_in="here/costs.jsonl")
+    assert "about 1.6 min: 1 kind of stop\n" in warning
     assert "kept in here/costs.jsonl" in warning
     assert warning.endswith(SKIP)
 
 
-def test_the_estimate_grows_with_what_is_timed(loop):
-    few, many = (expected_s(loop, (num, num)) for num in (1, 1000))
-    assert 0 < few < many / 50
+def test_what_is_timed_names_the_kinds_that_lie_between():
+    heads = [AcceptanceHead(8, depth) for depth in (0, 1, 4)]
+    assert Timing(policies_by_kind(heads)).what == "t_draft, t_target and 6 kinds of stop (1 more lie between them)"
+    assert Timing({}).what == "t_draft, t_target"
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 0.5])
+def test_timing_takes_about_as_long_as_is_said(loop, monkeypatch, budget_s):
+    for module in ("stops", "measure"):
+        monkeypatch.setattr(f"evaluation.costs.{module}.BUDGET_S", budget_s)
+    policies = policies_by_kind([])
+    expected_s, started_s = Timing(policies).expected_s(loop), perf_counter()
+    time_generations(loop)
+    time_stops(loop, policies)
+    # of a law of 1.5, since other tests run beside this one
+    assert expected_s / 3 < perf_counter() - started_s < 3 * expected_s
+
+
+def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
+    assert list(turns_within(0.0, 3, desc="few", unit="turns")) == [0, 1, 2]
+    turns = [sleep(0.01) for _ in turns_within(0.1, 1, desc="many", unit="turns")]
+    assert 4 < len(turns) <= 10
+    assert f"{len(turns)}/{len(turns)} turns" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_length_is_timed_in_every_turn_and_each_begins_in_its_turn(loop):
+    timed = time_generations(loop, lengths=(0, 2, 4, 16))
+    longest = [max(len(round_.drafted) for round_ in generation.rounds) for generation in timed]
+    assert longest == [0, 2, 4, 2, 4, 0]  # 16 is beyond the longest draft, and there are two turns
 
 
 def test_what_is_advised_skips_the_timing(tmp_path):
@@ -225,28 +229,9 @@ def test_what_is_advised_skips_the_timing(tmp_path):
     assert not (tmp_path / "costs.jsonl").exists()
 
 
-def test_a_plan_that_measures_nothing_counts_what_will_be_timed(tmp_path):
+def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
     line = timing_line(config, is_measured=False)
-    forwards, _ = num_timed(4, 1, max_draft_length=config.decode.max_draft_length)
-    assert line.startswith(f"evaluate: times {forwards} generations for t_draft and t_target, at most ")
+    assert line.startswith("evaluate: times t_draft, t_target and 10 kinds of stop (9 more lie between them), ")
     assert line.endswith(SKIP)
-
-
-def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
-    found = time_stops(loop, {"slow": Slow(), "entropy": Entropy(0.0)})
-    assert found["slow"].seconds > 0.005
-    assert found["slow"].seconds > found["entropy"].seconds >= 0
-    assert found["entropy"].error_s > 0
-
-
-def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
-    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
-    assert set(time_stops(loop, policies_by_kind([head]))) == {
-        "entropy",
-        "token_prob",
-        "max_prob",
-        "max_prob & token_prob",
-        "drawn+s-d1",
-    }

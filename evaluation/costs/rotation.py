@@ -1,0 +1,84 @@
+"""A drafter whose policies take turns, round by round, in one generation.
+
+Policies that are compared within a generation read no prompt of their own, and a machine that slows down for a moment
+slows neighbouring rounds alike. Before its draft is timed, a policy's model reads all but the newest token, so that
+every draft feeds one token first, whichever policies came before.
+"""
+
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+from decode.loop.session import Session
+from lm import CachedModel, CompiledModel
+
+
+class Draft(NamedTuple):
+    """One timed draft."""
+
+    kind: str
+    """Name of the drafter."""
+    step_s: float
+    """Seconds of a draft step."""
+
+
+class Rotation(Drafter):
+    """Drafters of one draft model, or of several of the same weights, each for one round in its turn."""
+
+    def __init__(self, drafters: Mapping[str, ModelDrafter], order: Iterator[str], *, length: int) -> None:
+        """Args:
+        drafters: name -> drafter.
+        order: names of whose turn it is, without end.
+        length: tokens of a timed draft; where a text ends sooner, the last drafter goes on, and is not timed.
+        """
+        self._drafters, self._order, self._length = drafters, order, length
+        self._drafter = next(iter(drafters.values()))
+        self.drafts: list[Draft] = []
+        """Timed drafts, in their order."""
+
+    def start(self, session: Session) -> None:
+        # drafters of one model would refuse each other, so each takes its model in a session that never opens
+        apart = Session(session.sampling, session.eos_ids, session.draws)
+        for drafter in self._drafters.values():
+            drafter.start(apart)
+        for model in {id(drafter.model): drafter.model for drafter in self._drafters.values()}.values():
+            session.take(model, ModelDrafter.role)
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        if max_tokens < self._length:
+            return self._drafter.propose(committed, max_tokens)
+        kind = next(self._order)
+        self._drafter = self._drafters[kind]
+        if isinstance(self._drafter.model, CachedModel):
+            _read(self._drafter.model, committed)
+        started_s = perf_counter()
+        proposal = self._drafter.propose(committed, max_tokens)
+        seconds = perf_counter() - started_s
+        if proposal.num_draft_forwards == self._length:
+            self.drafts.append(Draft(kind, seconds / self._length))
+        return proposal
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self._drafter.conclude(committed, num_accepted)
+
+    def roll_back(self, length: int) -> None:
+        self._drafter.roll_back(length)
+
+
+def shuffled(cycle: list[str]) -> Iterator[str]:
+    """The names of a cycle in one order after the other, so that none is always behind the same one."""
+    generator = np.random.default_rng(0)
+    while True:
+        yield from generator.permutation(cycle).tolist()
+
+
+def _read(model: CachedModel, committed: list[int]) -> None:
+    """Read all but the newest token: at once, or behind the prompt one by one where steps are compiled, since every
+    other width would be compiled, too.
+    """
+    first = len(model) + 1 if isinstance(model, CompiledModel) and len(model) else len(committed) - 1
+    for length in range(max(first, len(model) + 1), len(committed)):
+        model.forward(committed[:length])

@@ -1,0 +1,128 @@
+"""What the timing of stops finds: in the loop, by rounds in turns, between the shallowest and the deepest head."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import islice
+from time import sleep
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decode.loop.drafter import ModelDrafter
+from decode.policies import Entropy, FixedLength, HeadPolicy
+from evaluation.costs.measure import Loop
+from evaluation.costs.rotation import Rotation, shuffled
+from evaluation.costs.stops import Unstopping, mixtures_of, policies_by_kind, time_stops, timed_kinds
+from heads import AcceptanceHead
+from lm import Pair, Sampling
+from tests.toys.random_pairs import random_pair
+
+
+class Words(PreTrainedTokenizerBase):
+    """As many ids as the pair has logits."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(40)}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    pair = Pair(*random_pair("llama"), None, Words())
+    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
+
+
+@dataclass(frozen=True)
+class Slow(Entropy):
+    """A stop that takes so many seconds, and would end every draft at once."""
+
+    max_sqrt_entropy: float = 0.0
+    seconds: float = 0.01
+
+    def after(self, state, drawn):
+        sleep(self.seconds)
+        return super().after(state, drawn)
+
+
+def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten(loop):
+    found = time_stops(loop, {"slow": Slow(), "entropy": Entropy(0.0)})
+    assert 0.005 < found["slow"].seconds < 0.05
+    assert found["slow"].seconds > found["entropy"].seconds >= 0
+    assert found["entropy"].error_s > 0
+
+
+def test_twice_the_work_is_twice_the_stop(loop):
+    found = time_stops(loop, {"slow": Slow(), "slower": Slow(seconds=0.02)})
+    assert found["slower"].seconds / found["slow"].seconds == pytest.approx(2, rel=0.3)
+
+
+def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
+    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
+    assert set(time_stops(loop, policies_by_kind([head]))) == {
+        "entropy",
+        "token_prob",
+        "max_prob",
+        "max_prob & token_prob",
+        "drawn+s-d1",
+    }
+
+
+def test_heads_between_the_shallowest_and_the_deepest_lie_on_their_line(loop):
+    width = loop.pair.draft.config.hidden_size
+    policies = {f"fed-d{depth}": HeadPolicy(AcceptanceHead(width, depth)) for depth in (0, 1, 4)}
+    policies["drawn-d2"] = HeadPolicy(AcceptanceHead(width, 2, "drawn"))
+    assert mixtures_of(policies)["fed-d1"] == {"fed-d0": 0.75, "fed-d4": 0.25}
+    assert timed_kinds(policies) == ["fed-d0", "fed-d4", "drawn-d2"]
+    assert list(time_stops(loop, policies)) == list(policies)
+
+
+def test_two_heads_together_are_timed_themselves():
+    heads = [AcceptanceHead(8, depth, timing) for depth, timing in ((0, "drawn"), (1, "fed"), (2, "fed"), (3, "fed"))]
+    both = HeadPolicy(heads[0], also=heads[2])
+    policies = {"fed-d1": HeadPolicy(heads[1]), both.stop_kind: both, "fed-d3": HeadPolicy(heads[3])}
+    assert timed_kinds(policies) == list(policies)
+
+
+def test_a_loop_that_drafts_nothing_has_no_stops(loop):
+    with pytest.raises(ValueError, match="none has a token; raise them, or give"):
+        time_stops(replace(loop, max_new_tokens=1), {"entropy": Entropy()})
+
+
+def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loop):
+    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1)
+    arms = {"fixed": FixedLength(4), "entropy": Unstopping(Entropy(0.0)), "head": Unstopping(HeadPolicy(head))}
+    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
+    fed, order = [], ["fixed", "entropy", "head", "entropy"]
+
+    def watched(forward):
+        def watching(token_ids, num_rows=1):
+            fed.append(len(token_ids) - len(watching.model))
+            return forward(token_ids, num_rows)
+
+        return watching
+
+    rotation = Rotation(drafters, iter(order * 9), length=4)
+    decoder = loop.models.decoder(rotation, sampling=Sampling(), max_draft_length=4, eos_ids=frozenset())
+    rounds = decoder.stream([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
+    next(rounds)  # the prompt is read
+    for model in {id(drafter.model): drafter.model for drafter in drafters.values()}.values():
+        watching = watched(model.forward)
+        watching.model = model
+        model.forward = watching
+    try:
+        for _ in range(2):
+            fed.clear()
+            next(rounds, None)
+            assert fed[-4:] == [1, 1, 1, 1]
+    finally:
+        for drafter in drafters.values():
+            vars(drafter.model).pop("forward", None)
+    assert [draft.kind for draft in rotation.drafts][:3] == order[:3]
+
+
+def test_every_cycle_has_all_kinds_in_an_order_of_its_own():
+    cycle = ["fixed", "fixed", "a", "b", "c"]
+    drawn = list(islice(shuffled(cycle), 50))
+    cycles = [tuple(drawn[start : start + 5]) for start in range(0, 50, 5)]
+    assert all(Counter(names) == Counter(cycle) for names in cycles)
+    assert len(set(cycles)) > 5
