@@ -38,7 +38,7 @@ _CLOSING = (
     "  --completion bash|zsh prints a script for the shell: source <(acceptance-heads --completion bash)",
 )
 COMMANDS: dict[str, Entry] = {
-    "init": Entry("data_gen.pipeline.init:init"),
+    "init": Entry("evaluation.costs.init:init"),
     "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
     "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),

@@ -1,17 +1,17 @@
 """`python -m data_gen plan`: what a run will take, before anything large starts.
 
 First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then
-the run is made for a few prompts in a temporary folder and timed, one stage's models at a time; the rest is
-extrapolated per row. Without a sample (`--sample 0`, which needs each model's config.json and nothing else of it) sizes
-are upper bounds from the YAML, and no time is estimated.
+the run is made twice for a few prompts in a temporary folder and timed, one stage's models at a time; the rest is
+extrapolated by steps and tokens (`data_gen.pipeline.pace`). Without a sample (`--sample 0`, which needs each model's
+config.json and nothing else of it) sizes are upper bounds from the YAML, and no time is estimated.
 """
 
-import math
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import order_of
+from data_gen.pipeline.pace import Effort, Pace
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import is_done, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from lm import free_memory, load_config
@@ -36,6 +38,10 @@ _SAFETENSORS_BYTES_PER_TOKEN = 29
 """Bytes of one feature position without its hidden state: six float32, one int32, one bool."""
 
 
+_FEWER = 8
+"""How many times as many prompts the larger of the two samples has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a row takes: means that were measured on a sample, or upper bounds."""
@@ -45,7 +51,7 @@ class Estimate:
     longest_response: int
     row_bytes: float
     feature_bytes: float
-    seconds: float | None
+    pace: Pace | None
     """None where nothing was measured."""
 
 
@@ -60,18 +66,15 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     pair, data = config.pair, _settled(config, is_needed=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
-    num_rows = (
-        (data.num_train or 0) + data.num_dev + data.num_test
-        if missing is None
-        else sum(spec.num_requests for spec in missing)
-    )
+    shards = _shards_of(data) if missing is None else [spec.num_requests for spec in missing]
+    num_rows = sum(shards)
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
     if sample:
         check_lengths(pair, data)
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
-    totals = _totals(data, num_rows, estimate)
+    totals = _totals(data, shards, estimate)
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
     origin = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
     print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
@@ -118,14 +121,19 @@ def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
         return None
 
 
-def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    num_shards = math.ceil(num_rows / data.rows_per_shard)
-    # a shard's first batch goes on until its longest response ends, every further one takes the place of one that has
-    # ended
-    num_joining = max(0, num_rows - num_shards * min(data.batch_size, data.rows_per_shard))
-    num_steps = num_shards * estimate.longest_response + math.ceil(
-        num_joining * estimate.response_tokens / data.batch_size
-    )
+def _shards_of(data: DataConfig) -> list[int]:
+    """Rows of each shard, where prompts are not at hand and every one is taken to be of one turn."""
+    per_shard = data.rows_per_shard
+    return [
+        min(per_shard, num_rows - start)
+        for num_rows in (data.num_train or 0, data.num_dev, data.num_test)
+        for start in range(0, num_rows, per_shard)
+    ]
+
+
+def _totals(data: DataConfig, shards: Sequence[int], estimate: Estimate) -> dict[str, Any]:
+    """The totals of shards of so many rows."""
+    num_rows, effort = sum(shards), _effort_of(data, shards, estimate.longest_response, estimate.response_tokens)
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
     if data.mode == "sequential":
         disk_bytes *= 2  # the results of the earlier stages stay until the shard is whole
@@ -135,26 +143,34 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
         "rows": num_rows,
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
         "response_tokens": round(num_rows * estimate.response_tokens),
-        "target_decode_forwards": num_steps if data.source == "transformers" else 0,
+        "target_decode_forwards": round(effort.num_steps),
         "target_sequence_forwards": num_rows,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
         "disk_bytes": round(disk_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
-        "time_s": None if estimate.seconds is None else num_rows * estimate.seconds,
+        "time_s": None if estimate.pace is None else estimate.pace.seconds(effort),
     }
+
+
+def _effort_of(data: DataConfig, shards: Sequence[int], longest: float, mean: float) -> Effort:
+    return Effort.of(
+        shards, longest=longest, mean=mean, batch_size=data.batch_size, is_decoded=data.source == "transformers"
+    )
 
 
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
     """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
-        seconds = 0.0
+        samples = {"dev": prompts[: max(1, len(prompts) // _FEWER)], "test": prompts}
+        seconds = dict.fromkeys(samples, 0.0)
         for stage in stages_of(data):
             worker = Worker(Job(pair=pair, data=sampled, stage=stage))
             worker.make(ShardSpec("train", 0, tuple(prompts[:2])), lambda count: None)
-            start = time.perf_counter()
-            worker.make(ShardSpec("test", 0, tuple(prompts)), lambda count: None)
-            seconds += time.perf_counter() - start
+            for split, sample in samples.items():
+                start = time.perf_counter()
+                worker.make(ShardSpec(split, 0, tuple(sample)), lambda count: None)
+                seconds[split] += time.perf_counter() - start
             del worker
             free_memory()  # the next stage loads models of its own
         table = read_rows(rows_path(folder, "test", 0), ["prompt_ids", "response_ids"]).to_pydict()
@@ -164,6 +180,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
                 f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the "
                 "reasons, or raise --sample"
             )
+        efforts = [_effort_made(data, folder, split) for split in samples]
         return Estimate(
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
             response_tokens=statistics.fmean(map(len, table["response_ids"])),
@@ -171,8 +188,15 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
             row_bytes=sum(path.stat().st_size for path in Path(folder, "rows").glob("test-*.parquet")) / num_rows,
             feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors"))
             / num_rows,
-            seconds=seconds / num_rows,
+            pace=Pace.of(efforts, list(seconds.values())),
         )
+
+
+def _effort_made(data: DataConfig, folder: str, split: Split) -> Effort:
+    """The effort of a sample's one shard."""
+    responses = read_rows(rows_path(folder, split, 0), ["response_ids"]).to_pydict()["response_ids"]
+    lengths = [len(ids) for ids in responses] or [0]
+    return _effort_of(data, [len(lengths)], max(lengths), statistics.fmean(lengths))
 
 
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
@@ -191,7 +215,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
         longest_response=tokens,
         row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),
         feature_bytes=float(num_features * tokens * position_bytes),
-        seconds=None,
+        pace=None,
     )
 
 

@@ -17,13 +17,13 @@ from configs.schema import (
     SamplingConfig,
 )
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.plan import plan
 from data_gen.prompts.hub import load, set_of
+from evaluation.costs.plan import plan
 from lm import load_pair_tokenizer
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
-_TOLD = ("rows", "response tokens", "disk", "time", "warning", "note", "not measured")
+_TOLD = ("rows", "response tokens", "disk", "time", "evaluate", "warning", "note", "not measured")
 """Beginnings of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
 """Prompts that are made and timed for what the YAML says of time."""
@@ -120,7 +120,7 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
     left = "all that dev and test leave" if data.num_train is None else f"null takes all of the {num_prompts:,}"
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
-        f"# {num_prompts:,} prompts; what data of them takes (`acceptance-heads plan --config {path}`):",
+        f"# {num_prompts:,} prompts; what they take (`acceptance-heads plan --config {path}`):",
         *(f"#   {line.strip()}" for line in takes),
         "pair:",
         f"  target: {{path: {json.dumps(pair.target.path)}}}",

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from configs.command import config_of, parser_for
-from data_gen.pipeline.init import init
-from data_gen.pipeline.plan import plan
 from data_gen.pipeline.sizes import settled
+from evaluation.costs.init import init
+from evaluation.costs.plan import plan
 
 TINY = Path(__file__, "../../../../checkpoints/tiny").resolve()
 PAIR = {"target": str(TINY / "target"), "draft": str(TINY / "draft")}
@@ -21,7 +21,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def without_a_sample(monkeypatch):
-    monkeypatch.setattr("data_gen.pipeline.init._SAMPLE", 0)  # nothing is timed
+    monkeypatch.setattr("evaluation.costs.init._SAMPLE", 0)  # nothing is timed
 
 
 def prompts(count: int, field: str = "prompt") -> str:
@@ -35,7 +35,9 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     path = init(**PAIR, prompts=prompts(200), temperature=0.7, top_p=0.9, out="mine.yaml")
     lines = path.read_text().splitlines()
     assert sum(not line.startswith("#") for line in lines) <= 10
-    assert any("response tokens" in line for line in lines if line.startswith("#"))
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
+    assert any(line.startswith("response tokens") for line in comments)
+    assert any(line.startswith("evaluate: times t_draft, t_target and 8 kinds of stop") for line in comments)
     assert capsys.readouterr().out.endswith("wrote mine.yaml; next: acceptance-heads all --config mine.yaml\n")
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", str(path)]))
