@@ -33,9 +33,9 @@ from heads.command import load_sweep
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
+from heads.training.command import train
 from lm import load_pair, load_pair_tokenizer
 from store.shards import list_shards, rows_path, verify_shard
-from train import train
 
 
 @dataclass(frozen=True)

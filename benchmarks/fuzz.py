@@ -28,8 +28,8 @@ from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
 from evaluation.__main__ import COMMANDS as EVALUATION
 from heads.command import export
+from heads.training.command import train
 from heads.training.trainer import quiet
-from train import train
 
 _SETTINGS = {
     "data.batch_size": (0, -1, 1, 10**12),

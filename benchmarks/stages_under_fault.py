@@ -22,9 +22,9 @@ from data_gen.pipeline.command import make
 from evaluation.traces.command import trace
 from heads.command import export
 from heads.model.head import AcceptanceHead
+from heads.training.command import train
 from store.shards import verify_shard
 from tests.toys.saved_pair import save_toy
-from train import train
 
 _END_S = 300
 """No stage of the tiny experiment takes a tenth of it: a longer one hangs."""

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from configs.schema import Config
-from configs.screens import SHELLS, completion_of, screen_of, summary_of
+from configs.screens import SHELLS, TRAINING, completion_of, screen_of, summary_of
 
 STEPS = ("data", "train", "export", "evaluate", "tune")
 """What `all` runs."""
@@ -43,7 +43,7 @@ COMMANDS: dict[str, Entry] = {
     "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
     "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
-    "train": Entry("train:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
+    "train": Entry("heads.training.command:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
     "export": Entry("heads.command:export", ("heads.dir", "heads.select")),
     "import": Entry("heads.command:import_", ("heads.dir",)),
     "push": Entry("heads.command:push"),
@@ -190,5 +190,5 @@ def _shortest(summary: str) -> str:
 def _call(name: str, argv: list[str]) -> None:
     from configs.command import run
 
-    trainer = import_module("pytorch_lightning").Trainer if name in ("train", "all") else None
+    trainer = import_module("pytorch_lightning").Trainer if name in TRAINING else None
     run({name: _imported(name)}, default=name, argv=_with_all_help(argv), trainer=trainer)

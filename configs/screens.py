@@ -13,6 +13,7 @@ import re
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ _WIDTH, _INDENT = 100, 28
 
 
 SHELLS = ("bash", "zsh")
+TRAINING = ("train", "all")
+"""Commands whose `trainer` section is checked against pytorch_lightning.Trainer."""
 
 
 class Option(NamedTuple):
@@ -94,7 +97,20 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
         arguments = {argument.arg: argument for argument in (*function.args.args, *function.args.kwonlyargs)}
         for option in _flags(function):
             _complete(command, option.flag, arguments[option.flag.removeprefix("--")].annotation, option.text)
+        for option in _trainer_flags() if name in TRAINING else []:
+            command.add_argument(option.flag, help=_escaped(option.text))
     return shtab.complete(parser, shell)
+
+
+def _trainer_flags() -> list[Option]:
+    """Arguments of pytorch_lightning.Trainer as flags, from its source file: to import it takes seconds."""
+    spec = find_spec("pytorch_lightning")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).with_name("trainer").joinpath("trainer.py").read_text(encoding="utf-8"))
+    made = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    names = [argument.arg for argument in (*made.args.args, *made.args.kwonlyargs) if argument.arg != "self"]
+    return [Option(f"--trainer.{name}", "", "an argument of pytorch_lightning.Trainer") for name in names]
 
 
 def _leaves(

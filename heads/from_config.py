@@ -1,16 +1,13 @@
 """Heads for the data of an experiment, in a line of Python: `heads.train_heads`."""
 
-import sys
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from configs.limits import check_limits
 from configs.schema import Config, HeadsConfig
 from heads.command import export
 from heads.model.head import AcceptanceHead
+from heads.training.command import train
 
 
 def train_heads(config: Config, *, max_epochs: int | None = None, **settings: Any) -> AcceptanceHead:
@@ -33,19 +30,6 @@ def train_heads(config: Config, *, max_epochs: int | None = None, **settings: An
     trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
     config = replace(config, heads=replace(config.heads, **settings), trainer=trainer)
     check_limits(config)
-    _train_module().train(config)
+    train(config)
     heads = [AcceptanceHead.from_pretrained(path) for path in export(config, head="best")]
     return min(heads, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))
-
-
-def _train_module() -> ModuleType:
-    """train.py beside this package: by its path, since a script of the user's may be called train.py, too."""
-    name = "acceptance_heads_train"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, Path(__file__).parents[1] / "train.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]

@@ -51,6 +51,15 @@ def test_help_and_version_import_nothing_heavy():
     assert shown.splitlines()[-2].startswith("acceptance-heads 0.")
 
 
+def test_help_of_train_py_is_that_of_the_command_and_imports_nothing_heavy(capsys):
+    main(["train", "--help"])
+    script = "import runpy, sys; sys.argv = ['train.py', '--help']; runpy.run_path('train.py', run_name='__main__');"
+    script += "print(sorted({'torch', 'pytorch_lightning', 'jsonargparse'} & set(sys.modules)))"
+    asked = [sys.executable, "-c", script]
+    done = subprocess.run(asked, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert done.stdout == capsys.readouterr().out + "[]\n"
+
+
 def test_a_typo_gets_the_command_that_was_meant(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["evalute", "--config", "tiny"])
@@ -188,6 +197,9 @@ def completed(*words: str) -> set[str]:
         (["train", "--heads.timings", ""], {"[fed]", "[drawn]", "[prefix]", "[candidate]"}),
         (["train", "--pair.micro.dtype", "f"], {"float64", "float32", "float16"}),
         (["generate", "--json", ""], {"true", "false"}),
+        (["train", "--trainer.max_e"], {"--trainer.max_epochs"}),
+        (["all", "--trainer.prec"], {"--trainer.precision"}),
+        (["evaluate", "--trainer.max_e"], set()),
         (["inspect", "--data"], set()),  # a command without an experiment
     ],
 )

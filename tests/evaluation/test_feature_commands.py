@@ -17,8 +17,8 @@ from data_gen.prompts.templates import encode
 from decode.__main__ import COMMANDS as GENERATE
 from evaluation.__main__ import COMMANDS as MEASURE
 from heads.command import export
+from heads.training.command import train
 from lm import load_model, load_tokenizer
-from train import train
 
 ROOT = Path(__file__, "../../..").resolve()
 COMMANDS = {**GENERATE, **MEASURE}

@@ -17,8 +17,8 @@ from safetensors.torch import save
 from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from heads.batches.module import FeatureData
+from heads.training.command import train
 from store.shards import features_path, write_shard
-from train import train
 
 HIDDEN = 16
 SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}

@@ -13,8 +13,8 @@ from data_gen.official.command import import_
 from data_gen.pipeline.command import make
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
+from heads.training.command import train
 from store.shards import features_path, list_shards, rows_path
-from train import train
 
 
 @pytest.fixture

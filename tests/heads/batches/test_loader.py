@@ -18,11 +18,11 @@ from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
+from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
 from store.shards import features_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data
-from train import train
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
 EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]

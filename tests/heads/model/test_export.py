@@ -8,8 +8,8 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 
 from heads import AcceptanceHead
 from heads.command import export, load_sweep
+from heads.training.command import train
 from tests.toys.made_up import feature_data, make_config
-from train import train
 
 
 @pytest.fixture(scope="module")

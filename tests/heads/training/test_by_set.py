@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from heads.training.command import train
 from store.shards import rows_path, write_shard
 from tests.toys.made_up import make_config, write_data
-from train import train
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from heads.training.cluster import environments, stopped_by_sigusr1
+from heads.training.command import train
 from heads.training.trainer import make_trainer
 from tests.toys.made_up import SLURM, make_config
-from train import train
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from heads.command import export, load_sweep, save_whole
 from heads.model.head import AcceptanceHead
 from heads.training.checkpoints import WholeCheckpoints
+from heads.training.command import train
 from heads.training.directory import RunDirectory
 from tests.data_gen.on_disk import in_a_child
 from tests.toys.made_up import make_config
-from train import train
 
 ONE = {"max_epochs": 1}
 

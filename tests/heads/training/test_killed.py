@@ -16,8 +16,8 @@ import torch
 from heads.command import export
 from heads.training import checkpoints
 from heads.training.checkpoints import WholeCheckpoints
+from heads.training.command import train
 from tests.toys.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
-from train import train
 
 EPOCHS = 40
 

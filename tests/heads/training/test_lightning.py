@@ -10,12 +10,12 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 
 from configs.command import config_of, parser_for
 from heads.command import load_sweep
+from heads.training.command import train
 from heads.training.progress import RunProgress
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps
 from heads.training.trainer import make_trainer, trainer_arguments
 from tests.toys.made_up import HIDDEN, make_config, train_by_command, write_yaml
-from train import train
 
 EARLY_STOPPING = {
     "class_path": "pytorch_lightning.callbacks.EarlyStopping",

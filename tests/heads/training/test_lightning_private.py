@@ -9,9 +9,9 @@ from typing import Any
 import pytorch_lightning as pl
 
 from heads.training import lightning_private
+from heads.training.command import train
 from heads.training.lightning_private import ignore_requeue_checkpoints, is_validation_due, is_within_step
 from tests.toys.made_up import ROOT, make_config
-from train import train
 
 
 class Witness(pl.Callback):

@@ -16,12 +16,12 @@ import torch
 
 from configs.command import config_of, parser_for
 from configs.schema import Config
+from heads.training.command import train
 from heads.training.directory import RunDirectory
 from heads.training.run import build
 from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.trainer import make_trainer, trainer_arguments
 from tests.toys.made_up import ROOT, command, environment, make_config, train_by_command
-from train import train
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save
 
 from heads.command import load_sweep
+from heads.training.command import train
 from heads.training.run import build
 from heads.training.trainer import trainer_arguments
 from store.shards import write_shard
 from tests.data_gen.processes import descendants
 from tests.toys.made_up import ROOT, command, environment, make_config
-from train import train
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
