@@ -14,6 +14,7 @@ from jaxtyping import Float
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy
+from decode.policies.chosen import ranked
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
@@ -98,7 +99,8 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
     tuned = [
         tune_head(name, head, traces=traces, cost=cost, baseline=baseline) for name, head in experiment.heads.items()
     ]
-    tuned.sort(key=lambda result: -result.tokens_per_s_on_dev)
+    order = ranked({result.head: result.recommended for result in tuned})
+    tuned.sort(key=lambda result: order.index(result.head))
     places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
     threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
     best = tuned[0]
@@ -160,6 +162,7 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: C
         recommended={
             "max_rejection_prob": threshold,
             "is_calibrated": False,
+            "tokens_per_s": float(on_dev[best]),
             **{name: getattr(rule, name) for name in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
             "num_prompts": traces.dev.num_prompts,

@@ -21,14 +21,22 @@ LOG_Q, ENTROPY = Rival("log_token_prob", "log q(y)"), Rival("negative_entropy", 
 
 
 def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
-    """Sentences on the best head of each timing, by calibrated KL, and a plain word where none beats its signal.
+    """Sentences on the best head of each timing, by calibrated KL, with a warning for each timing of which none beats
+    its signal.
 
     Args:
         result: what was measured on dev.
         specs: the heads of the sweep.
     """
     lines = [_sentence(result, specs, timing) for timing in _timings(specs)]
-    if not any(beats_signal(result, specs).values()):
+    worse = [timing for timing, beats in beats_signal(result, specs).items() if not beats]
+    if len(worse) < len(lines):
+        lines += [
+            f"Warning: no {timing}-time head beats {_rival(timing).title} alone, which needs no training: decode with "
+            f"none of them, or try {_REMEDY}."
+            for timing in worse
+        ]
+    else:
         lines.append(f"No head beats the draft's own signals, which need no training: try {_REMEDY}.")
     return "\n".join(lines)
 

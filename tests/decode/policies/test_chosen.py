@@ -6,7 +6,7 @@ from configs.schema import Config, HeadsConfig, ModelSource, PairConfig
 from decode import HeadPolicy
 from decode.experiment import Experiment
 from decode.policies.auto import Auto
-from decode.policies.chosen import best_head
+from decode.policies.chosen import best_head, ranked
 from heads import AcceptanceHead, Provenance
 from heads.model.head import update_config
 
@@ -54,11 +54,13 @@ def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
 
 
 def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
-    update_config(exported / "a", recommended={**TUNED, "throughput": 40.0})
-    update_config(exported / "b", recommended={**TUNED, "throughput": 30.0, "max_rejection_prob": 0.7})
+    update_config(exported / "a", recommended={**TUNED, "throughput": 40.0, "tokens_per_s": 40.0})
+    # the rule is faster with b, which decodes at its threshold all the same
+    slower = {**TUNED, "throughput": 50.0, "tokens_per_s": 30.0, "max_rejection_prob": 0.7}
+    update_config(exported / "b", recommended=slower)
     here = experiment(exported)
     assert (
-        "a at its tuned threshold 0.6: the first of 2 tuned heads, with `auto` predicted 2.00 times"
+        "a at its tuned threshold 0.6: the first of 2 tuned heads, predicted 2.00 times as fast"
         in here.default_policy.reason
     )
     policy = here.policy("head")
@@ -67,6 +69,12 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
     assert here.policy("head:" + str(exported / "b") + ",max_rejection_prob=0.1").max_rejection_prob == 0.1
     assert isinstance(here.policy("auto"), Auto)
     assert here.policy("auto").throughput == 40.0
+
+
+def test_heads_are_ranked_by_their_threshold_and_older_ones_by_the_rule():
+    tuned = {"slow": {**TUNED, "tokens_per_s": 30.0}, "fast": {**TUNED, "tokens_per_s": 40.0}, "untuned": {}}
+    assert ranked(tuned | {"older": {**TUNED, "throughput": 35.0}}) == ["fast", "older", "slow"]
+    assert ranked({"half": {**TUNED, "t_target_s": 0.01, "tokens_per_s": 90.0}} | tuned)[0] == "fast"
 
 
 def test_from_pretrained_has_the_recommended_threshold_and_the_heads_signals(exported):

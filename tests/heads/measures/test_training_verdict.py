@@ -28,20 +28,23 @@ def sweep(tmp_path, *timings: str) -> list[HeadSpec]:
 def test_the_best_head_of_each_timing_stands_beside_log_q_and_a_constant(tmp_path):
     heads = sweep(tmp_path, "fed", "drawn")
     result = result_of({"fed": 0.44, "drawn": 0.3}, heads)
-    fed, drawn = verdict(result, heads).splitlines()
+    fed, drawn, warning = verdict(result, heads).splitlines()
     assert fed.startswith(
         "Best fed-time head on dev: fed+s-d0-w1, KL 0.440 nats per token, AUROC 0.700; log q(y) alone 0.400"
     )
     assert fed.endswith("10% more KL than log q(y).")
     assert drawn.endswith("25% less KL than log q(y).")
+    assert warning.startswith(
+        "Warning: no fed-time head beats log q(y) alone, which needs no training: decode with none"
+    )
     assert beats_signal(result, heads) == {"fed": False, "drawn": True}
+    assert "Warning" not in verdict(result_of({"fed": 0.3, "drawn": 0.3}, heads), heads)
 
 
 def test_where_no_head_beats_log_q_it_is_said(tmp_path):
     heads = sweep(tmp_path, "drawn")
-    assert (
-        verdict(result_of({"drawn": 0.41}, heads), heads).splitlines()[-1].startswith("No head beats the draft's own")
-    )
+    _, last = verdict(result_of({"drawn": 0.41}, heads), heads).splitlines()
+    assert last.startswith("No head beats the draft's own")
 
 
 def test_a_prefix_head_is_held_against_the_entropy_which_knows_no_token_either(tmp_path):
