@@ -12,6 +12,7 @@ from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
+from data_gen.prompts.hub import load, set_of
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
@@ -35,7 +36,12 @@ def make(config: Config, *, retry_errors: bool = False) -> None:
     tokenizer = load_pair_tokenizer(pair)
     with only_writer(data.dir, setting="data.dir"):
         order = order_of(data)
-        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split)
+        num_prompts = {
+            source.path: len(load(set_of(source), "train"))
+            for source in data.prompt_sources
+            if Path(source.path).is_file()
+        }
+        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split, num_prompts=num_prompts)
         check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
         settle(data.dir, manifest)
         _complete(pair, data, order, retry_errors=retry_errors)

@@ -49,10 +49,21 @@ Parts = list[dict[str, Any]]
 
 
 def make_manifest(
-    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[Split, Parts]
+    pair: PairConfig,
+    data: DataConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Mapping[Split, Parts],
+    num_prompts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a run, before any model is loaded; `split`: its prompts, as `data_gen.pipeline.growth` describes
-    them.
+    """The manifest of a run, before any model is loaded.
+
+    Args:
+        pair: section of the config.
+        data: section of the config, its sizes settled.
+        tokenizer: the pair's.
+        split: the prompts of the run, as `data_gen.pipeline.growth` describes them.
+        num_prompts: path of each file of prompts -> prompts in it.
     """
     return {
         "format": FORMAT,
@@ -78,6 +89,7 @@ def make_manifest(
             "target_path": pair.target.path,
             "draft_path": pair.draft.path,
             "command": sys.argv,
+            "num_prompts": dict(num_prompts or {}),
         },
     }
 
@@ -140,14 +152,32 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
         return
     on_disk = read_manifest(directory)
     if difference := next(_differences(on_disk, in_run), None):
+        if difference.startswith("split.") and (changed := _changed_files(on_disk, in_run)):
+            difference = f"its prompts: {changed}; put the earlier file back, or"
+        else:
+            difference += ";"
         raise ValueError(
-            f"{path} differs in {difference}; choose another {setting}"
+            f"{path} differs in {difference} choose another {setting}"
             f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
         )
     if any(in_run.get(name) and on_disk.get(name) != in_run[name] for name in _GROWING):
         grown = {name: in_run[name] for name in _GROWING if name in in_run}
         recorded = in_run["recorded"] | {"earlier": on_disk.get("recorded")}
         write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
+
+
+def _changed_files(on_disk: Mapping[str, Any], in_run: Mapping[str, Any]) -> str:
+    """The files of prompts in words: those whose number of prompts is another than then, or else all of them."""
+    then, now = (manifest.get("recorded", {}).get("num_prompts", {}) for manifest in (on_disk, in_run))
+    if not then:  # made before these numbers were kept
+        num_used = sum(parts[-1]["prompts"] for parts in on_disk["split"].values())
+        return ", ".join(
+            f"{path} has changed: at least {num_used:,} rows then, {num:,} now" for path, num in now.items()
+        )
+    changed = {path: num for path, num in now.items() if then.get(path) != num} or now
+    return ", ".join(
+        f"{path} has changed: {then.get(path, 0):,} rows then, {num:,} now" for path, num in changed.items()
+    )
 
 
 def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:

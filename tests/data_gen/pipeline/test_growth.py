@@ -53,11 +53,31 @@ def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
 def test_other_prompts_do_not_join_the_data(toy_config, with_data, prompts_file):
     make(with_data(toy_config, num_train=4))
     prompts_file.write_text(prompts_file.read_text().replace("Say it", "Write it"))
-    with pytest.raises(ValueError, match=r"differs in split\.train\.0\.sha256"):
+    with pytest.raises(ValueError, match="its prompts: .* has changed: .* put the earlier file back, or"):
         make(toy_config)
     prompts_file.write_text('{"id": "one", "prompt": "x"}\n')
     with pytest.raises(ValueError, match="was made of 4 train prompts, not of these"):
         make(with_data(toy_config, num_train=1, num_test=0))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_file_that_has_grown_is_named_with_its_rows_then_and_now(toy_config, with_data, prompts_file, is_old):
+    config = with_data(toy_config, num_train=None)
+    make(config)
+    manifest = Path(config.data.dir, "manifest.json")
+    then = f"{len(prompts_file.read_text().splitlines())} rows then"
+    if is_old:
+        made = json.loads(manifest.read_text())
+        del made["recorded"]["num_prompts"]
+        manifest.write_text(json.dumps(made))
+        then = r"at least \d+ rows then"
+    lines = prompts_file.read_text().splitlines()
+    more = [json.dumps({"id": f"more{number}", "prompt": f"Say {number}"}) for number in range(5)]
+    prompts_file.write_text("\n".join([*lines, *more]) + "\n")
+    with pytest.raises(
+        ValueError, match=rf"{prompts_file.name} has changed: {then}, {len(lines) + 5} now; put the earl"
+    ):
+        make(config)
 
 
 def test_a_shard_made_in_other_batches_has_the_same_rows(toy_config, with_data):
