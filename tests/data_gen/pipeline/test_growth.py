@@ -53,7 +53,7 @@ def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
 def test_other_prompts_do_not_join_the_data(toy_config, with_data, prompts_file):
     make(with_data(toy_config, num_train=4))
     prompts_file.write_text(prompts_file.read_text().replace("Say it", "Write it"))
-    with pytest.raises(ValueError, match="its prompts: .* has changed: .* put the earlier file back, or"):
+    with pytest.raises(ValueError, match=r"its prompts: .* has changed: .* put the earlier file back, or"):
         make(toy_config)
     prompts_file.write_text('{"id": "one", "prompt": "x"}\n')
     with pytest.raises(ValueError, match="was made of 4 train prompts, not of these"):
