@@ -19,6 +19,7 @@ from typing import Any
 from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies import FixedLength
+from decode.policies.registry import read_spec, registered
 from evaluation.bench.arms import Racer, Timed, generations_of, turns
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about_default, assisted, constant
 from evaluation.bench.speeds import Speed, Stopwatch, speed_from
@@ -65,8 +66,16 @@ class Race:
         self._config, self._terms = config, terms
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
-        # made here, so that heads are checked before anything is measured
-        self._checked = [self.experiment.policy(spec) for spec in terms.policies] or self.experiment.heads
+        # made here, so that heads and policies of one's own are checked before anything is measured
+        named = [self.experiment.policy(spec) for spec in terms.policies]
+        self._checked = named or self.experiment.heads
+        for name in config.decode.policies:
+            registered(name)
+        if named and not any(isinstance(policy, FixedLength) for policy in named):
+            raise ValueError(
+                f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
+                "too, as fixed_length:k=5"
+            )
         self._choices: dict[str, Choices] = {}
         self.path = self.experiment.directory / "bench.jsonl"
         self._store = KeyedStore(self.path, remedy="delete the line, and its cell is measured again")
@@ -103,6 +112,8 @@ class Race:
         key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
         key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
         key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
+        # the families that compete; left out of the key where all do, as in cells that were kept before
+        key |= {name: value for name in ("policies", "grid") if (value := getattr(decode, name)) and kind == "cell"}
         kept = self._store.get(key)
         if kept is None:
             kept = make()
@@ -246,7 +257,13 @@ class Choices:
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
         """The policies that these specs write down (`decode.policies.registry`)."""
-        return {spec: Racer(spec.partition(":")[0], spec, self.experiment.policy(spec)) for spec in specs}
+        return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
+
+
+def _family_of(spec: str) -> str:
+    """The name of a spec's policy, as it is written: entropy, head, auto, or module:Class."""
+    name, _ = read_spec(spec)
+    return name if ":" in name else spec.partition(":")[0]
 
 
 def _under(config: Config, name: str, sampling: Sampling) -> Config:

@@ -150,17 +150,17 @@ def report_of(
     base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
     rows = []
     for number, runner in enumerate(runners):
-        ours, theirs = predicted[number], measured[number]
+        expected, spent = predicted[number], measured[number]
         rows.append(
             {
                 "family": runner.family,
                 "setting": runner.label,
-                "predicted_tokens_per_s": ours.tokens_per_s,
-                "clocked_tokens_per_s": theirs.tokens_per_s,
-                "difference": theirs.tokens_per_s / ours.tokens_per_s - 1,
+                "predicted_tokens_per_s": expected.tokens_per_s,
+                "clocked_tokens_per_s": spent.tokens_per_s,
+                "difference": spent.tokens_per_s / expected.tokens_per_s - 1,
                 **_parts(clocked, number, replays[number], cost=cost),
-                "predicted_gain": gain_over(predicted[base], ours),
-                "clocked_gain": gain_over(measured[base], theirs),
+                "predicted_gain": gain_over(predicted[base], expected),
+                "clocked_gain": gain_over(measured[base], spent),
             }
         )
     num_repeats = clocked.seconds.shape[1]

@@ -9,7 +9,7 @@ token is t_draft + t_draft * (discard rate) + (t_target - t_draft) * (verificati
 everywhere, so t_target may grow with k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,6 +93,18 @@ class CostModel:
         """
         check_ratio(ratio)
         return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
+
+    def at_ratios(self, ratios: Iterable[float]) -> "list[CostModel]":
+        """These costs and those at other ratios, but for a ratio at which all times are these."""
+        return [self, *(other for other in map(self.with_ratio, ratios) if not self._has_times_of(other))]
+
+    def _has_times_of(self, other: "CostModel") -> bool:
+        kinds = self.t_stop_s.keys() | other.t_stop_s.keys()
+        times, others = (
+            [cost.t_draft_s, *cost.t_target_s, *(cost.t_stop_s.get(kind, 0.0) for kind in kinds)]
+            for cost in (self, other)
+        )
+        return len(times) == len(others) and np.allclose(times, others, rtol=1e-9, atol=0.0)
 
     def stop_s(self, kind: str) -> float:
         """t_stop of a kind; where it was not measured as a whole, the sum of its parts."""

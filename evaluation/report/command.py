@@ -78,7 +78,7 @@ def evaluate(
     grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
     into = folder_of(experiment, grids)
     cost = costs_for(experiment)
-    costs = [cost, *(cost.with_ratio(ratio) for ratio in experiment.decode.ratios)]
+    costs = cost.at_ratios(experiment.decode.ratios)
     homes = homes_at(home, config, grids, costs) if home else {}
     folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
     curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []

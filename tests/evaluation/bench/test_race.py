@@ -3,6 +3,7 @@ gains are paired.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,35 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         assert chosen["fixed_length"].policy.k == int(COST.tokens_per_s(fixed.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         choices.at(COST, ("oracle",))
+
+
+def test_policies_of_ones_own_compete_and_a_cell_without_them_is_not_theirs(config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    signals = "    signals = frozenset({'token_prob'})\n"
+    after = "    def after(self, state, drawn):\n        return state, drawn.token_prob"
+    (tmp_path / "racing_policies.py").write_text(
+        "from dataclasses import dataclass\nfrom decode.policies import Policy\n"
+        f"@dataclass(frozen=True)\nclass Unsure(Policy):\n{signals}{after} < 0.3\n"
+        f"@dataclass(frozen=True)\nclass Doubting(Policy):\n{signals}{after} < 0.6\n"
+    )
+    names = ("racing_policies:Unsure", "racing_policies:Doubting")
+    asked = ASKED | {"ratios": (), "samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
+    (cell,) = bench(config, **asked)["cells"]
+    assert [arm["family"] for arm in cell["arms"]][:4] == [ALONE, "fixed_length", *names]
+
+    def families(*policies: str) -> set[str]:
+        of_policies = replace(config, decode=replace(config.decode, policies=policies, perfect_head=False))
+        (cell,) = bench(of_policies, **asked | {"policies": ()})["cells"]
+        return {arm["family"] for arm in cell["arms"]}
+
+    assert names[0] not in families("token_prob")
+    assert {names[0], "token_prob"} <= families("token_prob", names[0])
+
+
+def test_a_race_without_a_fixed_length_is_refused_before_anything_runs(config, monkeypatch):
+    monkeypatch.setattr(Race, "cells", lambda *_: pytest.fail("a cell was measured"))
+    with pytest.raises(ValueError, match="--policies names entropy, and gains are measured from a fixed length; name"):
+        bench(config, **ASKED | {"policies": ("entropy",)})
 
 
 def made_up(**seconds):

@@ -235,3 +235,12 @@ def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     line = timing_line(config, is_measured=False)
     assert line.startswith("evaluate: times t_draft, t_target and 10 kinds of stop (9 more lie between them), ")
     assert line.endswith(SKIP)
+
+
+def test_a_ratio_that_is_the_given_one_is_compared_once():
+    given = CostModel.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    assert [cost.ratio for cost in given.at_ratios((5.0, 10.0))] == pytest.approx([5.0, 10.0])
+    measured = CostModel(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
+    assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
+    dearer = CostModel(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    assert len(dearer.at_ratios((5.0,))) == 2
