@@ -162,7 +162,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
     """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
-        samples = {"dev": prompts[: max(1, len(prompts) // _FEWER)], "test": prompts}
+        samples: dict[Split, list[Prompt]] = {"dev": prompts[: max(1, len(prompts) // _FEWER)], "test": prompts}
         seconds = dict.fromkeys(samples, 0.0)
         for stage in stages_of(data):
             worker = Worker(Job(pair=pair, data=sampled, stage=stage))

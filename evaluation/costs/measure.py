@@ -31,13 +31,13 @@ from evaluation.turns import in_turns
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
-TOKENS = 48
+TOKENS = 24
 """Tokens of a generation that is timed."""
 BUDGET_S = 9.0
 """Seconds that generations are timed for; longer where `FEWEST_TURNS` take longer."""
-FEWEST_TURNS = 2
+FEWEST_TURNS = 3
 """Generations of each length at the least."""
-_RESAMPLES = 200
+_RESAMPLES = 100
 
 
 AnyLoop = TypeVar("AnyLoop", bound="Loop")
@@ -139,6 +139,16 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     Raises:
         ValueError: generations of one round only.
     """
+    t_draft_s, t_target_s = _times_of(generations, max_draft_length, in_steps=in_steps)
+    return CostModel(
+        t_draft_s, t_target_s, "measured", errors=_errors(generations, max_draft_length, in_steps=in_steps)
+    )
+
+
+def _times_of(
+    generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool
+) -> tuple[float, tuple[float, ...]]:
+    """(t_draft, t_target(k) for k = 0 … max_draft_length), with the arguments of `costs_of`."""
     rounds = [round_ for generation in generations for round_ in generation.rounds[1:]]
     drafting = [round_ for round_ in rounds if round_.counts.num_draft_forwards]
     drafts: dict[int, list[float]] = {}
@@ -160,12 +170,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     longer = {length: seconds for length, seconds in by_length.items() if length}
     longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
-    return CostModel(
-        t_draft_s,
-        (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist()),
-        "measured",
-        errors=_errors(drafting, by_length),
-    )
+    return t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist())
 
 
 def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:
@@ -206,24 +211,29 @@ def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
     return np.interp(np.arange(1, longest + 1), lengths, rising)
 
 
-def _errors(drafting: Sequence[Round], by_length: dict[int, list[float]]) -> TimeErrors:
-    """Relative standard errors of t_draft, and of t_target over the lengths seen."""
-    steps_s = [round_.draft_s / round_.counts.num_draft_forwards for round_ in drafting]
-    relative = [value / typical(values) for values in by_length.values() for value in values]
-    return TimeErrors(error_of(steps_s) / typical(steps_s), error_of(relative))
+def _errors(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool) -> TimeErrors:
+    """Relative standard errors of t_draft and of t_target(k), its mean over k: by bootstrap of the generations of each
+    draft length, since the machine's pace changes from one generation to the next.
+    """
+    of_length: dict[int, list[Generation]] = {}
+    for generation in generations:
+        longest = max(len(round_.drafted) for round_ in generation.rounds)
+        of_length.setdefault(longest, []).append(generation)
+    generator, resampled = np.random.default_rng(0), []
+    for _ in range(_RESAMPLES):
+        drawn = [
+            members[place]
+            for members in of_length.values()
+            for place in generator.integers(len(members), size=len(members))
+        ]
+        resampled.append(_times_of(drawn, max_draft_length, in_steps=in_steps))
+    draft_s, target_s = (np.array(times) for times in zip(*resampled, strict=True))
+    return TimeErrors(float(draft_s.std() / draft_s.mean()), float((target_s / target_s.mean(0)).mean(1).std()))
 
 
 def typical(values: Sequence[float]) -> float:
     """The first quartile: other work on the machine lengthens a time, and nothing shortens it."""
     return float(np.quantile(values, 0.25))
-
-
-def error_of(values: Sequence[float]) -> float:
-    """Standard error of `typical`, by bootstrap; 0 for fewer than two values."""
-    if len(values) < 2:
-        return 0.0
-    drawn = np.random.default_rng(0).choice(np.asarray(values), (_RESAMPLES, len(values)))
-    return float(np.quantile(drawn, 0.25, axis=1).std())
 
 
 def fit_costs(generations: Sequence[Generation]) -> Fit:

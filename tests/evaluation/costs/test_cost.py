@@ -216,7 +216,7 @@ def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
 def test_every_length_is_timed_in_every_turn_and_each_begins_in_its_turn(loop):
     timed = time_generations(loop, lengths=(0, 2, 4, 16))
     longest = [max(len(round_.drafted) for round_ in generation.rounds) for generation in timed]
-    assert longest == [0, 2, 4, 2, 4, 0]  # 16 is beyond the longest draft, and there are two turns
+    assert longest == [0, 2, 4, 2, 4, 0, 4, 0, 2]  # 16 is beyond the longest draft, and there are three turns
 
 
 def test_what_is_advised_skips_the_timing(tmp_path):
@@ -244,3 +244,13 @@ def test_a_ratio_that_is_the_given_one_is_compared_once():
     assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
     dearer = CostModel(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
     assert len(dearer.at_ratios((5.0,))) == 2
+
+
+def test_the_errors_of_times_are_those_between_generations():
+    exact = [generation for _ in range(3) for generation in generations(0.02, 0.1)]
+    assert max(costs_of(exact, 6).errors[:2]) < 1e-9
+    # the machine is 20 % slower from one turn to the next, and the same within a generation
+    paced = [generation for pace in (1.0, 1.2, 1.4) for generation in generations(0.02 * pace, 0.1 * pace)]
+    drafting, verifying, _ = costs_of(paced, 6).errors
+    assert 0.02 < drafting < 0.3
+    assert 0.02 < verifying < 0.3
