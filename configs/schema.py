@@ -321,7 +321,7 @@ class DecodeConfig:
     t_draft_s: float | None = None
     """Seconds per draft forward, above 0, given together with t_target_s; null: measured here."""
     t_target_s: float | None = None
-    """Seconds per target forward, above 0, given together with t_draft_s; null: measured here, which takes minutes."""
+    """Seconds per target forward, above 0, given together with t_draft_s; null: measured here, in half a minute."""
     stop_share: float | Literal["size", "measured"] = "size"
     """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
     head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.

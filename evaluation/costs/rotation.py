@@ -36,6 +36,7 @@ class Rotation(Drafter):
         """
         self._drafters, self._order, self._length = drafters, order, length
         self._drafter = next(iter(drafters.values()))
+        self._waiting: str | None = None
         self.drafts: list[Draft] = []
         """Timed drafts, in their order."""
 
@@ -50,14 +51,17 @@ class Rotation(Drafter):
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         if max_tokens < self._length:
             return self._drafter.propose(committed, max_tokens)
-        kind = next(self._order)
+        # a feature draft proposes nothing before the target has read the prompt: it is that kind's turn again
+        kind = next(self._order) if self._waiting is None else self._waiting
         self._drafter = self._drafters[kind]
         if isinstance(self._drafter.model, CachedModel):
             _read(self._drafter.model, committed)
         started_s = perf_counter()
         proposal = self._drafter.propose(committed, max_tokens)
         seconds = perf_counter() - started_s
-        if proposal.num_draft_forwards == self._length:
+        is_whole = proposal.num_draft_forwards == self._length
+        self._waiting = None if is_whole else kind
+        if is_whole:
             self.drafts.append(Draft(kind, seconds / self._length))
         return proposal
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from time import sleep
 
 import pytest
@@ -120,9 +120,20 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
     assert [draft.kind for draft in rotation.drafts][:3] == order[:3]
 
 
+def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
+    order, arms = ["", "entropy"], {"": FixedLength(4), "entropy": Unstopping(Entropy(0.0))}
+    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
+    rotation = Rotation(drafters, cycle(order), length=4)
+    decoder = loop.models.decoder(rotation, sampling=Sampling(), max_draft_length=4, eos_ids=frozenset())
+    asked = drafters[""].propose
+    drafters[""].propose = lambda committed, max_tokens: asked(committed, 0 if len(committed) == 3 else max_tokens)
+    decoder.generate([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
+    assert [draft.kind for draft in rotation.drafts][:3] == ["", "entropy", ""]
+
+
 def test_every_cycle_has_all_kinds_in_an_order_of_its_own():
-    cycle = ["fixed", "fixed", "a", "b", "c"]
-    drawn = list(islice(shuffled(cycle), 50))
+    kinds = ["fixed", "fixed", "a", "b", "c"]
+    drawn = list(islice(shuffled(kinds), 50))
     cycles = [tuple(drawn[start : start + 5]) for start in range(0, 50, 5)]
-    assert all(Counter(names) == Counter(cycle) for names in cycles)
+    assert all(Counter(names) == Counter(kinds) for names in cycles)
     assert len(set(cycles)) > 5
