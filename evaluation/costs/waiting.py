@@ -69,8 +69,9 @@ class Timing(NamedTuple):
 
     def warning(self, loop: Loop, *, kept_in: str) -> str:
         """The three lines that a user reads before the timing of a loop begins, which is then kept in this file."""
+        compiled = "; each kind is compiled before it, which takes as long as it takes" if loop.compile is True else ""
         return (
-            f"costs: timing this machine, about {duration(self.expected_s(loop))}: {self.what}\n"
+            f"costs: timing this machine, about {duration(self.expected_s(loop))}: {self.what}{compiled}\n"
             f"costs: done once, kept in {kept_in}; other work on the machine meanwhile bends the times\n"
             f"costs: to skip it, give the times: {SKIP}"
         )

@@ -1,6 +1,7 @@
 """What rounds cost (law 4.9)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter, sleep
 
 import numpy as np
@@ -185,6 +186,8 @@ def test_a_warning_says_what_is_timed_how_long_and_how_to_skip_it(loop, monkeypa
     warning = Timing({"entropy": Entropy()}, has_forwards=False).warning(loop, kept_in="here/costs.jsonl")
     assert "about 1.6 min: 1 kind of stop\n" in warning
     assert "kept in here/costs.jsonl" in warning
+    compiled = Timing({"entropy": Entropy()}).warning(replace(loop, compile=True), kept_in="here")
+    assert "1 kind of stop; each kind is compiled before it" in compiled
     assert warning.endswith(SKIP)
 
 
