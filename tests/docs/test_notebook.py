@@ -1,4 +1,4 @@
-"""The notebook of docs runs from its own folder, from nothing, to its last assertion; its outputs are fit for a site."""
+"""The notebook of docs runs from its own folder, from nothing, to its last assertion; its outputs suit a site."""
 
 import re
 import shutil
