@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs.command import config_of, parser_for
+from decode.policies.registry import POLICIES
 from evaluation.bench.command import bench
 from evaluation.bench.race import SAMPLINGS, Choices, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
@@ -99,6 +100,9 @@ def test_policies_of_ones_own_compete_and_a_cell_without_them_is_not_theirs(conf
         f"@dataclass(frozen=True)\nclass Doubting(Policy):\n{signals}{after} < 0.6\n"
     )
     names = ("racing_policies:Unsure", "racing_policies:Doubting")
+    for name in names:
+        monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
+        del POLICIES[name]
     asked = ASKED | {"ratios": (), "samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
     (cell,) = bench(config, **asked)["cells"]
     assert [arm["family"] for arm in cell["arms"]][:4] == [ALONE, "fixed_length", *names]
