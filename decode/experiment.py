@@ -262,7 +262,7 @@ class Experiment:
         """What decodes where no policy is named: the best head, or without heads the best policy without training."""
         best = best_head(self.head_paths)
         if best is not None:
-            return DefaultPolicy("head", f"head {best.reason}")
+            return DefaultPolicy(best.policy, f"head {best.reason}")
         return DefaultPolicy(
             TRAINING_FREE,
             f"{TRAINING_FREE}, which needs no training: no head in {self.exported} "

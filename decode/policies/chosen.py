@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from heads.model.files import read_head_config
 from heads.model.hub import local_directory
@@ -12,9 +12,11 @@ UNTUNED = {"max_rejection_prob": 0.4, "is_calibrated": True}
 
 
 class Chosen(NamedTuple):
-    """A head, and why this one."""
+    """A head, how it stops, and why this one."""
 
     path: str
+    policy: Literal["head", "auto"]
+    """head: at a threshold; auto: by the rule of law 4.11, where that was predicted to be faster."""
     is_tuned: bool
     reason: str
 
@@ -32,11 +34,12 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     if order := ranked(recommended):
         name = order[0]
         tuned = recommended[name]
+        policy, stops = stop_of(tuned)
         reason = (
-            f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(order)} tuned "
-            f"heads, predicted {_speed_up(tuned):.2f} times as fast as the target alone"
+            f"{name} {stops}: the first of {len(order)} tuned heads, predicted {_speed_up(tuned):.2f} times as fast as "
+            "the target alone"
         )
-        return Chosen(paths[name], True, reason)
+        return Chosen(paths[name], policy, True, reason)
     losses = {name: config.get("metrics", {}).get("calibrated_kl") for name, config in chains.items()}
     if not losses:
         return None
@@ -45,12 +48,12 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     untuned = (
         f"at a calibrated risk of {UNTUNED['max_rejection_prob']}, since no head is tuned (`acceptance-heads tune`)"
     )
-    return Chosen(paths[name], False, f"{name} ({why}), {untuned}")
+    return Chosen(paths[name], "head", False, f"{name} ({why}), {untuned}")
 
 
 def ranked(recommended: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the heads that are tuned, the fastest first: by the speed-up over the target alone that was predicted on
-    dev for the threshold at which the head decodes.
+    dev for the faster of threshold and rule.
 
     Args:
         recommended: name of each head -> `recommended` of its config.json, as `tune` writes it.
@@ -59,16 +62,25 @@ def ranked(recommended: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return sorted(speed_ups, key=speed_ups.__getitem__, reverse=True)
 
 
+def stop_of(tuned: Mapping[str, Any]) -> tuple[Literal["head", "auto"], str]:
+    """How a tuned head stops, as a policy and in words: by the faster of threshold and rule on dev.
+
+    A head that was tuned before both throughputs were written stops at its threshold.
+    """
+    if tuned.get("auto_tokens_per_s", 0.0) > tuned.get("tokens_per_s", float("inf")):
+        return "auto", "under auto, which needs no threshold"
+    return "head", f"at its tuned threshold {tuned['max_rejection_prob']:.3g}"
+
+
 def _config_of(path: str) -> dict[str, Any]:
     return read_head_config(Path(local_directory(path)) / "config.json")
 
 
 def _speed_up(tuned: Mapping[str, Any]) -> float | None:
-    """Throughput at the threshold, over that of the target alone; None where nothing was tuned.
-
-    A head that was tuned before `tokens_per_s` was written has the throughput of the rule of law 4.11 instead.
-    """
-    tokens_per_s = tuned.get("tokens_per_s", tuned.get("throughput"))
-    if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or tokens_per_s is None:
+    """Throughput of the faster of threshold and rule, over that of the target alone; None where nothing was tuned."""
+    # `throughput`, lambda of the rule, is all that older heads have
+    speeds = [tuned[key] for key in ("tokens_per_s", "auto_tokens_per_s") if key in tuned]
+    speeds = speeds or [tuned[key] for key in ("throughput",) if tuned.get(key) is not None]
+    if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or not speeds:
         return None
-    return float(tokens_per_s * tuned["t_target_s"])
+    return float(max(speeds) * tuned["t_target_s"])

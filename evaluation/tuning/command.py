@@ -14,7 +14,7 @@ from jaxtyping import Float
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy
-from decode.policies.chosen import ranked
+from decode.policies.chosen import ranked, stop_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
@@ -60,6 +60,8 @@ class Tuned:
     """Throughput on test, at the threshold that would have been best there."""
     auto_tokens_per_s: float
     """Throughput on test, by the rule with lambda from dev."""
+    auto_gain: Gain
+    """The rule's over the best fixed length, on test."""
     online_tokens_per_s: float
     """Throughput on test, by the rule that learns lambda in each generation."""
     target_alone_tokens_per_s: float
@@ -105,10 +107,16 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
     threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
     best = tuned[0]
     say(verdict_of(best, cost, baseline))
-    policy = f"head:{experiment.head_paths[best.head]},max_rejection_prob={best.max_rejection_prob:g}"
-    print(f"next: acceptance-heads generate --config … --prompt … --policy {policy}")
+    policy, _ = stop_of(best.recommended)
+    print(
+        "next: acceptance-heads generate --config … --prompt …, which takes this head; by its name: --policy "
+        f"{policy}:{experiment.head_paths[best.head]}"
+    )
     if json:
-        found = [asdict(result) | {"gain": result.gain._asdict()} for result in tuned]
+        found = [
+            asdict(result) | {"gain": result.gain._asdict(), "auto_gain": result.auto_gain._asdict()}
+            for result in tuned
+        ]
         print(to_json({"costs": asdict(cost), "tuned": found}))
 
 
@@ -147,7 +155,8 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: C
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)
     rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
-    auto_s, online_s = (float(cost.speeds(traces.test, policy)[0]) for policy in (rule, online))
+    ruled = Splits(*(cost.work(replay_settings(trace, rule)) for trace in traces))
+    auto_s = float(speeds_of(ruled.test)[0])
     return Tuned(
         head=name,
         timing=head.timing,
@@ -157,12 +166,14 @@ def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: C
         gain=gain_of(on_test[best] / baseline.tokens_per_s - 1, baseline.reached, baseline.resamples.throughput([arm])),
         best_tokens_per_s=float(on_test.max()),
         auto_tokens_per_s=auto_s,
-        online_tokens_per_s=online_s,
+        auto_gain=gain_of(auto_s / baseline.tokens_per_s - 1, baseline.reached, baseline.resamples.throughput([ruled])),
+        online_tokens_per_s=float(cost.speeds(traces.test, online)[0]),
         target_alone_tokens_per_s=1 / cost.t_target_s[0],
         recommended={
             "max_rejection_prob": threshold,
             "is_calibrated": False,
             "tokens_per_s": float(on_dev[best]),
+            "auto_tokens_per_s": float(speeds_of(ruled.dev)[0]),
             **{name: getattr(rule, name) for name in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
             "num_prompts": traces.dev.num_prompts,
@@ -198,6 +209,8 @@ def threshold_sheet(
 
 def verdict_of(best: Tuned, cost: CostModel, baseline: Baseline) -> str:
     """The best head in a sentence, and a plain word where nothing shows that it pays."""
-    doubt = "" if best.gain.low > 0 else " That is not beyond chance: more test prompts (decode.num_test) would tell."
-    gain = f"predicted {best.gain.words} over the best fixed length ({baseline.length})"
-    return f"{cost.where}: head {best.head} at {best.max_rejection_prob:.3g}, {gain}.{doubt}"
+    policy, stops = stop_of(best.recommended)
+    gain = best.auto_gain if policy == "auto" else best.gain
+    doubt = "" if gain.low > 0 else " That is not beyond chance: more test prompts (decode.num_test) would tell."
+    over = f"over the best fixed length ({baseline.length})"
+    return f"{cost.where}: head {best.head} {stops}, predicted {gain.words} {over}.{doubt}"

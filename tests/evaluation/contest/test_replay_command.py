@@ -11,6 +11,7 @@ from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
+from decode.policies.chosen import stop_of
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.machine import kept_costs
 from evaluation.costs.model import CostModel
@@ -140,9 +141,11 @@ def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags,
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
     assert f"{recommended['max_rejection_prob']:.4f}" == threshold
     where = "At the times given (a target forward costs 5.0 draft forwards)"
-    assert f"{where}: head plain at {recommended['max_rejection_prob']:.3g}, predicted" in " ".join(lines)
-    assert lines[-1].startswith("next: acceptance-heads generate --config … --prompt … --policy head:")
-    assert lines[-1].endswith(f"exported/plain,max_rejection_prob={recommended['max_rejection_prob']:g}")
+    policy, stops = stop_of(recommended)
+    assert {"tokens_per_s", "auto_tokens_per_s"} <= recommended.keys()
+    assert f"{where}: head plain {stops}, predicted" in " ".join(lines)
+    assert lines[-1].startswith("next: acceptance-heads generate --config … --prompt …, which takes this head")
+    assert lines[-1].endswith(f"--policy {policy}:{flags[5]}/exported/plain")
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
