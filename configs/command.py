@@ -162,13 +162,17 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
 
 def _plain(problem: str) -> str:
     """A complaint of the parser about a value of several possible types in a few words: the package that its class
-    lacks, or the value and the types.
+    lacks, what the class itself said, or the value and the types.
     """
     if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
         return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)
     if union is None:
         return problem
+    if said := re.search(
+        r"Errors: - (?!Expected )(.*?) - Expected .*Namespace\(class_path='(?:[\w.]*\.)?(\w+)'", problem
+    ):
+        return f"{problem[: union.start()]}{said[2]} says: {said[1]}"
     types = re.sub(r"<class '([^']*)'>", r"\1", union[1][1:-1]).replace("NoneType", "null")
     types = re.sub(r"[a-z_]+\.(?:\w+\.)*", "", types)
     return f"{problem[: union.start()]}{problem.rpartition('Given value: ')[2]} is none of {types}"

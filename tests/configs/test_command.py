@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lightning_utilities.core.imports import RequirementCache
 from pytorch_lightning import Trainer
+from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
 from configs.command import config_of, parser_for, run
@@ -79,10 +80,18 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.C
     assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
 
 
+class Refusing(CSVLogger):
+    """A logger that cannot be made."""
+
+    def __init__(self, port: int = 1) -> None:
+        raise ValueError(f"nobody answers at port {port}")
+
+
 @pytest.mark.parametrize(
     ("argument", "complaint"),
     [
         (["--trainer.logger", "WandbLogger"], "WandbLogger needs wandb, which is not installed: pip install wandb"),
+        (["--trainer.logger", "tests.configs.test_command.Refusing"], "Refusing says: nobody answers at port 1"),
         (["--trainer.logger", "Wandlogger"], "Wandlogger is none of Logger, Iterable[Logger], bool, null"),
         (["--decode.stop_share", "much"], "much is none of float, Literal['size', 'measured']"),
     ],
