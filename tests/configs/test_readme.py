@@ -1,5 +1,5 @@
-"""README and the pages of docs do not go stale: their commands parse, targets exist, and the script imports and calls
-what there is.
+"""README and the pages of docs do not go stale: their commands parse, links and targets exist, and the script imports
+and calls what there is.
 """
 
 import ast
@@ -7,6 +7,7 @@ import inspect
 import re
 import runpy
 import shlex
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,97 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentError
 
-from configs.command import parser_for
+from configs import front
+from configs.command import parser_for, takes_config
 
 ROOT = Path(__file__, "../../..").resolve()
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 README = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")  # a command may go on in the next line
+CODE = re.compile(
+    r"^```(?P<language>\w*)\n(?P<block>.*?)^```|^ {4}(?P<indented>acceptance-heads .*)$|(?<!`)`(?P<span>[^`\n]+)`(?!`)",
+    re.MULTILINE | re.DOTALL,
+)
+FRONT_COMMAND = re.compile(r"(?:^|&& |; |\$ |<\(|bin/)acceptance-heads (.+)$", re.MULTILINE)
+LINK = re.compile(r"""(?:\]\(|(?:src|href)=")(?!\w+:)([^)"#\s]*)#?([^)"\s]*)[)"]""")
+
+
+def arguments(text: str) -> list[str]:
+    """The arguments in the rest of a command's line, up to what only the shell reads (a comment, a pipe, `&&`).
+
+    An ellipsis is an experiment after `--config`, elsewhere whatever the page leaves out. The experiment of a reader
+    (a YAML in no folder) has the settings of a shipped one.
+    """
+    words = shlex.shlex(text, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    argv: list[str] = []
+    for word in words:
+        if set(word) <= set("|&;<>()"):
+            break
+        if argv[-1:] == ["--config"] and (word == "…" or re.fullmatch(r"[\w-]+\.yaml", word)):
+            argv.append("configs/tiny.yaml")
+        elif word != "…":
+            argv.append(word)
+    return argv
+
+
+def front_commands(text: str) -> list[tuple[list[str], bool]]:
+    """What follows `acceptance-heads` in the code of a page, and whether it stands in a sentence, which may leave the
+    experiment, or everything, out.
+    """
+    found = []
+    for code in CODE.finditer(text):
+        if code["language"] in {None, "", "bash", "sh", "console"}:
+            lines = FRONT_COMMAND.findall(code["block"] or code["indented"] or code["span"])
+            found += [(argv, code["span"] is not None) for argv in map(arguments, lines) if argv[0] != "COMMAND"]
+    return found
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Links of a page to files, headings or pages of docs that are not in the repository."""
+    prose = CODE.sub("", text)
+    links = [(page.parent / path if path else page, anchor) for path, anchor in LINK.findall(prose)]
+    pages = [(ROOT / path, "") for path in re.findall(r"`(docs/[\w./-]+)`", text)]
+    return [f"{path}#{anchor}" for path, anchor in links + pages if not _is_there(path, anchor)]
+
+
+def _is_there(path: Path, anchor: str) -> bool:
+    if path.resolve().is_relative_to(ROOT / "docs/reference"):  # the site's build writes it, and checks links to it
+        return True
+    if not anchor or not path.exists():
+        return path.exists()
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 COMMANDS = [
-    (module or script, shlex.split(rest.replace("…", "configs/tiny.yaml"), comments=True))
+    (module or script, arguments(rest))
     for module, script, rest in re.findall(r"python (?:-m ([\w.]+)|(train\.py))([^`\n]*)", README)
 ]
+FRONT_COMMANDS = front_commands(README)
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
+BENCHMARKS = {"benchmarks.data_gen", "benchmarks.feature_drafts", "benchmarks.serve.clock"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
 [FROM_PROMPTS] = [script for script in SCRIPTS if "make_data" in script]
 
 
-def parse(commands: dict[str, Any], *, default: str | None = None, argv: list[str], trainer: type | None = None) -> str:
+def parse(
+    commands: Mapping[str, Any],
+    *,
+    default: str | None = None,
+    argv: list[str],
+    trainer: type | None = None,
+    in_a_sentence: bool = False,
+) -> str:
     """`configs.command.run` that parses and then stops; the name of the command."""
     name, argv = (argv[0], argv[1:]) if argv and argv[0] in commands else (default, argv)
     assert name in commands, f"{argv[:1]} is none of {sorted(commands)}"
-    parser_for(commands[name], trainer=trainer).parse_args(argv)
+    parser = parser_for(commands[name], trainer=trainer)
+    if in_a_sentence and argv and "--config" not in argv and takes_config(commands[name]):
+        argv = ["--config", "configs/tiny.yaml", *argv]
+    is_named_only = in_a_sentence and not argv
+    if not is_named_only and "--help" not in argv:
+        parser.parse_args(argv)
     return name
 
 
@@ -41,11 +113,14 @@ def parse(commands: dict[str, Any], *, default: str | None = None, argv: list[st
     ("program", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
 )
 def test_every_command_of_the_readme_parses(program: str, argv: list[str], monkeypatch: pytest.MonkeyPatch):
-    assert program in PROGRAMS, f"{program} has a command line of its own, which would run here"
+    assert program in PROGRAMS | BENCHMARKS, f"{program} has a command line of its own, which would run here"
     parsed = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
         "configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv}))
+    )
+    monkeypatch.setattr(
+        "jsonargparse.auto_cli", lambda command, **_: parsed.append(parse({"": command}, default="", argv=argv))
     )
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
@@ -54,8 +129,24 @@ def test_every_command_of_the_readme_parses(program: str, argv: list[str], monke
     assert len(parsed) == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "in_a_sentence"), FRONT_COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_every_command_of_acceptance_heads_parses(argv: list[str], in_a_sentence: bool, monkeypatch):
+    parsed = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        "configs.command.run",
+        lambda commands, **given: parsed.append(parse(commands, **given, in_a_sentence=in_a_sentence)),
+    )
+    front.main(argv)
+    assert len(parsed) == 1 or {"--help", "--version", "--completion"} & set(argv)
+
+
 def test_every_room_has_a_command_in_the_readme():
-    assert {program for program, _ in COMMANDS} == PROGRAMS
+    names = {argv[0] for argv, _ in FRONT_COMMANDS} & front.COMMANDS.keys()
+    rooms = {"train.py" if name == "train" else front.COMMANDS[name].target.partition(".")[0] for name in names}
+    assert rooms | {program for program, _ in COMMANDS} >= PROGRAMS
 
 
 def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyPatch):
@@ -65,6 +156,45 @@ def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises((AssertionError, ArgumentError), match=r"exprot|heed"):
             test_every_command_of_the_readme_parses("heads", argv, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("```bash\nacceptance-heads exprot --config tiny\n```\n", "exprot"),
+        ("```bash\nmake demo && acceptance-heads export --config tiny --heed x | head\n```\n", "heed"),
+        ("```\n.venv/bin/acceptance-heads export --config configs/tinny.yaml\n```\n", "tinny"),
+        ("    acceptance-heads export --config … --heads.depths shallow  # a comment\n", "heads.depths"),
+        ("```bash\nacceptance-heads data\n```\n", "pair"),
+        ("as `acceptance-heads evaluate --ratios '[5]'` says", "ratios"),
+    ],
+)
+def test_a_command_of_acceptance_heads_that_is_not_there_fails_this_test(text, complaint, monkeypatch, capsys):
+    [(argv, in_a_sentence)] = front_commands(text)
+    with pytest.raises((ArgumentError, SystemExit)) as raised:
+        test_every_command_of_acceptance_heads_parses(argv, in_a_sentence, monkeypatch)
+    assert complaint in str(raised.value) + capsys.readouterr().err
+
+
+def test_placeholders_and_what_the_shell_reads_are_no_part_of_a_command():
+    text = "```bash\nacceptance-heads generate --config mine.yaml … --policy 'head:HEAD,x=0.3' --seed 1  # it's\n```\n"
+    assert front_commands(text) == [
+        (["generate", "--config", "configs/tiny.yaml", "--policy", "head:HEAD,x=0.3", "--seed", "1"], False)
+    ]
+    assert front_commands("`cd acceptance-heads`, `~/.cache/acceptance-heads x`, acceptance-heads data") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_the_pages_lead_somewhere(page: Path):
+    assert dead_links(page, page.read_text()) == []
+
+
+def test_a_dead_link_fails_this_test():
+    page = ROOT / "docs/results/demo.md"
+    alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#the-demo-on-a-clock) `docs/laws.md` `[d](no.md)`"
+    assert dead_links(page, alive) == []
+    for dead in ("[a](laws.md)", "[a](demo.md#no-heading)", '<img src="no.svg">', "`docs/no.md`", "[a](#no-heading)"):
+        assert len(dead_links(page, f"{alive} {dead}")) == 1
 
 
 def test_every_target_of_make_in_the_readme_exists():
