@@ -82,8 +82,7 @@ def bench(
         batch: sizes of continuous batches, in which `lengths` and `policies` are then measured; null: one sequence.
         ratios: for `policies`, the t_target / t_draft to which both models are slowed; empty: the pair as it is.
         t_draft_ms: for `policies` with ratios, milliseconds of a draft step, unless the draft is slower as it is.
-        samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (temperature 0.7 with top-p 0.9) and
-            own (the config's).
+        samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
         policies: specs that run in place of each family's best, one a fixed length: fixed_length:k=5,
             head:PATH,max_rejection_prob=0.4.
         families: for `policies`, the families that run beside the best fixed length; empty: all.
@@ -98,11 +97,9 @@ def bench(
     # first: they refuse
     sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **counts)
     document: dict[str, Any] = {"where": where(config), **counts}
+    terms = RaceTerms(**counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
     with printing(aside=json):
         if "policies" in parts and sizes is None:
-            terms = RaceTerms(
-                **counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants
-            )
             document["cells"] = race(Race(config, terms), ratios, samplings)
         document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
     if json:

@@ -88,11 +88,16 @@ def evaluate(
         written = write(results, every, page=page)
         written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
         written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-        announce(map(Path, written))
-        for answer in (answer for answers in page.answers.values() for answer in answers[::-1]):
-            say(f"\n{answer.sentence(is_one_of_several=len(every) > 1)}")
+        tell(page, written)
     if json:
         print(document({"costs": asdict(cost), "results": records(results), "written": written}, page))
+
+
+def tell(page: Page, written: Sequence[str]) -> None:
+    """Say which files were written, and the verdicts, each dataset's on this machine's times last."""
+    announce(map(Path, written))
+    for answer in (answer for answers in page.answers.values() for answer in answers[::-1]):
+        say(f"\n{answer.sentence(is_one_of_several=len(page.answers) > 1)}")
 
 
 def folder_of(experiment: Experiment, grids: Sequence[Grid]) -> Path:
