@@ -146,6 +146,7 @@ _NO_TUPLE = (
     r'key "([\w.]+)": (?:Expected a <class \'tuple\'>. Got value|Does not validate .*\[tuple.* Given value): '
     r"([^\s\[\]]+)$"
 )
+_NO_CHOICE = r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)$"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
@@ -155,15 +156,25 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
         near = similar(found[1] if is_flag else f"{found['group']}.{found['key']}", parser._option_string_actions)
         dashes = "--" if is_flag else ""
         return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
+    if found := re.search(_NO_CHOICE, problem):
+        near = get_close_matches(found[2], _choices(found), n=1)
+        return f"did you mean {near[0]}?" if near else None
     if found := re.search(_NO_TUPLE, problem):
         return f"a list is wanted: --{found[1]} '[{found[2]}]'"
     return None
 
 
+def _choices(found: re.Match[str]) -> list[str]:
+    """What a complaint about one of a few words allows."""
+    return re.findall(r"'([^']*)'", found[1])
+
+
 def _plain(problem: str) -> str:
     """A complaint of the parser about a value of several possible types in a few words: the package that its class
-    lacks, what the class itself said, or the value and the types.
+    lacks, what the class itself said, or the value and the types; likewise about a value that is none of a few.
     """
+    if found := re.search(_NO_CHOICE, problem):
+        return f"{problem[: found.start()]}{found[2]} is none of {', '.join(_choices(found))}"
     if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
         return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)

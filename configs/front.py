@@ -8,11 +8,11 @@ current one.
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from configs.hints import meant
 from configs.schema import Config
 from configs.screens import SHELLS, TRAINING, completion_of, screen_of, summary_of
 
@@ -144,9 +144,7 @@ def _main(argv: list[str] | None) -> None:
     elif name == "--completion":
         print(_completion(rest))
     elif name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; one of {', '.join(COMMANDS)}"
-        print(f"error: {name!r} is not a command{hint}", file=sys.stderr)
+        print(f"error: {name!r} is not a command; {meant(name, COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     elif {"-h", "--help"} & set(rest):
         print(screen_of(name, *COMMANDS[name]))

@@ -5,6 +5,7 @@ that name wins.
 from dataclasses import replace
 from pathlib import Path
 
+from configs.hints import meant
 from configs.paths import check_local
 from configs.schema import ModelSource, PairConfig
 
@@ -28,7 +29,9 @@ def experiment_file(given: str) -> str:
         return given
     shipped = _YAMLS.get(Path(given).name.removesuffix(".yaml") + ".yaml")
     if shipped is None or Path(given).parent not in (Path(), Path("configs")):
-        raise ValueError(f"{given!r} is neither a file nor the name of a shipped experiment: {', '.join(NAMES)}")
+        raise ValueError(
+            f"{given!r} is neither a file nor the name of a shipped experiment; {meant(Path(given).stem, NAMES)}"
+        )
     return str(shipped)
 
 

@@ -72,7 +72,7 @@ class Experiment:
     @cached_property
     def data(self) -> DataConfig:
         """The prompts and their splits, as data and training have them."""
-        return settled(self._data)
+        return settled(self._data, is_told=False)  # what made the data said it
 
     @cached_property
     def pair(self) -> Pair:

@@ -2,7 +2,9 @@
 of a CSV; beside it, the names of written files.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +108,13 @@ def wide_console(width: int = 190) -> Console:
 def say(text: str) -> None:
     """Print sentences, broken between words where the terminal ends; in a pipe or a file at 120."""
     wide_console(120).print(text, markup=False, highlight=False)
+
+
+@contextmanager
+def printing(*, aside: bool) -> Iterator[None]:
+    """Print as ever; `aside`, everything goes to stderr, so that stdout has the JSON document alone."""
+    with redirect_stdout(sys.stderr) if aside else nullcontext():
+        yield
 
 
 def announce(paths: Iterable[Path]) -> list[str]:

@@ -1,6 +1,8 @@
 """Heads for the data of an experiment, in a line of Python: `heads.train_heads`."""
 
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 from configs.limits import check_limits
@@ -30,6 +32,8 @@ def train_heads(config: Config, *, max_epochs: int | None = None, **settings: An
     trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
     config = replace(config, heads=replace(config.heads, **settings), trainer=trainer)
     check_limits(config)
-    train(config)
-    heads = [AcceptanceHead.from_pretrained(path) for path in export(config, head="best")]
+    train(config)  # says what the heads are worth
+    with redirect_stdout(StringIO()):  # export says the same once more
+        paths = export(config, head="best")
+    heads = [AcceptanceHead.from_pretrained(path) for path in paths]
     return min(heads, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))

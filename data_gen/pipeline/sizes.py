@@ -16,18 +16,23 @@ from data_gen.store.manifest import read_manifest
 Feature = Literal["fed", "drawn"]
 
 
-def settled(config: DataConfig, heads: HeadsConfig | None = None) -> DataConfig:
+def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_told: bool = True) -> DataConfig:
     """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need.
 
     What a directory was made with stays, so that no prompt moves from one split to another. Evaluation settles the same
     section as training did, so none of its test prompts was trained on.
+
+    Args:
+        config: the section.
+        heads: what reads the features; None: features stay open.
+        is_told: print the parts where the prompts are too few for the usual shares.
 
     Raises:
         ValueError: fewer prompts than dev and test ask for, stories without a number of them, or features that lack
             what these heads read.
     """
     if config.split_weights is None:
-        config = replace(config, split_weights=_weights(config))
+        config = replace(config, split_weights=_weights(config, is_told=is_told))
     if config.num_train is None:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null and stories are written here without an end; set data.num_train")
@@ -74,7 +79,7 @@ def _check_features(features: Sequence[Feature], heads: HeadsConfig) -> None:
             )
 
 
-def _weights(config: DataConfig) -> tuple[int, int, int]:
+def _weights(config: DataConfig, *, is_told: bool) -> tuple[int, int, int]:
     """The shares that a directory was made with; else `WEIGHTS`, or the sizes themselves where those have too few."""
     if (Path(config.dir) / "manifest.json").is_file():
         train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
@@ -98,5 +103,6 @@ def _weights(config: DataConfig) -> tuple[int, int, int]:
             f"{config.num_train or 'all'}, {num_dev:,} and {num_test:,}; lower them"
         )
     parts = f"{num_rest:,} for train, {num_dev:,} for dev and {num_test:,} for test"
-    print(f"{sources[0].path}: {len(prompts):,} prompts, {parts}")
+    if is_told:
+        print(f"{sources[0].path}: {len(prompts):,} prompts, {parts}")
     return num_rest, num_dev, num_test

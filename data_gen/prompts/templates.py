@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.hints import meant
 from data_gen.prompts.prompt import Prompt
 
 _BELOW = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -48,7 +49,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) ->
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> str:
     """The text that `encode` tokenizes."""
     if template not in TEMPLATES:
-        raise ValueError(f"data.template is {template!r}; one of {', '.join(TEMPLATES)}")
+        raise ValueError(f"data.template is {template!r}; {meant(template, TEMPLATES)}")
     turns = prompt.turns[: len(replies) + 1]
     if template == "chat":
         return _chat(prompt, tokenizer, (prompt.text, *turns[1:]), replies)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configs.hints import meant
 from decode.policies.base import Policy
 from decode.policies.confidence import CumulativeTokenProb, LearnedMaxProb, LearnedProb, MaxProb, TokenProb
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
@@ -102,9 +103,8 @@ def registered(name: str) -> Registered:
     if name not in POLICIES:
         written = _IMPORTED.fullmatch(name)
         if written is None:
-            raise ValueError(
-                f"there is no policy {name!r}; one of {', '.join(POLICIES)}, auto, or one of your own as module:Class"
-            )
+            known = [*POLICIES, "auto", "or one of your own as module:Class"]
+            raise ValueError(f"there is no policy {name!r}; {meant(name, known)}")
         kind = _imported(written[1], written[2])
         POLICIES[name] = Registered(kind, f"{written[2]} ({written[1]})", lambda _: kind.grid)
     return POLICIES[name]

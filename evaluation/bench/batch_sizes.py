@@ -19,6 +19,7 @@ from scipy.optimize import isotonic_regression
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
+from evaluation.competitors import fastest
 from evaluation.costs.measure import Loop, typical
 from evaluation.sheet import Sheet, crossed
 from evaluation.turns import in_turns
@@ -114,3 +115,10 @@ def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     return Sheet(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")
+
+
+def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The fastest policy of every size, in a sentence."""
+    best = fastest(rows, of=lambda row: f"{row['batch_size']}", speed=lambda row: float(row["tokens_per_s"]))
+    named = (f"{row['policy']} in batches of {size} ({row['against_fixed'] - 1:+.1%})" for size, row in best.items())
+    return f"Fastest on this clock, over the best fixed length: {', '.join(named)}."

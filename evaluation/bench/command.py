@@ -13,16 +13,15 @@ turns on every prompt.
     overheads   what the loop spends outside forwards (`evaluation.bench.overheads`); `evaluation costs` prints what
                 stops add
 
-With `decode.hierarchies` also three models beside two (`evaluation.bench.lengths`). The last line is one JSON
-document.
+With `decode.hierarchies` also three models beside two (`evaluation.bench.lengths`).
 """
 
-import json
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
+from json import dumps as to_json
 from typing import Any, Literal
 
 import torch
@@ -33,20 +32,29 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench.batch_sizes import measure_sizes, size_sheet
-from evaluation.bench.lengths import hierarchy_rows, hierarchy_sheet, length_rows, length_sheet
-from evaluation.bench.overheads import overheads_of
+from evaluation.bench.batch_sizes import measure_sizes, size_sheet, size_verdict
+from evaluation.bench.lengths import (
+    hierarchy_rows,
+    hierarchy_sheet,
+    hierarchy_verdict,
+    length_rows,
+    length_sheet,
+    length_verdict,
+)
+from evaluation.bench.overheads import overhead_verdict, overheads_of
 from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
 from evaluation.bench.standings import race_plot, records_of, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.contest.in_batches import Sizes, sizes_of
 from evaluation.costs.measure import Loop
-from evaluation.sheet import announce, wide_console
+from evaluation.sheet import announce, printing, say, wide_console
 from store.shards import write_atomic
 
 _WIDTH = 240
 Part = Literal["policies", "lengths", "overheads"]
 _PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
 """Without warpers, which transformers applies to the draft twice: it would lose for another reason than its loop."""
+_VERDICTS = {"lengths": length_verdict, "overheads": overhead_verdict, "hierarchies": hierarchy_verdict}
+"""What each kind of rows says in sentences."""
 
 
 def bench(
@@ -64,6 +72,7 @@ def bench(
     threads: tuple[int, ...] = (1, 2),
     num_prompts: int = 16,
     num_tokens: int = 64,
+    json: bool = False,
 ) -> dict[str, Any]:
     """Wall clock, side by side with transformers' assisted generation.
 
@@ -73,8 +82,7 @@ def bench(
         batch: sizes of continuous batches, in which `lengths` and `policies` are then measured; null: one sequence.
         ratios: for `policies`, the t_target / t_draft to which both models are slowed; empty: the pair as it is.
         t_draft_ms: for `policies` with ratios, milliseconds of a draft step, unless the draft is slower as it is.
-        samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (temperature 0.7 with top-p 0.9) and
-            own (the config's).
+        samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
         policies: specs that run in place of each family's best, one a fixed length: fixed_length:k=5,
             head:PATH,max_rejection_prob=0.4.
         families: for `policies`, the families that run beside the best fixed length; empty: all.
@@ -83,32 +91,36 @@ def bench(
         threads: for `lengths` and `overheads`, numbers of CPU threads to measure with.
         num_prompts: generations per arm.
         num_tokens: tokens per generation; EOS is switched off.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
     # first: they refuse
     sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **counts)
     document: dict[str, Any] = {"where": where(config), **counts}
-    if "policies" in parts and sizes is None:
-        terms = RaceTerms(**counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
-        document["cells"] = race(Race(config, terms), ratios, samplings)
-    document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
-    print(json.dumps(document))
+    terms = RaceTerms(**counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+    with printing(aside=json):
+        if "policies" in parts and sizes is None:
+            document["cells"] = race(Race(config, terms), ratios, samplings)
+        document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
+    if json:
+        print(to_json(document))
     return document
 
 
 def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
     """Print each cell as soon as it is there; then the plot."""
-    cells, console = [], wide_console(_WIDTH)
+    cells = []
     print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
     for cell in race.cells(ratios, samplings):
         cells.append((cell, standings_of(cell)))
         standing_sheet(*cells[-1]).print(_WIDTH)
-        console.print(verdict_of(*cells[-1]), soft_wrap=True)
     if len(cells) > 1:
         summary_sheet(cells).print(_WIDTH)
     plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])
+    for cell, standings in cells:
+        say(f"\n{verdict_of(cell, standings)}")
     return [{**cell, "arms": records_of(cell, standings)} for cell, standings in cells]
 
 
@@ -137,6 +149,9 @@ class Bare:
         for kind, sheet in (("lengths", length_sheet), ("hierarchies", hierarchy_sheet)):
             if rows[kind]:
                 sheet(rows[kind]).print()
+        for kind, verdict in _VERDICTS.items():
+            if rows[kind]:
+                say(f"\n{verdict(rows[kind])}")
         return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 
     def in_batches(self, sizes: Sequence[int], specs: Sequence[str]) -> dict[str, Any]:
@@ -158,6 +173,7 @@ class Bare:
         rows, curves = measure_sizes(loop, policies, sizes)
         size_sheet(rows).print()
         announce([keep_curves(experiment, curves)])
+        say(f"\n{size_verdict(rows)} `evaluate --batch` predicts every policy from these curves.")
         return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 
     def _rows(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:

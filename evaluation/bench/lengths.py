@@ -25,6 +25,7 @@ from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies import FixedLength
 from evaluation.bench.arms import generations_of, timed_in_turns
 from evaluation.bench.schedules import assisted, constant
+from evaluation.competitors import fastest
 from evaluation.costs.measure import Loop
 from evaluation.hierarchies.configurations import NO_DRAFT, competitors_of
 from evaluation.intervals import median_ratio
@@ -86,6 +87,16 @@ def length_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     return Sheet("tokens/s of the loop / of assisted generation (compiled)", crossed("K", cells), names=0)
 
 
+def length_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The fastest fixed length of every sampling and number of threads, in a sentence each."""
+    best = fastest(rows, of=heading_of, speed=lambda row: float(row["ours_tokens_per_s"]))
+    return "\n".join(
+        f"{heading}: K = {row['k']} is the fastest fixed length, {row['against_assisted']:.2f} times transformers' "
+        "assisted generation of the same length."
+        for heading, row in best.items()
+    )
+
+
 def heading_of(row: Mapping[str, Any]) -> str:
     """The column of a row: its sampling and threads."""
     return f"{row['sampling']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
@@ -137,6 +148,15 @@ def hierarchy_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     return Sheet(
         "hierarchies: tokens/s of the loop, and over plain speculation at its best fixed length",
         crossed("drafter", cells),
+    )
+
+
+def hierarchy_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The fastest drafter of every sampling and number of threads, in a sentence each."""
+    best = fastest(rows, of=heading_of, speed=lambda row: float(row["tokens_per_s"]))
+    return "\n".join(
+        f"{heading}: {row['drafter']} is the fastest drafter, {row['against_alone']:.2f} times the target alone."
+        for heading, row in best.items()
     )
 
 

@@ -20,6 +20,7 @@ from decode.policies import FixedLength
 from lm import CachedModel, Pair, Sampling
 
 _DRAFT_LENGTH = 5
+_OWN = "outside_own_share_"
 
 
 def overheads_of(
@@ -31,6 +32,18 @@ def overheads_of(
         outside = outside_share(pair, prompts, _DRAFT_LENGTH, sampling, num_tokens)
         row |= {f"outside_{part}_{name}": value for part, value in outside.items()}
     return row
+
+
+def overhead_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The share of the loop's time outside its own forwards, in a sentence for each number of threads."""
+    return "\n".join(
+        f"With {row['threads']} thread{'s' * (row['threads'] > 1)} the loop spends outside its forwards "
+        + " and ".join(
+            f"{share:.1%} ({name.removeprefix(_OWN)})" for name, share in row.items() if name.startswith(_OWN)
+        )
+        + " of a generation."
+        for row in rows
+    )
 
 
 class TalliedModel(CachedModel):

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers.utils import is_sklearn_available
+from transformers.utils import is_sklearn_available, logging
 
 from evaluation.bench.arms import Timed
 from lm import Pair, Sampling
@@ -81,7 +81,10 @@ def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[s
 
 @contextmanager
 def _set(pair: Pair, settings: Mapping[str, Any]) -> Iterator[None]:
-    """The draft's generation config with these settings, no EOS in either model; both as they were afterwards."""
+    """The draft's generation config with these settings, no EOS in either model; both as they were afterwards.
+
+    Warnings of transformers are off meanwhile: it calls its own assistant in a way that it deprecates.
+    """
     wanted: list[tuple[Any, dict[str, Any]]] = [
         (pair.target.generation_config, {"eos_token_id": None}),
         (pair.draft.generation_config, {"eos_token_id": None, **settings}),
@@ -89,8 +92,11 @@ def _set(pair: Pair, settings: Mapping[str, Any]) -> Iterator[None]:
     before = [{name: getattr(config, name, None) for name in (*values, *_LEARNT)} for config, values in wanted]
     for config, values in wanted:
         config.update(**values)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         for (config, _), values in zip(wanted, before, strict=True):
             config.update(**values)

@@ -24,6 +24,7 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     """
     totals = plan_data(config, sample=sample)
     print(timing_line(config, is_measured=sample > 0))
+    print("next: acceptance-heads all --config …, which goes on from what is there; or data, the first of its steps")
     return totals
 
 

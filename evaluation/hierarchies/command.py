@@ -13,9 +13,10 @@ on that of benchmarks/alpaca.yaml, on one quiet core. Four minutes each:
     python -m evaluation hierarchy --config benchmarks/alpaca.yaml --decode.num_dev 8 --decode.num_test 36
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from json import dumps as to_json
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from evaluation.hierarchies.tables import (
     third_level_verdict,
 )
 from evaluation.hierarchies.times import Times
-from evaluation.sheet import announce
+from evaluation.sheet import announce, printing, say
 from store.shards import write_atomic
 
 _FILES = ("arms.csv", "gain.csv", "gain.svg")
@@ -47,6 +48,7 @@ def hierarchy(
     level_heads: tuple[str, str] | None = None,
     max_rejection_prob: float = 0.5,
     ratios: tuple[float, float] = (0.02, 0.2),
+    json: bool = False,
 ) -> None:
     """HSDDW's Tables 2 and 4 for this trio, Chen's variant beside them, and where a third level pays.
 
@@ -55,6 +57,7 @@ def hierarchy(
         level_heads: exported heads for two further competitors: one trained on (micro, draft), one on (draft, target).
         max_rejection_prob: threshold of both heads, on their calibrated probabilities.
         ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config, needs_micro=True)
     given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
@@ -71,9 +74,14 @@ def hierarchy(
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
         dev, runs = play(loop, competitors, prompts)
-        documents[dataset] = report_dataset(runs, dev, given=given, directory=loop.directory)
-    written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
-    print(json.dumps({"datasets": documents, "written": written}))
+        with printing(aside=json):
+            documents[dataset] = report_dataset(runs, dev, given=given, directory=loop.directory)
+    with printing(aside=json):
+        written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
+        for dataset, document in documents.items():
+            say(f"\n{dataset}. {document['verdict']}" if len(documents) > 1 else f"\n{document['verdict']}")
+    if json:
+        print(to_json({"datasets": documents, "written": written}))
 
 
 def play(
@@ -103,5 +111,5 @@ def report_dataset(
     )
     for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
         sheet.print()
-    print(conclusion := third_level_verdict(runs, gain, times=times))
-    return {"times": asdict(times), "arms": json.loads(frame.to_json(orient="records")), "verdict": conclusion}
+    conclusion = third_level_verdict(runs, gain, times=times)
+    return {"times": asdict(times), "arms": loads(frame.to_json(orient="records")), "verdict": conclusion}

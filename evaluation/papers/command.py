@@ -13,9 +13,9 @@ Replayed throughputs are predictions: counts times measured or given times (law 
 the others clock.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
+from json import dumps as to_json
 from typing import Literal
 
 from configs.paths import check_local
@@ -25,7 +25,7 @@ from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.on_trees import tree_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
-from evaluation.sheet import Sheet
+from evaluation.sheet import Sheet, printing, say
 
 _REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 
@@ -38,6 +38,7 @@ def paper_tables(
     eagle: str | None = None,
     repeats: int = 3,
     tree: tuple[int, int] = (10, 59),
+    json: bool = False,
 ) -> None:
     """A paper's tables for this pair.
 
@@ -51,13 +52,27 @@ def paper_tables(
         repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; medians count.
         tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
             CPU pays for every node.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
     clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
     clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
-    made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
-    for sheet in made:
-        sheet.print()
-    print(json.dumps({"paper": paper, "tables": [sheet.as_dict() for sheet in made]}))
+    with printing(aside=json):
+        made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
+        for sheet in made:
+            sheet.print()
+        say(f"\n{_told(paper, is_clocked=paper in clocked)}")
+    if json:
+        print(to_json({"paper": paper, "tables": [sheet.as_dict() for sheet in made]}))
+
+
+def _told(paper: str, *, is_clocked: bool) -> str:
+    """What the figures of a paper's tables are, and where more lies."""
+    figures = "taken on this machine's clock" if is_clocked else "predicted from a trace and times"
+    others = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
+    return (
+        f"Figures of {paper}'s tables are {figures}, and are those of this pair: compare them with one another, not "
+        f"with the paper's. --json prints the same rows as data; acceptance-heads {others}."
+    )

@@ -37,7 +37,7 @@ from evaluation.report.gains import speed_up_bars, verification_curve
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of
-from evaluation.sheet import announce, say
+from evaluation.sheet import announce, printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -68,30 +68,36 @@ def evaluate(
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
             dataset of this one.
         all: print every row, not only those that decide.
-        json: print everything as one JSON document, last of all.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(home, "--home")
     check_clock(clock, repeats)
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
-    experiment = Experiment(config, needs_micro=config.decode.hierarchies)
-    grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
-    into = folder_of(experiment, grids)
-    cost = costs_for(experiment)
-    costs = cost.at_ratios(experiment.decode.ratios)
-    homes = homes_at(home, config, grids, costs) if home else {}
-    folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
-    curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []
-    page = Page(about=about(experiment, cost), cost=cost, directory=into, plots=curve)
-    every, results = compare_all(experiment, costs, homes=homes, page=page, exchange_s=exchange_s, has_all=all)
-    written = write(results, every, page=page)
-    written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
-    written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-    announce(map(Path, written))
-    for answer in (answer for answers in page.answers.values() for answer in answers[::-1]):
-        say(f"\n{answer.sentence(is_one_of_several=len(every) > 1)}")
+    with printing(aside=json):
+        experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+        grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+        into = folder_of(experiment, grids)
+        cost = costs_for(experiment)
+        costs = cost.at_ratios(experiment.decode.ratios)
+        homes = homes_at(home, config, grids, costs) if home else {}
+        folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
+        curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []
+        page = Page(about=about(experiment, cost), cost=cost, directory=into, plots=curve)
+        every, results = compare_all(experiment, costs, homes=homes, page=page, exchange_s=exchange_s, has_all=all)
+        written = write(results, every, page=page)
+        written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
+        written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
+        tell(page, written)
     if json:
         print(document({"costs": asdict(cost), "results": records(results), "written": written}, page))
+
+
+def tell(page: Page, written: Sequence[str]) -> None:
+    """Say which files were written, and the verdicts, each dataset's on this machine's times last."""
+    announce(map(Path, written))
+    for answer in (answer for answers in page.answers.values() for answer in answers[::-1]):
+        say(f"\n{answer.sentence(is_one_of_several=len(page.answers) > 1)}")
 
 
 def folder_of(experiment: Experiment, grids: Sequence[Grid]) -> Path:

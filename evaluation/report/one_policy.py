@@ -5,10 +5,10 @@ tune` wrote into its head and takes the times of this run: those kept of a measu
 the ratio that is asked for.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from json import dumps as to_json
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from decode.policies.auto import Auto
 from evaluation.contest.arms import total
 from evaluation.costs.machine import costs_without_models
 from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet, shown
+from evaluation.sheet import Sheet, printing, say, shown
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
@@ -43,7 +43,7 @@ _COLUMNS = {
 }
 
 
-def replay_policy(config: Config, *, policy: str, ratio: float | None = None) -> None:
+def replay_policy(config: Config, *, policy: str, ratio: float | None = None, json: bool = False) -> None:
     """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
 
     Args:
@@ -51,6 +51,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
         policy: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure, with parameters:
             entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2.
         ratio: t_target / t_draft of other hardware; null: the given or kept times, else the first of decode.ratios.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config)
     _presume_models(experiment)
@@ -65,10 +66,16 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None) ->
         for dataset, splits in traces.items()
         for split, part in vars(splits).items()
     ]
-    row_sheet(rows, policy=policy, cost=cost).print()
-    for row in rows:
-        print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
-    print(json.dumps({"policy": policy, "costs": asdict(cost), "played": rows}))
+    with printing(aside=json):
+        row_sheet(rows, policy=policy, cost=cost).print()
+        for row in rows:
+            print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
+        for row in rows:
+            if row["split"] == "test":
+                say(verdict_of(row, cost, policy=policy))
+        print("next: acceptance-heads evaluate --config … sets it beside every other policy, bench on a clock")
+    if json:
+        print(to_json({"policy": policy, "costs": asdict(cost), "played": rows}))
 
 
 def _presume_models(experiment: Experiment) -> None:
@@ -115,6 +122,15 @@ def played(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split
 def row_sheet(rows: Sequence[Mapping[str, Any]], *, policy: str, cost: CostModel) -> Sheet:
     """One row per dataset and split."""
     return Sheet(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2)
+
+
+def verdict_of(row: Mapping[str, Any], cost: CostModel, *, policy: str) -> str:
+    """What the policy is predicted to gain on the test prompts of one dataset, in a sentence."""
+    return (
+        f"{cost.where}: {policy} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "
+        f"{row['speed_up']:.2f} times the target alone ({row['acceptance_length']:.2f} tokens per target forward, "
+        f"{row['discard_rate']:.2f} drafted tokens discarded per token)."
+    )
 
 
 def histogram(rounds_by_length: Sequence[int]) -> str:

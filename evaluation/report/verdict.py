@@ -15,7 +15,7 @@ from evaluation.contest.arms import BASELINE, fastest_heads, picks_of
 from evaluation.contest.colours import kind_of
 from evaluation.contest.decoded import FAMILIES
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
-from evaluation.contest.tables import NAMES, result_sheet
+from evaluation.contest.tables import NAMES, brief_sheet, result_sheet, values_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
@@ -53,6 +53,8 @@ class Answer:
     """The sentence, and a second one where it has to be qualified."""
     sheet: Sheet
     """Every row."""
+    brief: Sheet
+    """The rows that decide, for a console."""
     deciding: Sequence[str]
     """Families of the rows that decide."""
     best: str
@@ -70,15 +72,12 @@ class Answer:
 
     def printed(self, *, has_all: bool) -> Sheet:
         """The sheet for a console, its best row in bold: the rows that decide, or every one."""
-        deciding, best = {called(family) for family in self.deciding}, called(self.best)
-        rows = [row for row in self.sheet.rows if has_all or row["policy"] in deciding]
+        sheet, best = self.sheet if has_all else self.brief, called(self.best)
         bold = [
             {name: f"[bold]{cell}[/bold]" if cell and row["policy"] == best else cell for name, cell in row.items()}
-            for row in rows
+            for row in sheet.rows
         ]
-        left_out = len(self.sheet.rows) - len(rows)
-        note = f"{self.sheet.note}; {left_out} more rows with --all" if left_out else self.sheet.note
-        return self.sheet._replace(rows=bold, note=note)
+        return sheet._replace(rows=bold)
 
 
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
@@ -87,12 +86,16 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
     names = _head_names(judged, cost, heads)
     runnable = [family for family in speeds if kind_of(family) not in (colours.LIMITS, colours.TWO_DEVICES)]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
+    sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
+    deciding = deciding_families(judged, cost)
+    shown = [result for result in judged.results if result.family in deciding]
     return Answer(
         dataset=judged.dataset,
         costs=cost.title,
         verdict=verdict_of(judged, cost, names=names, num_prompts=num_prompts),
-        sheet=result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts),
-        deciding=deciding_families(judged, cost),
+        sheet=sheet,
+        brief=brief_sheet(sheet, shown, heads=names, more=len(sheet.rows) - len(shown)),
+        deciding=deciding,
         best=max(runnable, key=speeds.__getitem__),
         gains={result.family: result.gain.text for result in judged.results if result.family != BASELINE},
         explained="; ".join(f"{name}: {explained(heads[name])}" for name in champion.split(" and ") if name in heads),
@@ -170,7 +173,7 @@ def explained(head: AcceptanceHead) -> str:
 
 def _as_said(result: Result, heads: str) -> str:
     """A policy with its setting, as a sentence names it."""
-    value = ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in result.setting.values())
+    value = values_of(result)
     if not heads:
         return f"{called(result.family)}{f' at {value}' if value else ''}"
     named, rule = f"head{'s' * (' and ' in heads)} {heads}", called(result.family).partition(",")[0]

@@ -2,10 +2,10 @@
 real loop.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from json import dumps as to_json
 from math import log
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from configs.schema import Config
 from evaluation.figure import panels_of
-from evaluation.sheet import Sheet, announce, shown
+from evaluation.sheet import Sheet, announce, printing, say, shown
 from evaluation.theory import closed_forms as forms
 from evaluation.theory.monte_carlo import (
     Simulated,
@@ -47,6 +47,8 @@ _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
 _LONGEST = 10
 _MEASURED_AT = (0, 2, 5, 10)
 _NUM_RATES = 16
+_CHANCE = 4
+"""Standard errors that one of a few dozen checks exceeds by chance once in some hundreds of runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def theory(
     rates: tuple[float, float, float] = (0.6, 0.8, 0.7),
     costs: tuple[float, float] = (0.02, 0.2),
     num_rounds: int = 3000,
+    json: bool = False,
 ) -> None:
     """Closed forms beside Monte Carlo on the real loop, Chen's Figure 1, CSV.
 
@@ -77,6 +80,7 @@ def theory(
         rates: acceptance rates of small under target, of medium (draft) under target, of small (micro) under draft.
         costs: one forward of the small and of the medium model, in target forwards.
         num_rounds: rounds of the real loop per check.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     if num_rounds < 2:
         raise ValueError(f"num_rounds is {num_rounds}; a standard error needs at least 2")
@@ -95,15 +99,30 @@ def theory(
     pd.DataFrame([asdict(check) for check in [*checks, *bounds]]).to_csv(table, index=False)
     plot_interleaved(figure, rates=(small, medium), costs=costs, num_rounds=num_rounds)
     best = best_settings((small, medium, inner), costs)
-    _sheet("tokens per target forward, i.i.d. acceptance", checks).print(_WIDTH)
-    _sheet("SVIP's lower bounds of the acceptance rate", bounds).print(_WIDTH)
-    best_sheet(best).print(_WIDTH)
-    written = announce([table, figure])
     largest = max(abs(check.z_score) for check in checks)
-    print(
-        json.dumps(
-            {"largest_z_score": largest, "checks": [asdict(c) for c in checks], "best": best, "written": written}
-        )
+    with printing(aside=json):
+        _sheet("tokens per target forward, i.i.d. acceptance", checks).print(_WIDTH)
+        _sheet("SVIP's lower bounds of the acceptance rate", bounds).print(_WIDTH)
+        best_sheet(best).print(_WIDTH)
+        written = announce([table, figure])
+        say(f"\n{verdict_of(best, largest, num_checks=len(checks))}")
+    if json:
+        shown_checks = [asdict(check) for check in checks]
+        print(to_json({"largest_z_score": largest, "checks": shown_checks, "best": best, "written": written}))
+
+
+def verdict_of(best: dict[str, dict[str, int | float]], largest: float, *, num_checks: int) -> str:
+    """Whether the loop has the closed forms' means, and which algorithm they recommend."""
+    name, values = max(best.items(), key=lambda entry: entry[1]["speedup"])
+    setting = ", ".join(f"{key} = {value}" for key, value in values.items() if key != "speedup")
+    agreement = (
+        "the loop agrees with them"
+        if largest < _CHANCE
+        else f"more than {_CHANCE} is not chance: raise --num_rounds, and if it stays, the loop or a form is wrong"
+    )
+    return (
+        f"By the closed forms {name} is fastest, {values['speedup']:.2f} times the target alone ({setting}). The "
+        f"largest deviation of the real loop in {num_checks} checks is {largest:.1f} standard errors: {agreement}."
     )
 
 

@@ -18,7 +18,7 @@ from decode.policies.chosen import ranked, stop_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
-from evaluation.sheet import Sheet, say
+from evaluation.sheet import Sheet, printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join_traces
@@ -86,32 +86,34 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         config: the experiment.
         write: put `recommended` into every head's config.json.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
-        json: print everything as one JSON document, last of all.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config)
     if not experiment.heads:
         raise FileNotFoundError(
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
-    folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
-    folder.complete()
-    dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
-    traces = Splits(dev, test)
-    baseline = baseline_on(traces, cost)
-    tuned = [
-        tune_head(name, head, traces=traces, cost=cost, baseline=baseline) for name, head in experiment.heads.items()
-    ]
-    order = ranked({result.head: result.recommended for result in tuned})
-    tuned.sort(key=lambda result: order.index(result.head))
-    places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
-    threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
-    best = tuned[0]
-    say(verdict_of(best, cost, baseline))
-    policy, _ = stop_of(best.recommended)
-    print(
-        "next: acceptance-heads generate --config … --prompt …, which takes this head; by its name: --policy "
-        f"{policy}:{experiment.head_paths[best.head]}"
-    )
+    with printing(aside=json):
+        folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
+        folder.complete()
+        dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
+        traces = Splits(dev, test)
+        baseline = baseline_on(traces, cost)
+        tuned = [
+            tune_head(name, head, traces=traces, cost=cost, baseline=baseline)
+            for name, head in experiment.heads.items()
+        ]
+        order = ranked({result.head: result.recommended for result in tuned})
+        tuned.sort(key=lambda result: order.index(result.head))
+        places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
+        threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
+        best = tuned[0]
+        say(verdict_of(best, cost, baseline))
+        policy, _ = stop_of(best.recommended)
+        print(
+            "next: acceptance-heads generate --config … --prompt …, which takes this head; by its name: --policy "
+            f"{policy}:{experiment.head_paths[best.head]}"
+        )
     if json:
         found = [
             asdict(result) | {"gain": result.gain._asdict(), "auto_gain": result.auto_gain._asdict()}

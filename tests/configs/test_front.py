@@ -98,6 +98,8 @@ def test_screens_follow_the_code():
         (["--heads.timings", "drawn"], "a list is wanted: --heads.timings '[drawn]'"),
         (["--num_train", "5"], "did you mean --data.num_train or --heads.num_train?"),
         (["--decode.num_devv", "5"], "did you mean --decode.num_dev?"),
+        (["--heads.timings", "[drwan]"], "did you mean drawn?"),
+        (["--pair.target.dtype", "flaot32"], "did you mean float32?"),
         (["--sampel", "5"], "did you mean --sample?"),
         (["--data.nothing_like_it", "5"], "--help.all lists every option"),
     ],
@@ -107,6 +109,29 @@ def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
         main(["plan", "--config", "tiny", *flags])
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(f"({hint})")
+
+
+def test_what_is_none_of_a_few_is_told_which(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--config", "tiny", "--parts", "[speeds]"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert 'key "parts": speeds is none of policies, lengths, overheads' in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["replay", "--config", "tiny", "--policy", "entrpy"], "there is no policy 'entrpy'; did you mean entropy?"),
+        (["plan", "--config", "configs/tny.yaml"], "the name of a shipped experiment; did you mean tiny?"),
+        (["plan", "--config", "mine.yaml"], "the name of a shipped experiment; one of llama2-68m-7b-70b, "),
+    ],
+)
+def test_a_mistyped_name_gets_the_one_that_was_meant(argv, said, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_a_single_value_where_a_list_or_null_is_wanted_gets_a_hint(capsys):

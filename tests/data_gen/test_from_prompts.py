@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema import Config, ModelSource, PairConfig
 from data_gen import make_data
-from heads import train_heads
+from heads import AcceptanceHead, Provenance, train_heads
 
 MODELS = {"target": "checkpoints/tiny/target", "draft": "checkpoints/tiny/draft"}
 
@@ -22,6 +22,20 @@ def test_what_is_no_experiment_is_refused_and_leaves_nothing(prompts, settings, 
     with pytest.raises(ValueError, match=said):
         make_data(prompts, dir=str(tmp_path / "mine"), **MODELS, **settings)
     assert not (tmp_path / "mine" / "data").exists()
+
+
+def test_a_training_in_python_says_once_what_its_heads_are_worth(tmp_path, monkeypatch, capsys):
+    AcceptanceHead(8, 0, provenance=Provenance(metrics={"calibrated_kl": 0.4})).save_pretrained(tmp_path)
+
+    def exported(*_, **__):
+        print("the verdict")
+        return [tmp_path]
+
+    monkeypatch.setattr("heads.from_config.train", lambda _: print("the verdict"))
+    monkeypatch.setattr("heads.from_config.export", exported)
+    pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
+    assert train_heads(Config(pair=pair)).hidden_size == 8
+    assert capsys.readouterr().out == "the verdict\n"
 
 
 def test_a_setting_that_heads_do_not_have_is_refused():

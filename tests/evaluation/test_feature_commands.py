@@ -89,8 +89,8 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
         "--heads.dir",
         str(tmp_path),
     ]
-    called("bench", "eagle", *flags, *times)
-    (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    called("bench", "eagle", *flags, *times, "--json", "true")
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
     assert [arm["family"] for arm in cell["arms"]] == ["target_alone", "fixed_length", "heuristic"]
 
 

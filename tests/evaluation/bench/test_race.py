@@ -11,7 +11,10 @@ import pytest
 
 from configs.command import config_of, parser_for
 from decode.policies.registry import POLICIES
+from evaluation.bench.batch_sizes import size_verdict
 from evaluation.bench.command import bench
+from evaluation.bench.lengths import hierarchy_verdict, length_verdict
+from evaluation.bench.overheads import overhead_verdict
 from evaluation.bench.race import SAMPLINGS, Choices, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC
 from evaluation.bench.speeds import Speed, Stopwatch
@@ -58,8 +61,8 @@ def slowed(monkeypatch):
 
 
 def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed, monkeypatch, capsys):
-    document = bench(config, **ASKED)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
+    document = bench(config, **ASKED, json=True)
+    assert json.loads(capsys.readouterr().out) == document
     assert [(cell["ratio_wished"], cell["sampling"]) for cell in document["cells"]] == [(3.0, "nucleus")]
     (cell,) = document["cells"]
     families = [arm["family"] for arm in cell["arms"]]
@@ -69,8 +72,33 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed
 
     monkeypatch.setattr(Race, "_arms", lambda *_: pytest.fail("a finished cell was measured again"))
     assert bench(config, **ASKED)["cells"] == document["cells"]
+    last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
+    assert last.startswith("T=0.7, top-p 0.9 at ratio 3.00: fastest of ours")
+    assert last.endswith(".")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         bench(config, **ASKED | {"num_tokens": 5})
+
+
+def test_every_part_of_bench_ends_in_sentences():
+    rows = [
+        {"threads": 1, "sampling": "greedy", "k": k, "ours_tokens_per_s": speed, "against_assisted": speed / 100}
+        for k, speed in ((2, 120.0), (5, 150.0), (8, 90.0))
+    ]
+    assert length_verdict(rows).startswith("greedy, 1 thread: K = 5 is the fastest fixed length, 1.50 times")
+    drafters = [
+        {"threads": 2, "sampling": "greedy", "drafter": name, "tokens_per_s": speed, "against_alone": speed / 100}
+        for name, speed in (("sd K=2", 120.0), ("HSDDW K<=10", 110.0))
+    ]
+    assert hierarchy_verdict(drafters) == (
+        "greedy, 2 threads: sd K=2 is the fastest drafter, 1.20 times the target alone."
+    )
+    sizes = [
+        {"batch_size": size, "policy": policy, "tokens_per_s": speed, "against_fixed": speed / 100}
+        for size, policy, speed in ((1, "entropy", 110.0), (1, "fixed_length:k=2", 100.0), (4, "entropy", 90.0))
+    ]
+    assert "entropy in batches of 1 (+10.0%), entropy in batches of 4 (-10.0%)." in size_verdict(sizes)
+    overheads = [{"threads": 1, "outside_share_greedy": 0.5, "outside_own_share_greedy": 0.03}]
+    assert "outside its forwards 3.0% (greedy) of a generation" in overhead_verdict(overheads)
 
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):

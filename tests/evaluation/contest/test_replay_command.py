@@ -13,6 +13,7 @@ from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.chosen import stop_of
 from evaluation.__main__ import COMMANDS
+from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs
 from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
@@ -56,11 +57,11 @@ def flags(tmp_path_factory):
 
 
 def printed(capsys, *argv):
-    """Lines above, and the JSON on the last."""
+    """The tables and sentences, and the JSON, which stdout has alone."""
     capsys.readouterr()
-    run(COMMANDS, argv=list(argv))
-    *lines, last = capsys.readouterr().out.splitlines()
-    return lines, json.loads(last)
+    run(COMMANDS, argv=[*argv, *JSON])
+    shown = capsys.readouterr()
+    return shown.err.splitlines(), json.loads(shown.out)
 
 
 def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
@@ -80,6 +81,23 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     assert sum("draft lengths" in line for line in lines) == 2
 
 
+def test_replay_ends_in_a_sentence_and_the_next_step(flags, capsys):
+    _, document = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3")
+    run(COMMANDS, argv=["replay", *flags, "--policy", "fixed_length:k=3"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    speed_up = document["played"][1]["speed_up"]
+    assert f"fixed_length:k=3 on 2 test prompts of stories, predicted {speed_up:.2f} times" in " ".join(lines[-2:])
+    assert last.startswith("next: acceptance-heads evaluate")
+
+
+def test_costs_say_what_the_times_mean_for_speculation():
+    times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stops": {"entropy": (2e-5, 0.0), "drawn": (1e-4, 0.0)}}
+    dear = costs_verdict(times)
+    assert "a target forward costs 5.0 draft forwards, and the dearest stop, drawn, adds 10% to a draft step." in dear
+    assert "expect little" not in dear
+    assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stops": {}})
+
+
 def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, capsys):
     _, here = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3")
     _, there = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3", "--ratio", "20")
@@ -93,10 +111,10 @@ def test_replay_needs_no_model(flags, capsys):
     _, here = printed(capsys, *asked)
     capsys.readouterr()
     away = ["--pair.target.path", "/nowhere/target", "--pair.draft.path", "/nowhere/draft"]
-    run(COMMANDS, argv=[*asked, *away])
+    run(COMMANDS, argv=[*asked, *away, *JSON])
     shown = capsys.readouterr()
-    assert shown.err == "draft and target not here: taken for those of the trace\n"
-    document = json.loads(shown.out.splitlines()[-1])
+    assert shown.err.startswith("draft and target not here: taken for those of the trace\n")
+    document = json.loads(shown.out)
     assert [played["num_drafted"] for played in document["played"]] == [
         played["num_drafted"] for played in here["played"]
     ]
@@ -117,7 +135,7 @@ def test_replay_without_times_takes_a_ratio_or_asks_for_one(flags, capsys):
 
 
 def test_what_tune_writes_is_what_auto_replays(flags, capsys):
-    lines, document = printed(capsys, "tune", *flags, *JSON)
+    lines, document = printed(capsys, "tune", *flags)
     assert max(map(len, lines)) <= 190
     assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
@@ -158,7 +176,7 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     last = " ".join(shown.rpartition("\n\n")[2].split())
     assert last.startswith("At the times given (a target forward costs 5.0 draft forwards): head plain")
     assert "│ AdaEDL" not in shown
-    lines, document = printed(capsys, *asked, "--all", "true", *JSON)
+    lines, document = printed(capsys, *asked, "--all", "true")
     assert document["verdicts"][0]["verdict"] == last
     assert any(line.startswith("│ AdaEDL") for line in lines)
     frame = pd.read_csv(Path(flags[5]).parent / "results.csv")
@@ -201,6 +219,7 @@ def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
         assert sum(f" {row} " in line and "│" in line for line in lines) == 1
     assert len(document["t_target_s"]) == len(document["standalone"]["t_target_s"]) == 7
     assert 0 < document["fit"]["r2"] <= 1
+    assert lines[-1] == "next: acceptance-heads evaluate --config …"
     again = printed(capsys, "costs", *flags)[1]
     assert {**again, "standalone": None} == {**document, "standalone": None}
 

@@ -7,18 +7,20 @@ import re
 import shutil
 import subprocess
 from colorsys import rgb_to_hls
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from rich.console import Console
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.contest.arms import replay_dataset
 from evaluation.contest.colours import HEADS, LENGTHS, LIMITS, OWN, PROBABILITIES, colours_of, kind_of
 from evaluation.contest.grids import Grid, default_values, grids_of
-from evaluation.contest.results import TRAINING_FREE, lead_of
-from evaluation.contest.tables import NAMES
+from evaluation.contest.results import TRAINING_FREE, Result, lead_of
+from evaluation.contest.tables import NAMES, brief_sheet
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.figure import INK, figure_of, legend_below, plot_of
 from evaluation.intervals import Gain, Splits
@@ -26,6 +28,7 @@ from evaluation.report.command import folder_of, judge
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
+from evaluation.sheet import Sheet
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -116,10 +119,30 @@ def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
     assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
     short, whole = (answer.printed(has_all=has_all) for has_all in (False, True))
     assert len(short.rows) == len(shown) < len(whole.rows)
-    assert f"{len(whole.rows) - len(shown)} more rows with --all" in short.note
+    assert f"{len(whole.rows) - len(shown)} more rows, and more columns, with --all" in short.note
+    assert [row["policy"].replace("[bold]", "").replace("[/bold]", "") for row in short.rows] == [
+        called(family) for family in shown
+    ]
+    gains = {called(result.family): result.gain.words for result in judged.results}
+    assert all(row["gain"] == gains[row["policy"]] for row in short.rows[1:] if "[bold]" not in row["policy"])
     assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
         f"[bold]{called(answer.best)}[/bold]"
     ]
+
+
+def test_the_rows_that_decide_fit_a_console_of_100_columns():
+    setting = {"family": "head_drawn", "name": "head:drawn+s-d1-w3", "setting": {"max_rejection_prob": 0.73105}}
+    rates = {"discard_rate": 0.2, "verification_rate": 0.2, "acceptance_length": 5.0, "mean_draft_length": 5.0}
+    speeds = {"tokens_per_s": 496.6, "speed_up": 2.89, "percent_of_oracle": 81.8, "percent_of_perfect": 90.0}
+    gain = Gain(0.269, 0.226, 0.305, 0.02)
+    head = Result(**setting, **rates, **speeds, gain=gain, lead=gain)
+    product = replace(head, family="cumulative_token_prob", name="", setting={"min_token_prob": 0.0373})
+    full = Sheet("stories: 50 test prompts, settings chosen on dev; t_target/t_draft = 8.32 (measured)", [])
+    sheet = brief_sheet(full, [product, head], heads={"head_drawn": "drawn+s-d1-w3"}, more=16)
+    [first, last] = [list(row.values()) for row in sheet.rows]
+    assert first == ["product of token probabilities", "0.0373", "+27 % (23, 30)", "2.89", "82 %"]
+    assert last[:2] == ["best head, drawn-time", "drawn+s-d1-w3 at 0.731"]
+    assert Console(width=200).measure(sheet._replace(title="", note="").table()).maximum <= 100
 
 
 def test_the_name_of_a_head_is_explained_in_words():

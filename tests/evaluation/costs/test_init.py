@@ -7,6 +7,7 @@ import pytest
 
 from configs.command import config_of, parser_for
 from data_gen.pipeline.sizes import settled
+from decode.experiment import Experiment
 from evaluation.costs.init import init
 from evaluation.costs.plan import plan
 
@@ -47,6 +48,20 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     assert (data.num_train, data.num_dev, data.num_test) == (160, 20, 20)
     assert config.decode.num_dev <= data.num_dev
     assert config.decode.num_test <= data.num_test
+
+
+def test_the_parts_of_few_prompts_are_said_once(capsys):
+    parser = parser_for(plan)
+    path = init(**PAIR, prompts=prompts(20))
+    capsys.readouterr()
+    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    plan(config, sample=0)
+    assert Experiment(config).data.num_train == 16, "evaluation settles the same section"
+    *_, last = (lines := capsys.readouterr().out.splitlines())
+    assert [line for line in lines if "for train" in line] == [
+        "prompts.jsonl: 20 prompts, 16 for train, 2 for dev and 2 for test"
+    ]
+    assert last.startswith("next: acceptance-heads all --config …")
 
 
 def test_a_column_is_named_where_its_name_is_unknown():

@@ -3,6 +3,7 @@ handful of tokens.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -57,8 +58,8 @@ def command(name: str, directory: Path, *flags: str) -> None:
 
 
 def document(capsys) -> dict:
-    """The last line that a command printed."""
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    """What a command printed with --json."""
+    return json.loads(capsys.readouterr().out)
 
 
 def head_of(level: str, directory: Path, **provenance) -> str:
@@ -82,11 +83,11 @@ def head_of(level: str, directory: Path, **provenance) -> str:
 @pytest.mark.slow
 def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_killed(capsys, tmp_path):
     heads = ["--level_heads", json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])]
-    command("hierarchy", tmp_path, *FEW, *heads)
-    printed = capsys.readouterr().out
-    assert "HSDDW, Table 2" in printed
-    assert "a third level pays at" in printed
-    arms = json.loads(printed.splitlines()[-1])["datasets"]["stories"]["arms"]
+    command("hierarchy", tmp_path, *FEW, *heads, "--json")
+    printed = capsys.readouterr()
+    assert "HSDDW, Table 2" in printed.err
+    assert "a third level pays at" in printed.err.rpartition("\n\n")[2]
+    arms = json.loads(printed.out)["datasets"]["stories"]["arms"]
     assert len(arms) == 13
     assert [arm["arm"] for arm in arms[-2:]] == ["sd with head", "HSDDW with heads"]
     for arm in arms:
@@ -99,7 +100,7 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     assert path.read_bytes() == whole, "what is there is not decoded again"
     path.write_bytes(whole[: len(whole) // 2])
     capsys.readouterr()
-    command("hierarchy", tmp_path, *FEW, *heads)
+    command("hierarchy", tmp_path, *FEW, *heads, "--json")
     counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
     resumed = {
         tuple(arm[name] for name in counted)
@@ -157,6 +158,9 @@ def test_bench_times_three_models_beside_two():
 
 def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp_path):
     command("theory", tmp_path, "--num_rounds", "30")
+    said = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
+    assert re.fullmatch(r"By the closed forms .* is fastest, .* standard errors: the loop agrees with them\.", said)
+    command("theory", tmp_path, "--num_rounds", "30", "--json")
     found = document(capsys)
     assert found["largest_z_score"] < 5
     assert all(Path(path).stat().st_size > 0 for path in found["written"])

@@ -159,8 +159,8 @@ def flags_of(directory: Path, *more: str) -> list[str]:
 
 def printed(capsys, argv):
     capsys.readouterr()
-    run(COMMANDS, argv=argv)
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+    run(COMMANDS, argv=[*argv, "--json"])
+    return json.loads(capsys.readouterr().out)["tables"]
 
 
 @pytest.mark.slow

@@ -69,10 +69,10 @@ def played():
 
 
 def printed(capsys, *argv):
-    """The tables, from the JSON on the last line."""
+    """The tables, from the JSON."""
     capsys.readouterr()
-    run(COMMANDS, argv=list(argv))
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+    run(COMMANDS, argv=[*argv, "--json"])
+    return json.loads(capsys.readouterr().out)["tables"]
 
 
 @pytest.mark.slow
@@ -120,6 +120,10 @@ def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
     assert list(by_length["rows"][0]) == ["Methods", "16"]
     assert by_kind["title"].startswith("SVIP Table 5")
     assert by_length["title"].startswith("SVIP Table 2")
+    run(COMMANDS, argv=["tables", "--paper", "svip", *flags])
+    last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
+    assert last.startswith("Figures of svip's tables are predicted from a trace and times")
+    assert last.endswith("acceptance-heads evaluate compares every policy.")
 
 
 def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
