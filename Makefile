@@ -10,7 +10,7 @@ INSTALLED = $(VENV)/.installed
 # Types and shapes are checked at every call, which makes a test three times as dear.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
 
-.PHONY: help install demo test test-all check conformance test-vllm tree clean
+.PHONY: help install demo test test-all check conformance test-vllm docs tree clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -49,8 +49,13 @@ conformance: $(INSTALLED) ## the table of model families that are exact, eager a
 test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
 	$(RUN) -m benchmarks.serve
 
+docs: $(INSTALLED) ## the site, into site/: pages, every option, the Python API
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --site-dir site
+	@echo "open site/index.html, or serve it: python3 -m http.server --directory site"
+
 tree: $(INSTALLED) ## the rooms, one line per file
 	@$(RUN) -m tests.layout
 
 clean: ## remove what was installed and made (runs, data), keep the embedded trio
-	rm -rf $(VENV) data checkpoints/runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) data runs site checkpoints/runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

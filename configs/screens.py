@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[1]
-_SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
+SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
 _WIDTH, _INDENT = 100, 28
 
 
@@ -33,6 +33,8 @@ class Option(NamedTuple):
     flag: str
     default: str
     text: str
+    kind: str = ""
+    """Its type, as the schema has it."""
 
 
 def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
@@ -67,6 +69,27 @@ def summary_of(target: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def options_of(target: str) -> list[Option]:
+    """The flags of a command that are no settings of the YAML.
+
+    Args:
+        target: the place of its function, as module:function.
+    """
+    return _flags(_function(target))
+
+
+def settings_of(section: str) -> list[Option]:
+    """Every setting of a section of the YAML, as flags.
+
+    Args:
+        section: one of `SECTIONS`.
+    """
+    return [
+        Option(flag, _shown(node.value), text, ast.unparse(node.annotation))
+        for flag, node, text in _leaves(section, SECTIONS[section], _schema())
+    ]
+
+
 def completion_of(commands: Mapping[str, str], shell: str) -> str:
     """A script that completes every command, its options, and the values of those that take one of a few.
 
@@ -84,7 +107,7 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     experiment.complete = shtab.FILE  # type: ignore[attr-defined]
     shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
     classes = _schema()
-    for section, owner in _SECTIONS.items():
+    for section, owner in SECTIONS.items():
         for flag, node, text in _leaves(section, owner, classes):
             _complete(shared, flag, node.annotation, text)
     chosen = parser.add_subparsers()
@@ -116,10 +139,16 @@ def _trainer_flags() -> list[Option]:
 def _leaves(
     prefix: str, owner: str, classes: Mapping[str, Mapping[str, tuple[ast.AnnAssign, str]]]
 ) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """(flag, node, text) of every setting below a section: of pair, --pair.target.path before --pair.draft.path."""
+    """(flag, node, text) of every setting below a section: of pair, --pair.target.path before --pair.draft.path; and
+    --data.prompts, which may be a name, before --data.prompts.path.
+    """
     for name, (node, text) in classes[owner].items():
-        inner = next((word for word in re.findall(r"\w+", ast.unparse(node.annotation)) if word in classes), None)
-        yield from _leaves(f"{prefix}.{name}", inner, classes) if inner else [(f"--{prefix}.{name}", node, text)]
+        annotation = ast.unparse(node.annotation)
+        inner = next((word for word in re.findall(r"\w+", annotation) if word in classes), None)
+        if inner is None or annotation.removesuffix(" | None") != inner:
+            yield f"--{prefix}.{name}", node, text
+        if inner is not None:
+            yield from _leaves(f"{prefix}.{name}", inner, classes)
 
 
 def _complete(parser: ArgumentParser, flag: str, annotation: ast.expr | None, text: str) -> None:
@@ -169,7 +198,7 @@ def _setting(dotted: str) -> Option:
         return Option(f"--{dotted}", "", "an argument of pytorch_lightning.Trainer")
     section, *names = dotted.split(".")
     classes = _schema()
-    owner, node, text = _SECTIONS[section], None, ""
+    owner, node, text = SECTIONS[section], None, ""
     for name in names:
         node, text = classes[owner][name]
         owner = next((word for word in re.findall(r"\w+", ast.unparse(node.annotation)) if word in classes), "")

@@ -97,14 +97,16 @@ def speculative_generate(
     above refuses.
 
     Args:
-        model … generation_config: what `generate` passes: the target, one prompt, …
-        draft_model: drafts; ids must mean the same tokens, and it must take every id that the target may emit. Or a
-            feature draft of the target.
+        model: the target. `generate` passes it, and the four that follow.
+        input_ids: one prompt.
+        logits_processor: applied to target and draft.
+        stopping_criteria: asked token by token.
+        generation_config: as the list above has it.
+        draft_model: drafts, with the target's ids; or a feature draft of the target.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
-        vocab_size: ids that the tokenizer has, where the target's logits are padded beyond those that the draft takes;
-            the others then have probability 0.
+        vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
         generator: source of chance; None: torch's global one, as `generate` uses.
         model_kwargs: what else `generate` prepared or was given.
     """

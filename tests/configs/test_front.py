@@ -11,7 +11,7 @@ from configs import Config
 from configs.command import parser_for
 from configs.front import COMMANDS, all_steps, main, overview, run_room
 from configs.schema import ModelSource, PairConfig
-from configs.screens import _flags, _function, _schema, completion_of, screen_of
+from configs.screens import _schema, completion_of, options_of, screen_of
 
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
 
@@ -199,7 +199,7 @@ def test_every_setting_and_every_flag_has_a_text():
     flags = [
         (name, option.flag)
         for name, entry in COMMANDS.items()
-        for option in _flags(_function(entry.target))
+        for option in options_of(entry.target)
         if len(option.text.split()) < 2
     ]
     assert settings + flags == []

@@ -1,0 +1,94 @@
+"""What the site has beside the pages of this folder: every command and setting, the Python API, and files of the
+repository's root. All of it is read from the code when the site is built, so that nothing is written twice.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # the build may run in an environment that has no acceptance-heads
+
+from configs.front import COMMANDS
+from configs.screens import SECTIONS, TRAINING, Option, options_of, settings_of, summary_of
+
+ROOMS = ("decode", "heads", "data_gen")
+FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
+_TITLES = {"pair": "the models", "data": "prompts and rows", "heads": "the sweep", "decode": "policies and evaluation"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {"reference/commands.md": commands(), "reference/settings.md": settings(), "reference/api.md": api()}
+    for name in FROM_ROOT:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        pages[name.lower()] = re.sub(r"\]\(docs/", "](", text)
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def commands() -> str:
+    """Every command with its flags, in the order in which one needs them."""
+    about = "Every command takes `--help`; one with `--config` takes every [setting](settings.md) as a flag too."
+    lines = ["# Commands", "", about, ""]
+    for name, entry in COMMANDS.items():
+        lines += [f"## {name}", "", summary_of(entry.target), ""]
+        if shown := [setting for setting in entry.settings if not setting.startswith("trainer.")]:
+            links = ", ".join(f"[`{setting}`](settings.md#{_anchor(setting)})" for setting in shown)
+            lines += [f"The settings that matter most here: {links}.", ""]
+        if options := options_of(entry.target):
+            lines += [*_table(options, has_kind=False), ""]
+        if name in TRAINING:
+            lines += ["And `--trainer.NAME`, the arguments of pytorch_lightning.Trainer.", ""]
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """Every setting of the YAML, section by section."""
+    lines = ["# Settings", "", "What a YAML may say; each is also a flag, as `--data.num_train 4096`.", ""]
+    for section in SECTIONS:
+        lines += [f"## {section}: {_TITLES[section]}", "", *_table(settings_of(section), has_kind=True), ""]
+    trainer = "Any argument of pytorch_lightning.Trainer, such as `max_epochs`, `devices`, `precision` and `logger`."
+    return "\n".join([*lines, "## trainer: Lightning's", "", trainer, ""])
+
+
+def api() -> str:
+    """The public names of the rooms, with their docstrings."""
+    about = "What the rooms export. Everything else has its own module, and its docstring there."
+    lines = ["# Python API", "", about, ""]
+    for room in ROOMS:
+        lines += [f"## {room}", ""]
+        for name in exported(room):
+            lines += [f"::: {room}.{name}", ""]
+    return "\n".join(lines)
+
+
+def exported(room: str) -> list[str]:
+    """`__all__` of a room, read without importing it."""
+    tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return list(ast.literal_eval(assigned["__all__"]))
+
+
+def _table(options: Iterable[Option], *, has_kind: bool) -> Iterator[str]:
+    """Rows of flag, default and text, as HTML, since a type may hold a bar."""
+    yield '<div class="options" markdown="0"><table>'
+    for option in options:
+        name = option.flag.removeprefix("--") if has_kind else option.flag
+        default = f" <small>[{escape(option.default)}]</small>" if option.default else ""
+        kind = f"<br><small>{escape(option.kind.replace('None', 'null'))}</small>" if has_kind else ""
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(option.text))
+        broken = re.sub(r"([._])", r"\1<wbr>", name)  # where a narrow screen may break it
+        yield f'<tr id="{_anchor(name)}"><td><code>{broken}</code>{kind}</td><td>{text}{default}</td></tr>'
+    yield "</table></div>"
+
+
+def _anchor(name: str) -> str:
+    return name.strip("-").replace(".", "-")

@@ -1,0 +1,87 @@
+"""The site has every page, command, setting and public name, and asks no other host for anything."""
+
+import re
+from html import unescape
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import data_gen
+import decode
+import heads
+from configs.command import parser_for
+from configs.front import COMMANDS
+from configs.schema import Config
+from configs.screens import SECTIONS, options_of, settings_of
+
+ROOT = Path(__file__).parents[2]
+EXTERNAL = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    pytest.importorskip("mkdocs", reason="the site is built with the extra `docs`")
+    spec = spec_from_file_location("site_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_command_and_every_flag_of_it_is_on_the_page(hooks):
+    sections = re.split(r"^## (\S+)$", hooks.commands(), flags=re.MULTILINE)
+    assert sections[1::2] == list(COMMANDS)
+    for name, section in zip(sections[1::2], sections[2::2], strict=True):
+        flags = [option.flag for option in options_of(COMMANDS[name].target)]
+        assert re.findall(r"<code>(--.*?)</code>", section.replace("<wbr>", ""))[: len(flags)] == flags
+
+
+def test_every_setting_is_on_the_page_with_its_text(hooks):
+    page = hooks.settings().replace("<wbr>", "")
+    listed = re.findall(r'<tr id="[^"]+"><td><code>([^<]+)</code>.*?<td>(.*?)</td>', page)
+    assert [name for name, _ in listed] == [
+        option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)
+    ]
+    assert len(listed) > 100
+    assert [name for name, text in listed if len(unescape(text)) < 6] == []
+
+
+def takes_a_config(config: Config) -> None:
+    """A command that does nothing."""
+
+
+def test_settings_are_those_that_the_parser_takes():
+    taken = {action.dest for action in parser_for(takes_a_config)._actions}
+    listed = {option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)}
+    of_unions = ("data.prompts.", "pair.micro.")  # a set, and a model that may be null: the parser takes them whole
+    assert {name for name in listed if not name.startswith(of_unions)} <= taken
+    settings = {name for name in taken if name.partition(".")[0] in SECTIONS and not name.endswith(".help")}
+    wholes = {"pair.target", "pair.draft", "pair.micro", "pair.sampling", "data.server", "data.ray"}
+    assert settings - listed - set(SECTIONS) <= wholes
+
+
+def test_every_public_name_is_documented(hooks):
+    named = re.findall(r"^::: (\S+)$", hooks.api(), flags=re.MULTILINE)
+    assert named == [f"{room.__name__}.{name}" for room in (decode, heads, data_gen) for name in room.__all__]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_asks_no_other_host(hooks, tmp_path, monkeypatch):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
+    assert config.strict
+    build(config)
+    pages = {path.relative_to(tmp_path / "site"): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    sources = [path.stem for path in (ROOT / "docs").rglob("*.md") if path.stem != "index"]
+    assert {path.parent.name for path in pages} >= {*sources, "notebook", "commands", "settings", "api", "changelog"}
+    assert [found for text in pages.values() for found in EXTERNAL.findall(text)] == []
+    api, notebook = pages[Path("reference/api/index.html")], pages[Path("notebook/index.html")]
+    assert str(data_gen.make_data.__doc__).split("`")[0].split("\n")[0] in unescape(api)
+    assert 'id="decode.HeadPolicy.from_pretrained"' in api
+    assert notebook.count("<svg") >= 2
