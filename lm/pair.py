@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,8 @@ def _reads_the_target(kind: str) -> str:
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
+    if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
+        raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
     with _reading(source, "tokenizer"):
         return AutoTokenizer.from_pretrained(
             source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code

@@ -66,11 +66,11 @@ class TraceFolder:
             ValueError: a trace of other settings lies there.
         """
         present = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
-        is_broken = any(True for _ in problems_of(present, command="evaluation trace"))
+        is_broken = any(True for _ in problems_of(present, command="trace"))
         if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(
                 self.directory,
-                self._manifest(read_manifest(self.directory, command="evaluation trace")["eos_ids"]),
+                self._manifest(read_manifest(self.directory, command="trace")["eos_ids"]),
                 setting="decode.dir",
             )
             return

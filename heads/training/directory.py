@@ -5,7 +5,7 @@ heads.dir/last.ckpt           the newest checkpoint, with the name of its run; a
                               and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
-heads.dir/exported/NAME/      heads, by `python -m heads export`
+heads.dir/exported/NAME/      heads, by `acceptance-heads export`
 
 A run that starts over takes a new name, and what an earlier one left stays until it is written over. Names tell the two
 apart at any moment: a checkpoint is gone on from, and metrics go into an export, only under the name of their own run.

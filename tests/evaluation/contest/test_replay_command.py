@@ -195,7 +195,7 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
         (["--policy", "entropy:h=1"], "no parameter 'h'"),
         (["--policy", "token_prob:min_token_prob=2"], "a probability lies in"),
         (["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
-        (["--policy", "entropy", "--decode.dir", "nowhere"], "evaluation trace"),
+        (["--policy", "entropy", "--decode.dir", "nowhere"], "run `acceptance-heads trace`"),
         (["--policy", "entropy", "--decode.seed", "7"], "seed"),
         (["--policy", "head:/nowhere/at/all"], "nowhere"),
     ],
