@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from configs.schema import ModelSource, PairConfig
 from lm.eos import eos_ids_of
@@ -217,8 +219,12 @@ def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
 @contextmanager
 def _reading(source: ModelSource, part: str) -> Iterator[None]:
     """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as
-    one line.
+    one line. Its bars of loading weights are hidden meanwhile, those of downloads are not.
     """
+    has_bars, hides_downloads = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if not hides_downloads:
+        enable_progress_bars()
     try:
         yield
     except OSError as error:
@@ -233,6 +239,9 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
             f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
             "again, and check the settings of this model"
         ) from error
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def emitted_vocab_size(config: PairConfig) -> int:
