@@ -77,6 +77,7 @@ def evaluate(
     with printing(aside=json):
         experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+        folder.refuse_other()
         into = folder_of(experiment, grids)
         cost = costs_for(experiment)
         costs = cost.at_ratios(experiment.decode.ratios)

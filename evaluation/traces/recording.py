@@ -59,6 +59,12 @@ class TraceFolder:
     data: DataConfig
     decode: DecodeConfig
 
+    def refuse_other(self) -> None:
+        """Raise ValueError where a trace of other settings lies here, before something is timed that takes minutes."""
+        if (self.directory / "manifest.json").is_file():
+            eos_ids = read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"]
+            settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
+
     def complete(self) -> None:
         """Record the shards that are missing, or are not what was written; no model is loaded when there is none.
 

@@ -92,7 +92,9 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     with printing(aside=json):
-        folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
+        folder = trace_folder(experiment)
+        folder.refuse_other()
+        cost = costs_for(experiment, ratio)
         folder.complete()
         dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
         traces = Splits(dev, test)

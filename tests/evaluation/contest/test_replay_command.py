@@ -210,6 +210,15 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, sai
     assert said in problem
 
 
+@pytest.mark.parametrize("name", ["evaluate", "tune"])
+def test_a_trace_of_other_settings_is_refused_before_anything_is_timed(name, flags, capsys, monkeypatch):
+    module = {"evaluate": "report", "tune": "tuning"}[name]
+    monkeypatch.setattr(f"evaluation.{module}.command.costs_for", lambda *_: pytest.fail("timed"))
+    with pytest.raises(SystemExit, match="2"):
+        run(COMMANDS, argv=[name, *flags, "--decode.seed", "7"])
+    assert "differs in seed: 0 there, 7 in this run; choose another decode.dir" in capsys.readouterr().err
+
+
 def test_costs_stand_side_by_side_and_are_kept(flags, capsys):
     lines, document = printed(capsys, "costs", *flags)
     for row in ("in the loop", "standalone", "by regression", "drawn-d0", "entropy"):
