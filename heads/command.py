@@ -115,7 +115,7 @@ def import_(
         **models,
     )
     path = save_whole(read_official_head(source, provenance), place)
-    print(path)
+    print(f"wrote the head of {source} into {path}; next: acceptance-heads inspect --path {path}")
     return path
 
 

@@ -39,6 +39,7 @@ def check(config: Config) -> None:
             f"{len(problems)} shards in {directory} are broken or missing, as listed; run `acceptance-heads data` with "
             "this config, which makes them again (with the same bytes on the same machine)"
         )
+    print(f"Every one of {len(paths)} shards in {directory} is what was written, to the byte.")
 
 
 def absent(directory: Path) -> Iterator[Path]:
