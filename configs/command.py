@@ -94,6 +94,8 @@ class _Experiment(ActionConfigFile):
             super().__call__(parser, cfg, experiment_file(values), option_string)
         except ValueError as error:
             raise ArgumentError(self, str(error)) from error
+        except ArgumentError as error:  # no YAML, or none of our settings
+            raise ArgumentError(None, f"{values}: {error}") from error
 
 
 def run(
@@ -120,7 +122,7 @@ def run(
         hint = (
             "--help.all lists every option"
             if "--config" in argv or not takes_config(commands[name])
-            else "start from --config configs/tiny.yaml"
+            else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
         )
         _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
     flags = {

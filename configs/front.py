@@ -130,6 +130,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _main(argv)
         sys.stdout.flush()
+    except (
+        KeyboardInterrupt
+    ):  # while modules are imported; a command that runs ends by itself, in `configs.command.run`
+        print("stopped before anything was begun", file=sys.stderr)
+        raise SystemExit(130) from None
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

@@ -62,7 +62,7 @@ def export(
     if checkpoint is None and on_disk and on_disk["run"] != sweep.facts["run"]:
         raise ValueError(
             f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let "
-            "`python train.py` go on, or pass --checkpoint to export the earlier run"
+            "`acceptance-heads train` go on, or pass --checkpoint to export the earlier run"
         )
     results, heads, written = _results(run, sweep), sweep.heads(), []
     names = _names(head, sweep, results=results, metric=metric)
@@ -115,7 +115,7 @@ def import_(
         **models,
     )
     path = save_whole(read_official_head(source, provenance), place)
-    print(path)
+    print(f"wrote the head of {source} into {path}; next: acceptance-heads inspect --path {path}")
     return path
 
 
@@ -130,7 +130,7 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
     directory = local_path(path, "--path")
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep"
+            f"no exported head at {path}; `acceptance-heads export` writes one directory per head of a sweep"
         )
     AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
     address = hub.push_files(directory, repo, private=private)
@@ -167,7 +167,7 @@ def load_sweep(checkpoint: Path) -> Sweep:
         ValueError: it is broken, or none of a sweep.
     """
     if not checkpoint.is_file():
-        raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `python train.py` with this config first")
+        raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `acceptance-heads train` with this config first")
     check_whole(checkpoint)
     run_of(checkpoint)
     sweep = Sweep.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from configs.schema import ModelSource, PairConfig
 from lm.eos import eos_ids_of
@@ -128,6 +131,8 @@ def _reads_the_target(kind: str) -> str:
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
+    if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
+        raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
     with _reading(source, "tokenizer"):
         return AutoTokenizer.from_pretrained(
             source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
@@ -214,8 +219,12 @@ def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
 @contextmanager
 def _reading(source: ModelSource, part: str) -> Iterator[None]:
     """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as
-    one line.
+    one line. Its bars of loading weights are hidden meanwhile, those of downloads are not.
     """
+    has_bars, hides_downloads = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if not hides_downloads:
+        enable_progress_bars()
     try:
         yield
     except OSError as error:
@@ -230,6 +239,9 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
             f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
             "again, and check the settings of this model"
         ) from error
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def emitted_vocab_size(config: PairConfig) -> int:

@@ -1,14 +1,26 @@
 """The one progress bar of the project: a line that is redrawn on a terminal, and in a log a line at each tenth."""
 
 import io
+import os
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
 AnyMade = TypeVar("AnyMade")
 _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
+
+
+def _size_of(terminal: TextIO) -> dict[str, Any]:
+    """Arguments of tqdm on the terminal's size; one that does not know its own, as in some containers, has 0 lines, and
+    tqdm would draw nothing on it.
+    """
+    try:
+        is_known = os.get_terminal_size(terminal.fileno()).lines > 0
+    except OSError:
+        is_known = False
+    return {"dynamic_ncols": True} if is_known else {"ncols": 80, "nrows": 24}
 
 
 class Bar(tqdm):
@@ -40,7 +52,7 @@ class Bar(tqdm):
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
             form = f"{{desc}}{{percentage:3.0f}}%|{{bar}}| {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
-            drawing: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "dynamic_ncols": True}
+            drawing: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, **_size_of(sys.stderr)}
         else:  # tqdm draws into the void; `display` writes the lines
             form = f"{{desc}}{{percentage:.0f}} %, {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
             drawing = {"file": io.StringIO(), "mininterval": 0, "miniters": 1}

@@ -130,14 +130,14 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
-def verify_shard(path: Path, *, command: str = "data_gen") -> None:
+def verify_shard(path: Path, *, command: str = "data") -> None:
     """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
 
     Args:
         path: the path of the shard.
-        command: the part after `python -m` of the command that makes it, for the message.
+        command: the command of `acceptance-heads` that makes it, for the message.
     """
-    again = f"run `python -m {command}` again"
+    again = f"run `acceptance-heads {command}` again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {again}")
     if not sidecar_path(path).is_file():
@@ -179,12 +179,12 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
     suffix = "parquet" if timing is None else "safetensors"
     paths = sorted(folder.glob(f"{split}-*.{suffix}"))
     if not paths:
-        raise FileNotFoundError(f"no {split} shards in {folder}; run `python -m data_gen` with this config first")
+        raise FileNotFoundError(f"no {split} shards in {folder}; run `acceptance-heads data` with this config first")
     for index, path in enumerate(paths):
         if path.stem != f"{split}-{index:05d}" or not is_whole(path):
             absent = folder / f"{split}-{index:05d}.{suffix}"
             raise ValueError(
-                f"{absent} is missing or not whole, so the data is not finished; run `python -m data_gen` to go on"
+                f"{absent} is missing or not whole, so the data is not finished; run `acceptance-heads data` to go on"
             )
     return paths
 

@@ -22,12 +22,12 @@ _SHOWN_BYTES = 2**27
 """Size from which on the check has a bar: below, it takes a tenth of a second."""
 
 
-def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:
+def check_sums(paths: Iterable[Path], *, command: str = "data") -> None:
     """Compare shards with their sidecars before any is read.
 
     Args:
         paths: the paths of the shards.
-        command: the part after `python -m` of the command that makes them, for the message.
+        command: the command of `acceptance-heads` that makes them, for the message.
 
     Raises:
         ValueError: names the first shard that is not what was written.
@@ -36,9 +36,7 @@ def check_sums(paths: Iterable[Path], *, command: str = "data_gen") -> None:
         raise ValueError(problem)
 
 
-def problems_of(
-    paths: Sequence[Path], *, command: str = "data_gen", has_bar: bool = False
-) -> Iterator[tuple[Path, str]]:
+def problems_of(paths: Sequence[Path], *, command: str = "data", has_bar: bool = False) -> Iterator[tuple[Path, str]]:
     """Each shard that is not what was written, in order, with what is wrong; `has_bar`: show the progress however
     little there is.
     """
@@ -90,7 +88,7 @@ def _problem(path: Path, *, command: str) -> str | None:
         return str(error)
     except OSError as error:
         return (
-            f"{path} cannot be read ({error.strerror}); mend the disk, or delete the file and run `python -m "
+            f"{path} cannot be read ({error.strerror}); mend the disk, or delete the file and run `acceptance-heads "
             f"{command}` again"
         )
     return None

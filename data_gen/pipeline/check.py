@@ -28,7 +28,7 @@ def check(config: Config) -> None:
     paths = shards_in(directory)
     problems = dict(problems_of(paths, has_bar=True))
     problems |= {
-        path: f"{path} is missing or was not finished; run `python -m data_gen` again" for path in absent(directory)
+        path: f"{path} is missing or was not finished; run `acceptance-heads data` again" for path in absent(directory)
     }
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
@@ -36,9 +36,10 @@ def check(config: Config) -> None:
     if problems:
         print("\n".join(problems.values()))
         raise ValueError(
-            f"{len(problems)} shards in {directory} are broken or missing, as listed; run `python -m data_gen` with "
+            f"{len(problems)} shards in {directory} are broken or missing, as listed; run `acceptance-heads data` with "
             "this config, which makes them again (with the same bytes on the same machine)"
         )
+    print(f"Every one of {len(paths)} shards in {directory} is what was written, to the byte.")
 
 
 def absent(directory: Path) -> Iterator[Path]:

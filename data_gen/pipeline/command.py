@@ -79,6 +79,7 @@ def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors:
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
     _refuse_errors(totals, data)
+    print("next: acceptance-heads train --config …")
 
 
 def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:

@@ -1,4 +1,4 @@
-"""`python -m data_gen responses`: the responses of finished rows as a file, so that the dear part of data is made once.
+"""`acceptance-heads responses`: the responses of finished rows as a file, so that the dear part of data is made once.
 
 With `data.source file` and `data.responses FILE` another run labels them anew: for another draft, another
 `mixing_ratio`, other timings, or another `Sampling` of the labels, over the positions of these responses. No target

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
@@ -72,7 +71,6 @@ class Worker:
         Raises:
             ValueError: models that do not fit each other or the tokenizer; lengths are checked by `check_lengths`.
         """
-        logging.disable_progress_bar()
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage

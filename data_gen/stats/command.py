@@ -43,4 +43,9 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     )
     if plots and positions["acceptance_rate"].size:
         print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))
+    rate = summary["acceptance_rate_mean"]
+    print(
+        f"The target accepts a drafted token of {split} with probability {rate:.2f} on average; all figures: "
+        f"{folder / f'{split}.json'}; next: acceptance-heads train --config …"
+    )
     return summary

@@ -42,7 +42,7 @@ _SIZES = ("prompts", "bytes")
 _GROWING = ("split", "responses")
 """Entries of parts, to which a later run may append."""
 
-_LABELS_ANEW = " (`python -m data_gen responses` lets it label the responses that are there)"
+_LABELS_ANEW = " (`acceptance-heads responses` lets it label the responses that are there)"
 
 Parts = list[dict[str, Any]]
 """Sources of a directory, and of each time that it grew: sizes, with the sha256 of everything up to there."""
@@ -101,12 +101,12 @@ def _file_parts(path: Path, directory: Path) -> Parts:
     return [{"bytes": size, "sha256": file_sha256(path, size)} for size in dict.fromkeys(sizes)]
 
 
-def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Sequence[str] = ()) -> dict[str, Any]:
+def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequence[str] = ()) -> dict[str, Any]:
     """The manifest of a directory of shards.
 
     Args:
         directory: the folder of the shards.
-        command: the part after `python -m` of the command that makes such a directory, for the message.
+        command: the command of `acceptance-heads` that makes such a directory, for the message.
         keys: the entries that the caller reads.
 
     Raises:
@@ -115,7 +115,7 @@ def read_manifest(directory: str | Path, *, command: str = "data_gen", keys: Seq
     """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}: run `python -m {command}` with this config first")
+        raise FileNotFoundError(f"no {path}: run `acceptance-heads {command}` with this config first")
     remedy = f"put the original back, or delete {directory} to start anew"
     manifest = read_json(path, remedy=remedy, keys=keys)
     for name in _OBJECTS:

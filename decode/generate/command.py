@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from transformers.utils import logging
 
 from configs.paths import local_path
 from configs.schema import Config
@@ -55,7 +54,6 @@ def generate(
     experiment = Experiment(config)
     policy = policy or _default(experiment)
     stop = experiment.policy(policy)
-    logging.disable_progress_bar()
     pair = experiment.pair
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
     decode = experiment.decode

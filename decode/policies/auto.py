@@ -129,7 +129,7 @@ class Auto(ScoringPolicy):
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
-        """The rule with what `python -m evaluation tune` wrote into the head's config.json; it learns on the job where
+        """The rule with what `acceptance-heads tune` wrote into the head's config.json; it learns on the job where
         it can.
 
         Raises:
@@ -140,7 +140,7 @@ class Auto(ScoringPolicy):
             raise ValueError(
                 "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no "
                 "`recommended`; run "
-                "`python -m evaluation tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
+                "`acceptance-heads tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         names = {f.name for f in fields(cls)} - {"head", "also"}
         rule = cls(head, **{name: value for name, value in known.items() if name in names}, **others)

@@ -25,7 +25,6 @@ from json import dumps as to_json
 from typing import Any, Literal
 
 import torch
-from transformers.utils import logging
 
 from configs.schema import Config
 from data_gen.store.manifest import git_commit
@@ -128,7 +127,6 @@ class Bare:
     """The loop itself, whatever policy runs in it: on the experiment's pair, two samplings without warpers."""
 
     def __init__(self, config: Config, *, lengths: Sequence[int], num_prompts: int, num_tokens: int) -> None:
-        logging.disable_progress_bar()
         self._experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         self._lengths, self._num_prompts, self._num_tokens = lengths, num_prompts, num_tokens
 

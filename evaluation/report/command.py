@@ -77,6 +77,7 @@ def evaluate(
     with printing(aside=json):
         experiment = Experiment(config, needs_micro=config.decode.hierarchies)
         grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+        folder.refuse_other()
         into = folder_of(experiment, grids)
         cost = costs_for(experiment)
         costs = cost.at_ratios(experiment.decode.ratios)
@@ -263,7 +264,7 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
     Raises:
         FileNotFoundError: no whole trace of this config's prompts there.
     """
-    sampling = read_manifest(Path(directory) / "trace", command="evaluation trace", keys=["sampling"])["sampling"]
+    sampling = read_manifest(Path(directory) / "trace", command="trace", keys=["sampling"])["sampling"]
     pair = replace(config.pair, sampling=SamplingConfig(**sampling))
     experiment = Experiment(
         replace(config, pair=pair, decode=replace(config.decode, dir=directory, allow_foreign_heads=True))

@@ -83,7 +83,7 @@ def _presume_models(experiment: Experiment) -> None:
     folder = experiment.directory / "trace"
     if not (folder / "manifest.json").is_file():
         return
-    manifest = read_manifest(folder, command="evaluation trace", keys=["target", "draft"])
+    manifest = read_manifest(folder, command="trace", keys=["target", "draft"])
     experiment.presume({"target": manifest["target"], "draft": manifest["draft"]})
     if experiment.presumed:
         print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)

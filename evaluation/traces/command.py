@@ -16,3 +16,4 @@ def trace(config: Config) -> None:
                 f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens "
                 "in branches"
             )
+    print("next: acceptance-heads evaluate --config …, which replays every policy on it")

@@ -81,13 +81,13 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         FileNotFoundError: a shard is missing.
         ValueError: one is corrupted; no prompt could be answered.
     """
-    manifest = read_manifest(directory, command="evaluation trace")
+    manifest = read_manifest(directory, command="trace")
     places = [Place(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
     paths = [place.paths(directory) for place in places]
     for path in chain.from_iterable(paths):
         if not path.is_file():
-            raise FileNotFoundError(f"no {path}: run `python -m evaluation trace` with this config to go on")
-    check_sums(chain.from_iterable(paths), command="evaluation trace")
+            raise FileNotFoundError(f"no {path}: run `acceptance-heads trace` with this config to go on")
+    check_sums(chain.from_iterable(paths), command="trace")
     traces = []
     for rows_path, signals_path in paths:
         rows = pq.read_table(rows_path).to_pylist()

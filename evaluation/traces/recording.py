@@ -59,6 +59,12 @@ class TraceFolder:
     data: DataConfig
     decode: DecodeConfig
 
+    def refuse_other(self) -> None:
+        """Raise ValueError where a trace of other settings lies here, before something is timed that takes minutes."""
+        if (self.directory / "manifest.json").is_file():
+            eos_ids = read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"]
+            settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
+
     def complete(self) -> None:
         """Record the shards that are missing, or are not what was written; no model is loaded when there is none.
 
@@ -66,11 +72,11 @@ class TraceFolder:
             ValueError: a trace of other settings lies there.
         """
         present = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
-        is_broken = any(True for _ in problems_of(present, command="evaluation trace"))
+        is_broken = any(True for _ in problems_of(present, command="trace"))
         if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
             settle(
                 self.directory,
-                self._manifest(read_manifest(self.directory, command="evaluation trace")["eos_ids"]),
+                self._manifest(read_manifest(self.directory, command="trace")["eos_ids"]),
                 setting="decode.dir",
             )
             return

@@ -94,7 +94,9 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     with printing(aside=json):
-        folder, cost = trace_folder(experiment), costs_for(experiment, ratio)
+        folder = trace_folder(experiment)
+        folder.refuse_other()
+        cost = costs_for(experiment, ratio)
         folder.complete()
         dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
         traces = Splits(dev, test)
@@ -187,24 +189,26 @@ def threshold_sheet(
     tuned: Sequence[Tuned], cost: CostModel, *, places: Mapping[str, str], baseline: Baseline, folder: Path
 ) -> Sheet:
     """A line per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
+    elsewhere = any(place not in ("", f"{name}/config.json") for name, place in places.items())
     rows = [
         {
             "head": head.head,
             "what": f"{head.timing}-time",
             "threshold": f"{head.max_rejection_prob:.4f}",
-            "ratio": f"{cost.ratio:.2f}",
-            "predicted gain": head.gain.text,
+            "predicted gain": head.gain.words,
             "tokens/s": f"{head.tokens_per_s:.1f}",
             "auto": f"{head.auto_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
             "auto online": f"{head.online_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
-            "written to": places[head.head],
+            **({"written to": places[head.head]} if elsewhere else {}),
         }
         for head in tuned
     ]
+    written = f"Paths: below {folder}" if elsewhere else f"Written to HEAD/config.json below {folder}"
+    written = written if any(places.values()) else "Nothing is written"
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
         f"test, over the best fixed length ({baseline.length}), predicted from counts and times. auto: the rule that "
-        f"needs no threshold. Best on dev first. Paths: below {folder}"
+        f"needs no threshold. Best on dev first. {written}"
     )
     return Sheet(f"thresholds for {cost.title}", rows, note, names=2)
 

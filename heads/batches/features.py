@@ -130,7 +130,7 @@ class FeatureShard:
             file = safe_open(self.path, framework="pt")
         except SafetensorError as error:
             raise ValueError(
-                f"{self.path} is no whole safetensors file ({error}); delete it and run `python -m data_gen` again"
+                f"{self.path} is no whole safetensors file ({error}); delete it and run `acceptance-heads data` again"
             ) from error
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
@@ -138,7 +138,7 @@ class FeatureShard:
         if missing:
             folder = self.path.parents[1]
             raise ValueError(
-                f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `python -m data_gen` again"
+                f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `acceptance-heads data` again"
             )
         return file
 

@@ -227,7 +227,7 @@ def _check_features(manifest: dict[str, Any], needed: Sequence[str], *, director
         raise ValueError(
             f"{directory} was made with {' and '.join(made) or 'no'} features, and heads.timings and heads.specdec ask "
             f"for {lacking[0]} features as well: train heads without, or leave data.features out and make the data in "
-            "another data.dir (`python -m data_gen responses` keeps the responses)"
+            "another data.dir (`acceptance-heads responses` keeps the responses)"
         )
 
 
@@ -260,7 +260,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
         if on_disk[key] != value:
             raise ValueError(
                 f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, and this config has "
-                f"{value!r}; point data.dir at data of this pair, or make it with `python -m data_gen`"
+                f"{value!r}; point data.dir at data of this pair, or make it with `acceptance-heads data`"
             )
 
 

@@ -55,7 +55,7 @@ def read_head_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no whole JSON object, or holds a value of another type.
     """
-    remedy = "export the head again with `python -m heads export`"
+    remedy = "export the head again with `acceptance-heads export`"
     config = read_json(path, remedy=remedy)
     for key, kinds in _KINDS.items():
         value = config.get(key)
@@ -86,7 +86,7 @@ def read_head_files(
             raise ValueError(
                 f"config.json of {str(directory)!r} has no {key!r}, so it describes no acceptance head; export one "
                 "with "
-                "`python -m heads export`"
+                "`acceptance-heads export`"
             )
     path = directory / WEIGHTS
     if not path.is_file():

@@ -29,7 +29,7 @@ def local_directory(source: str | Path, **where: Any) -> Path:
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
         raise FileNotFoundError(
-            f"no exported head at {path}; `python -m heads export` writes one directory per head of a sweep"
+            f"no exported head at {path}; `acceptance-heads export` writes one directory per head of a sweep"
         )
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(FILES), **where))

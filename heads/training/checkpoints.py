@@ -107,5 +107,5 @@ def run_of(path: Path) -> str:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no checkpoint of `python train.py` ({type(error).__name__}: {error}); name another"
+            f"{path} is no checkpoint of `acceptance-heads train` ({type(error).__name__}: {error}); name another"
         ) from error

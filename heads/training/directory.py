@@ -5,7 +5,7 @@ heads.dir/last.ckpt           the newest checkpoint, with the name of its run; a
                               and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
-heads.dir/exported/NAME/      heads, by `python -m heads export`
+heads.dir/exported/NAME/      heads, by `acceptance-heads export`
 
 A run that starts over takes a new name, and what an earlier one left stays until it is written over. Names tell the two
 apart at any moment: a checkpoint is gone on from, and metrics go into an export, only under the name of their own run.
@@ -142,11 +142,19 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
         old, new = written[section] or {}, described["config"][section]
         for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):
             if old.get(key) != new.get(key):
+                name, there, here = _innermost(f"{section}.{key}", old.get(key), new.get(key))
                 raise ValueError(
-                    f"{path} holds a run with {section}.{key} = {old.get(key)!r}, and this config says "
-                    f"{new.get(key)!r}; choose another heads.dir, delete that one, or pass --resume false to start "
-                    "over in it"
+                    f"{path} holds a run with {name} = {there!r}, and this config says {here!r}; choose another "
+                    "heads.dir, delete that one, or pass --resume false to start over in it"
                 )
+
+
+def _innermost(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
+    """The first setting within two differing ones, such as pair.draft.path within pair.draft, and both its values."""
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return name, there, here
+    key = min(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    return _innermost(f"{name}.{key}", there.get(key), here.get(key))
 
 
 def _refuse_processes(written: int | None, processes: int, *, dropout: float, path: Path) -> None:

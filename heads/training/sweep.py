@@ -30,6 +30,7 @@ from heads.training.lightning_private import is_within_step, trainer_of
 from heads.training.loss import Targets, mean_over_processes
 from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
+from store.progress import Bar
 
 
 class Sweep(pl.LightningModule):
@@ -195,7 +196,7 @@ class Sweep(pl.LightningModule):
 
     def on_train_start(self) -> None:
         if self.trainer.is_global_zero:
-            print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
+            Bar.write(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)  # above the open bar
         for name, parameter in self.named_parameters():
             if name in self._partial_grads:
                 # Lightning resumes in the middle of an accumulated step

@@ -65,7 +65,7 @@ class Chains:
             subject = f"this draft has {draft.config.num_hidden_layers} layers"
             raise ValueError(
                 f"{subject}, and what they keep depends on where earlier rounds ended: no trace or data can be made "
-                "with it; `python -m evaluation bench` compares policies without"
+                "with it; `acceptance-heads bench` compares policies without"
             )
         self.draft, self._told, self._length = draft, told, len(ids)
         self._tokens = torch.tensor(list(ids), device=draft.device)

@@ -84,6 +84,6 @@ def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], F
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"no trace can be recorded with {type(model).__name__}: {why}; `python -m evaluation bench` compares policies "
+        f"no trace can be recorded with {type(model).__name__}: {why}; `acceptance-heads bench` compares policies "
         "without a trace"
     )

@@ -118,6 +118,33 @@ def test_what_is_none_of_a_few_is_told_which(capsys):
     assert 'key "parts": speeds is none of policies, lengths, overheads' in line
 
 
+def test_a_yaml_that_cannot_be_read_is_named(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("pair: [1, 2\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--config", str(path)])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: Problems parsing config")
+
+
+def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("configs.front._imported", stopped)
+    with pytest.raises(SystemExit, match="130"):
+        main(["plan", "--config", "tiny"])
+    assert capsys.readouterr().err == "stopped before anything was begun\n"
+
+
+def test_a_directory_without_a_model_is_called_so(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("a prompt\n" * 20)
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "--target", str(tmp_path), "--draft", str(tmp_path), "--prompts", str(tmp_path / "prompts.txt")])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == f"error: {tmp_path} is a directory without config.json: no model is there; check the path"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

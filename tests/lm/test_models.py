@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
@@ -152,3 +154,10 @@ def test_the_compiled_step_gives_the_logits_of_the_eager_one(with_hidden, monkey
         assert len(model_) == 3
         torch.testing.assert_close(model_.forward_drawn(torch.tensor([6])), expected[-1:], rtol=0, atol=1e-12)
         assert len(model_) == 4
+
+
+def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):
+    load_model(ModelSource(path=str(Path(__file__).parents[2] / "checkpoints" / "tiny" / "draft")))
+    assert capsys.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+    assert not are_progress_bars_disabled()

@@ -1,6 +1,8 @@
 """Progress: a line at each tenth in a log, one line that is redrawn on a terminal, and no bars besides."""
 
 import io
+import os
+import pty
 import sys
 from pathlib import Path
 
@@ -79,3 +81,15 @@ def test_bars_are_made_in_one_place():
         if any(maker in path.read_text(encoding="utf-8") for maker in (" tqdm(", "(tqdm(", "rich.progress"))
     ]
     assert made == []
+
+
+def test_a_terminal_that_does_not_know_its_size_gets_a_bar(monkeypatch):
+    ours, theirs = pty.openpty()  # 0 lines of 0 columns
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with Bar(total=2, desc="costs", unit="generations") as bar:
+            bar.update(2)
+        drawn = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert "costs: 100%" in drawn
+    assert "2/2 generations" in drawn

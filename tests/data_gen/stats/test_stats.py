@@ -29,9 +29,11 @@ def test_accepted_length_is_the_mean_run_of_accepted_tokens():
     assert accepted_length(rates).tolist() == pytest.approx([0.5 + 0.5 + 0.5 * 0.2, 1.2, 0.2])
 
 
-def test_stats_summarise_a_run_and_draw_its_plots(toy_config):
+def test_stats_summarise_a_run_and_draw_its_plots(toy_config, capsys):
     make(toy_config)
     summary = stats(toy_config)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"a drafted token of train with probability {summary['acceptance_rate_mean']:.2f} on average" in last
     rows = [row for path in list_shards(toy_config.data.dir, "train") for row in read_rows(path).to_pylist()]
     rates = [rate for row in rows for rate in row["acceptance_rate"]]
     assert summary["acceptance_rate_mean"] == pytest.approx(np.mean(rates))

@@ -77,7 +77,9 @@ def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, with_data
 def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     make(toy_config)
     check(toy_config)
-    assert "5 shards whole" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "5 shards whole" in said
+    assert said.endswith("is what was written, to the byte.\n")
     broken = broken_shards(toy_config)
     features_path(toy_config.data.dir, "fed", "train", 0).unlink()
     sidecar_path(features_path(toy_config.data.dir, "fed", "train", 1)).write_text("{")

@@ -153,9 +153,10 @@ def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags,
     run(COMMANDS, argv=["tune", *flags])
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
-    threshold, gain, place = (row[column].strip() for column in (3, 5, 9))
-    assert re.fullmatch(r"[+-]\d+\.\d% \([+-]\d+\.\d%, [+-]\d+\.\d%\)", gain)
-    assert place == "plain/config.json"
+    threshold, gain = (row[column].strip() for column in (3, 4))
+    assert re.fullmatch(r"[+-]\d+ % \(-?\d+, -?\d+\)", gain)
+    assert len("│".join(row)) <= 100
+    assert "Written to HEAD/config.json below" in " ".join(" ".join(lines).split())
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
     assert f"{recommended['max_rejection_prob']:.4f}" == threshold
     where = "At the times given (a target forward costs 5.0 draft forwards)"
@@ -198,7 +199,7 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
         (["--policy", "entropy:h=1"], "no parameter 'h'"),
         (["--policy", "token_prob:min_token_prob=2"], "a probability lies in"),
         (["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
-        (["--policy", "entropy", "--decode.dir", "nowhere"], "evaluation trace"),
+        (["--policy", "entropy", "--decode.dir", "nowhere"], "run `acceptance-heads trace`"),
         (["--policy", "entropy", "--decode.seed", "7"], "seed"),
         (["--policy", "head:/nowhere/at/all"], "nowhere"),
     ],
@@ -211,6 +212,15 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, sai
     assert stopped.value.code == 2
     assert problem.startswith("error: ")
     assert said in problem
+
+
+@pytest.mark.parametrize("name", ["evaluate", "tune"])
+def test_a_trace_of_other_settings_is_refused_before_anything_is_timed(name, flags, capsys, monkeypatch):
+    module = {"evaluate": "report", "tune": "tuning"}[name]
+    monkeypatch.setattr(f"evaluation.{module}.command.costs_for", lambda *_: pytest.fail("timed"))
+    with pytest.raises(SystemExit, match="2"):
+        run(COMMANDS, argv=[name, *flags, "--decode.seed", "7"])
+    assert "differs in seed: 0 there, 7 in this run; choose another decode.dir" in capsys.readouterr().err
 
 
 def test_costs_stand_side_by_side_and_are_kept(flags, capsys):

@@ -86,7 +86,7 @@ def test_a_flipped_byte_of_a_trace_is_named_and_its_shard_recorded_again(tmp_pat
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(
-        ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted.*evaluation trace"
+        ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted.*acceptance-heads trace"
     ):
         loaded(tmp_path, 3)
     run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])

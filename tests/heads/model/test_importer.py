@@ -65,6 +65,7 @@ def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers
     assert "Predicts, once the token has been fed to the draft, the probability" in shown
     assert "none yet; `acceptance-heads tune` finds it" in shown
     assert "{" not in shown
+    assert f"into {path}; next: acceptance-heads inspect --path {path}" in shown
     inspect(path=str(path), json=True)
     assert json.loads(capsys.readouterr().out) == facts
 

@@ -14,6 +14,7 @@ from heads.model.head import AcceptanceHead
 from heads.training.checkpoints import WholeCheckpoints
 from heads.training.command import train
 from heads.training.directory import RunDirectory
+from heads.training.sweep import Sweep
 from tests.data_gen.on_disk import in_a_child
 from tests.toys.made_up import make_config
 
@@ -82,6 +83,23 @@ def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_p
         with pytest.raises(ValueError, match=key):
             directory.prepare(different, resume=True)
     assert directory.prepare(other, resume=False)[1] is None
+
+
+def test_another_draft_is_named_by_the_setting_that_differs(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    train(config)
+    moved = replace(config, pair=replace(config.pair, draft=replace(config.pair.draft, dtype="float64")))
+    with pytest.raises(ValueError, match=r"pair\.draft\.dtype = 'auto', and this config says 'float64'"):
+        RunDirectory(tmp_path).prepare(moved, resume=True)
+
+
+def test_a_stop_by_hand_reaches_the_command_line(data_dir: Path, tmp_path: Path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "training_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(data_dir, tmp_path, trainer=ONE))
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp_path: Path):

@@ -218,7 +218,7 @@ def test_features_of_an_earlier_version_have_no_label_for_candidate_heads(data_d
     train(
         make_config(tmp_path / "data", tmp_path / "drawn", timings=("drawn",), depths=(0,), trainer={"max_epochs": 1})
     )
-    with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `python -m data_gen` again"):
+    with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `acceptance-heads data` again"):
         train(make_config(tmp_path / "data", tmp_path / "candidate", timings=("candidate",), depths=(0,)))
 
 
