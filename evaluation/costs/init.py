@@ -4,6 +4,7 @@ import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from textwrap import wrap
 
 from configs.paths import local_path
 from configs.schema import (
@@ -106,7 +107,7 @@ def _plan(config: Config) -> list[str]:
             print(f"not measured: {error}")
             plan(config, sample=0)
     # of the arithmetic of memory only what does not fit
-    return [line for line in said.getvalue().splitlines() if line.strip().startswith(_TOLD)]
+    return [line for line in map(str.strip, said.getvalue().splitlines()) if line.startswith(_TOLD)]
 
 
 def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
@@ -121,7 +122,7 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
         f"# {num_prompts:,} prompts; what they take (`acceptance-heads plan --config {path}`):",
-        *(f"#   {line.strip()}" for line in takes),
+        *(part for line in takes for part in wrap(line, 110, initial_indent="#   ", subsequent_indent="#     ")),
         "pair:",
         f"  target: {{path: {json.dumps(pair.target.path)}}}",
         f"  draft: {{path: {json.dumps(pair.draft.path)}}}",
