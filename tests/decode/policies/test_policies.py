@@ -167,7 +167,7 @@ def test_a_head_policy_on_auto_is_the_rule(timing):
 
 @pytest.mark.parametrize("threshold", ["auto", "automatic"])
 def test_auto_without_what_it_needs_is_refused(threshold):
-    with pytest.raises(ValueError, match="evaluation tune" if threshold == "auto" else "or auto"):
+    with pytest.raises(ValueError, match="acceptance-heads tune" if threshold == "auto" else "or auto"):
         HeadPolicy(AcceptanceHead(4, 0), threshold)
     with pytest.raises(ValueError, match="leave it out"):
         HeadPolicy(AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED)), "auto", min_draft_length=2)

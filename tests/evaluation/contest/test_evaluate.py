@@ -159,7 +159,7 @@ def test_auto_is_the_rule_that_tune_recommended():
     rule = make_policy("head", head=head, max_rejection_prob="auto")
     assert isinstance(rule, Auto)
     assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
-    with pytest.raises(ValueError, match="evaluation tune"):
+    with pytest.raises(ValueError, match="acceptance-heads tune"):
         make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
 
 
