@@ -12,7 +12,7 @@ from evaluation.contest.grids import BOUNDS
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.traces.trace import Array, Trace
-from heads.model.head import AcceptanceHead, Timing
+from heads.model.head import SAID, AcceptanceHead, Timing
 
 _BINS = 15
 _FEWEST = 5
@@ -154,7 +154,7 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
         count = np.bincount(index, minlength=_BINS)
         some = count >= _FEWEST
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
-        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {timing}-time head"
+        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {SAID[timing]} head"
         axes.plot(mean, share, marker="o", markersize=3, color=colours[_TIMINGS[timing]], label=label)
     axes.set(xlabel="predicted chance of acceptance", ylabel="share that was accepted", xlim=(0, 1), ylim=(0, 1))
     legend_below(axes)

@@ -22,7 +22,7 @@ from evaluation.figure import Plot
 from evaluation.intervals import Gain
 from evaluation.report.gains import Stage, gain_stages
 from evaluation.sheet import Sheet
-from heads.model.head import AcceptanceHead
+from heads.model.head import SAID, AcceptanceHead
 
 _SCORED = {
     "drawn": "the moment it is drawn",
@@ -167,7 +167,7 @@ def explained(head: AcceptanceHead) -> str:
     depth = "a linear layer" if not head.depth else f"{head.depth} hidden layer{'s' * (head.depth > 1)}"
     weight = head.provenance.reject_weight / head.provenance.accept_weight
     weighed = "" if weight == 1 else f", trained with rejections weighed {weight:g} times"
-    scored = f"a {head.timing}-time head scores a token {_SCORED[head.timing]}"
+    scored = f"a {SAID[head.timing]} head scores a token {_SCORED[head.timing]}"
     return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
 
 

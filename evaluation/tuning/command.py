@@ -23,7 +23,7 @@ from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join_traces
 from evaluation.tuning.rule import auto_for
-from heads.model.head import AcceptanceHead, update_config
+from heads.model.head import SAID, AcceptanceHead, update_config
 
 FINE = 201
 _RULE = (
@@ -193,7 +193,7 @@ def threshold_sheet(
     rows = [
         {
             "head": head.head,
-            "what": f"{head.timing}-time",
+            "what": SAID[head.timing],
             "threshold": f"{head.max_rejection_prob:.4f}",
             "predicted gain": head.gain.words,
             "tokens/s": f"{head.tokens_per_s:.1f}",

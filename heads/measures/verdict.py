@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
+from heads.model.head import SAID
 
 _REMEDY = "more data (data.num_train), longer training (trainer.max_epochs) or a higher rate (heads.learning_rate)"
 
@@ -32,7 +33,7 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
     worse = [timing for timing, beats in beats_signal(result, specs).items() if not beats]
     if len(worse) < len(lines):
         lines += [
-            f"Warning: no {timing}-time head beats {_rival(timing).title} alone, which needs no training: decode with "
+            f"Warning: no {SAID[timing]} head beats {_rival(timing).title} alone, which needs no training: decode with "
             f"none of them, or try {_REMEDY}."
             for timing in worse
         ]
@@ -56,7 +57,7 @@ def _sentence(result: Result, specs: Sequence[HeadSpec], timing: str) -> str:
     saved = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
     less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} KL than {rival.title}"
     return (
-        f"Best {timing}-time head on dev: {name}, KL {head['calibrated_kl']:.3f} nats per token, AUROC "
+        f"Best {SAID[timing]} head on dev: {name}, KL {head['calibrated_kl']:.3f} nats per token, AUROC "
         f"{head['auroc']:.3f}; {rival.title} alone {alone['calibrated_kl']:.3f}, {alone['auroc']:.3f}; a constant "
         f"{result['labels'][timing]['constant_kl']:.3f}, 0.5: {less}."
     )

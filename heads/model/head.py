@@ -16,7 +16,7 @@ such a one is accepted with the target's own probability p(y).
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,6 +38,8 @@ from heads.model.provenance import Provenance
 from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
+SAID: Mapping[str, str] = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
+"""What people say before "head", for each timing."""
 _MOST_BLOCKS = 1000
 _OF_THE_HUB = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 

@@ -50,4 +50,6 @@ def test_where_no_head_beats_log_q_it_is_said(tmp_path):
 def test_a_prefix_head_is_held_against_the_entropy_which_knows_no_token_either(tmp_path):
     heads = sweep(tmp_path, "prefix")
     assert beats_signal(result_of({"prefix": 0.42}, heads), heads) == {"prefix": True}
-    assert "H(q) alone 0.450" in verdict(result_of({"prefix": 0.42}, heads), heads)
+    said = verdict(result_of({"prefix": 0.42}, heads), heads)
+    assert said.startswith("Best prefix head on dev: prefix")
+    assert "H(q) alone 0.450" in said
