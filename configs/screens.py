@@ -48,7 +48,7 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
     function = _function(target)
     takes_config = _takes_config(function)
     flags = _flags(function)
-    lines = [f"usage: acceptance-heads {name} {'--config FILE ' if takes_config else ''}[options]", ""]
+    lines = [f"usage: {usage_of(name, target)}", ""]
     lines += [textwrap.fill(summary_of(target), _WIDTH), ""]
     lines += ["options:", *map(_line, flags), ""] if flags else []
     chosen = [_setting(setting) for setting in settings]
@@ -61,6 +61,16 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
     ]
     all_options = Option("--help.all", "", "every option, with its type and default")
     return "\n".join([*lines, *map(_line, [*(config if takes_config else []), all_options])])
+
+
+def usage_of(name: str, target: str) -> str:
+    """The line that runs a command.
+
+    Args:
+        name: the command, as a user types it.
+        target: the place of its function, as module:function.
+    """
+    return f"acceptance-heads {name} {'--config FILE ' if _takes_config(_function(target)) else ''}[options]"
 
 
 def summary_of(target: str) -> str:

@@ -11,15 +11,18 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the build may run in an environment that has no acceptance-heads
 
 from configs.front import COMMANDS
-from configs.screens import SECTIONS, TRAINING, Option, options_of, settings_of, summary_of
+from configs.screens import SECTIONS, TRAINING, Option, options_of, settings_of, summary_of, usage_of
 
 ROOMS = ("decode", "heads", "data_gen")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
+# nbconvert puts loaders of MathJax and Mermaid from another host into every notebook; ours has neither in it.
+_LOADERS = re.compile(r'<script (?:src=""|type="(?:module|text/x-mathjax-config)")>.*?</script>', re.DOTALL)
 _TITLES = {"pair": "the models", "data": "prompts and rows", "heads": "the sweep", "decode": "policies and evaluation"}
 
 
@@ -34,12 +37,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A page without such loaders, so that the site works offline."""
+    return _LOADERS.sub("", html) if page.file.src_uri.endswith(".ipynb") else html
+
+
 def commands() -> str:
     """Every command with its flags, in the order in which one needs them."""
     about = "Every command takes `--help`; one with `--config` takes every [setting](settings.md) as a flag too."
     lines = ["# Commands", "", about, ""]
     for name, entry in COMMANDS.items():
         lines += [f"## {name}", "", summary_of(entry.target), ""]
+        lines += ["```text", usage_of(name, entry.target), "```", ""]
         if shown := [setting for setting in entry.settings if not setting.startswith("trainer.")]:
             links = ", ".join(f"[`{setting}`](settings.md#{_anchor(setting)})" for setting in shown)
             lines += [f"The settings that matter most here: {links}.", ""]
@@ -60,11 +69,12 @@ def settings() -> str:
 
 
 def api() -> str:
-    """The public names of the rooms, with their docstrings."""
+    """The rooms and their public names, with the docstrings of both."""
+    text_alone = ["members: false", "show_root_heading: false", "show_root_toc_entry: false"]
     about = "What the rooms export. Everything else has its own module, and its docstring there."
     lines = ["# Python API", "", about, ""]
     for room in ROOMS:
-        lines += [f"## {room}", ""]
+        lines += [f"## {room}", "", f"::: {room}", "    options:", *(f"      {option}" for option in text_alone), ""]
         for name in exported(room):
             lines += [f"::: {room}.{name}", ""]
     return "\n".join(lines)

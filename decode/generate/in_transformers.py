@@ -93,15 +93,15 @@ def speculative_generate(
     generator: torch.Generator | Draws | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
-    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what the list
-    above refuses.
+    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what
+    `decode.generate.in_transformers` lists as refused.
 
     Args:
         model: the target. `generate` passes it, and the four that follow.
         input_ids: one prompt.
         logits_processor: applied to target and draft.
         stopping_criteria: asked token by token.
-        generation_config: as the list above has it.
+        generation_config: what plain `generate` takes, as far as `decode.generate.in_transformers` lists it.
         draft_model: drafts, with the target's ids; or a feature draft of the target.
         policy: when to stop drafting; None: transformers' heuristic.
         max_draft_length: upper bound of every round.

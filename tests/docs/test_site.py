@@ -1,6 +1,7 @@
 """The site has every page, command, setting and public name, and asks no other host for anything."""
 
 import re
+from base64 import b64decode
 from html import unescape
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,10 +15,12 @@ import heads
 from configs.command import parser_for
 from configs.front import COMMANDS
 from configs.schema import Config
-from configs.screens import SECTIONS, options_of, settings_of
+from configs.screens import SECTIONS, options_of, settings_of, usage_of
 
 ROOT = Path(__file__).parents[2]
 EXTERNAL = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
+LOADING = re.compile(r"""(?:\bimport\s*\(|\bfrom\s|\bfetch\(|url\(|@import)\s*["']?(?:https?:)?//[^"')]*""")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,7 @@ def test_every_command_and_every_flag_of_it_is_on_the_page(hooks):
     sections = re.split(r"^## (\S+)$", hooks.commands(), flags=re.MULTILINE)
     assert sections[1::2] == list(COMMANDS)
     for name, section in zip(sections[1::2], sections[2::2], strict=True):
+        assert f"\n{usage_of(name, COMMANDS[name].target)}\n" in section
         flags = [option.flag for option in options_of(COMMANDS[name].target)]
         assert re.findall(r"<code>(--.*?)</code>", section.replace("<wbr>", ""))[: len(flags)] == flags
 
@@ -65,7 +69,34 @@ def test_settings_are_those_that_the_parser_takes():
 
 def test_every_public_name_is_documented(hooks):
     named = re.findall(r"^::: (\S+)$", hooks.api(), flags=re.MULTILINE)
-    assert named == [f"{room.__name__}.{name}" for room in (decode, heads, data_gen) for name in room.__all__]
+    rooms = (decode, heads, data_gen)
+    assert named == [
+        f"{room.__name__}{name}" for room in rooms for name in ("", *(f".{name}" for name in room.__all__))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "problem"),
+    [
+        ("[b](nowhere.md)", "'nowhere.md'"),
+        ("[b](b.md#nowhere)", "'#nowhere'"),
+        ("[b](/b.md)", "absolute"),
+        ("", "b.md"),
+    ],
+)
+def test_a_broken_link_or_a_page_without_a_place_fails_the_build(hooks, page, problem, tmp_path, caplog):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    (tmp_path / "index.md").write_text(f"# A\n\n{page}\n")
+    (tmp_path / "b.md").write_text("# B\n")
+    nav = [{"A": "index.md"}, {"B": "b.md"}] if page else [{"A": "index.md"}]
+    places = {"docs_dir": str(tmp_path), "site_dir": str(tmp_path.with_name(f"{tmp_path.name}-site"))}
+    own = {"nav": nav, "plugins": [], "hooks": [], "extra_css": [], "theme": "mkdocs"}
+    with pytest.raises(Abort, match="strict"):
+        build(load_config(str(ROOT / "mkdocs.yml"), **places, **own))
+    assert problem in caplog.text
 
 
 @pytest.mark.slow
@@ -81,7 +112,16 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(hooks, tmp_pat
     sources = [path.stem for path in (ROOT / "docs").rglob("*.md") if path.stem != "index"]
     assert {path.parent.name for path in pages} >= {*sources, "notebook", "commands", "settings", "api", "changelog"}
     assert [found for text in pages.values() for found in EXTERNAL.findall(text)] == []
+    scripts = [script for text in pages.values() for script in SCRIPT.findall(text)]
+    styles = [path.read_text() for path in (tmp_path / "site").rglob("*.css")]
+    assert [found for text in (*scripts, *styles, *pages.values()) for found in LOADING.findall(text)] == []
     api, notebook = pages[Path("reference/api/index.html")], pages[Path("notebook/index.html")]
     assert str(data_gen.make_data.__doc__).split("`")[0].split("\n")[0] in unescape(api)
+    assert all(str(room.__doc__).split("\n")[0] in unescape(api) for room in (decode, heads, data_gen))
     assert 'id="decode.HeadPolicy.from_pretrained"' in api
-    assert notebook.count("<svg") >= 2
+    assert api.count('id="decode.HeadPolicy"') == 1
+    pictures = re.findall(r'<img[^>]*src="data:image/svg\+xml;base64,([^"]+)"', notebook)
+    bars, terminal = (b64decode(picture).decode() for picture in pictures)
+    assert "prefers-color-scheme" in bars
+    assert not re.search(r"jp-RenderedSVG[^{]*{[^}]*background", (ROOT / "docs/site.css").read_text()), "hides its text"
+    assert "rich-terminal" in terminal
