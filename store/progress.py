@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -12,7 +12,7 @@ AnyMade = TypeVar("AnyMade")
 _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
-def _size_of(terminal: TextIO) -> dict[str, Any]:
+def _size_of(terminal: Any) -> dict[str, Any]:
     """Arguments of tqdm on the terminal's size; one that does not know its own, as in some containers, has 0 lines, and
     tqdm would draw nothing on it.
     """

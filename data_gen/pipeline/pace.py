@@ -25,7 +25,13 @@ class Effort(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_rows: Sequence[int], *, longest: float, mean: float, batch_size: int, is_decoded: bool = True
+        cls,
+        num_rows: Sequence[int],
+        *,
+        longest: int | float,
+        mean: int | float,
+        batch_size: int,
+        is_decoded: bool = True,
     ) -> "Effort":
         """The effort of shards of so many rows.
 

@@ -152,7 +152,7 @@ def _totals(data: DataConfig, shards: Sequence[int], estimate: Estimate) -> dict
     }
 
 
-def _effort_of(data: DataConfig, shards: Sequence[int], longest: float, mean: float) -> Effort:
+def _effort_of(data: DataConfig, shards: Sequence[int], longest: int | float, mean: int | float) -> Effort:
     return Effort.of(
         shards, longest=longest, mean=mean, batch_size=data.batch_size, is_decoded=data.source == "transformers"
     )

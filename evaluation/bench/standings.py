@@ -147,7 +147,7 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
         return f"{where}: fastest of ours {_name(best.family)}; transformers has no schedule for a feature draft."
     return (
         f"{where}: fastest of ours {_name(best.family)}: {against}. "
-        f"{'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind.'}"
+        f"{'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind'}."
     )
 
 

@@ -42,13 +42,13 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
             trainer.test(sweep, datamodule=data, verbose=False)
         except MisconfigurationException as error:
             raise ValueError(f"trainer: {error}") from error
-        except SystemExit:
-            if trainer.interrupted:  # Lightning makes an exit without a word of a stop by hand
-                raise KeyboardInterrupt from None
-            raise
         except SIGTERMException as error:  # Lightning's own exit code is 0, as if the run were done
             print(
                 "stopped by a signal; what was written is whole, the same command goes on from there", file=sys.stderr
             )
             raise SystemExit(_STOPPED) from error
+        except SystemExit:
+            if trainer.interrupted:  # Lightning makes an exit without a word of a stop by hand
+                raise KeyboardInterrupt from None
+            raise
         return report(sweep, directory) if trainer.is_global_zero else sweep.results

@@ -95,7 +95,9 @@ def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(
     """Gone on from each checkpoint that a run writes, also from those beside a validation: none is left out, none
     counts twice.
     """
-    monkeypatch.setattr("train.report", lambda sweep, directory: sweep.state_dict() | {"history": sweep.history})
+    monkeypatch.setattr(
+        "heads.training.command.report", lambda sweep, directory: sweep.state_dict() | {"history": sweep.history}
+    )
     save, written = WholeCheckpoints.save_checkpoint, []
 
     def save_and_copy(self: WholeCheckpoints, checkpoint, path, storage_options=None) -> None:
