@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -158,3 +158,16 @@ class Optimiser:
             optimiser.step()
             optimiser.zero_grad()
             schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, but for the parameters."""
+        return {
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
+            "schedules": [schedule.state_dict() for schedule in self._schedules],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        for name, parts in (("optimisers", self._optimisers), ("schedules", self._schedules)):
+            for values, part in zip(state[name], parts, strict=True):
+                part.load_state_dict(values)  # type: ignore[attr-defined]  # both kinds have it

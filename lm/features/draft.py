@@ -51,7 +51,8 @@ class FeatureDraft(nn.Module):
         config._attn_implementation = "sdpa"
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
-        self.lm_head = None if num_logits is None else nn.Linear(config.hidden_size, num_logits, bias=False)
+        self._has_head = num_logits is not None
+        self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("target_ids", None, persistent=False)
         self._borrowed: tuple[nn.Module, nn.Module] | None = None
@@ -86,8 +87,15 @@ class FeatureDraft(nn.Module):
         self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Borrow from this target what the draft has none of."""
+        """Borrow from this target what the draft has none of; a reduced vocabulary without a head of its own takes a
+        copy of the target's rows.
+        """
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
+        if self.target_ids is not None and not self._has_head:
+            rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
+            self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=self.device, dtype=self.dtype)
+            self.lm_head.load_state_dict({"weight": rows})
+            self.lm_head.requires_grad_(False)
         return self
 
     def is_bound_to(self, target: PreTrainedModel) -> bool:

@@ -1,7 +1,7 @@
 """Feature drafts made from released directories, read strictly and checked to fit the target.
 
 A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask
-over the target's ids.
+over the target's ids. Without `lm_head` its rows are the target's own.
 """
 
 import torch
@@ -120,12 +120,20 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
             f"{remedy}, or {_ELSEWHERE}",
         )
     has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
-    if not has_embedding and config.hidden_size != target.config.get_text_config().hidden_size:
+    lacks = [name for name, has in (("embed_tokens", has_embedding), ("lm_head", has_head)) if not has]
+    if lacks and config.hidden_size != target.config.get_text_config().hidden_size:
         raise released.refusal(
-            "it is not as wide as the target and has no embed_tokens", "fetch a release with embeddings of its own"
+            f"it is not as wide as the target and has no {lacks[0]}", f"fetch a release with {lacks[0]} of its own"
         )
-    num_logits = (getattr(config, "draft_vocab_size", None) or config.vocab_size) if has_head else None
-    draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
+    width = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    num_logits = width if has_head or "d2t" in released.tensors else None
+    draft = Eagle3(
+        config,
+        ids,
+        target_size=target_size,
+        has_embedding=has_embedding,
+        num_logits=num_logits if has_head else None,
+    )
     target_ids = _target_ids(released, num_logits, config.vocab_size)
     if target_ids is not None:
         draft.reduce(target_ids)

@@ -1,0 +1,123 @@
+"""A target read once, and an EAGLE-3 draft with a reduced vocabulary that learns from it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints.recipes.readings import Text, likeliest_tokens, read_target, readings_in, texts_of
+from checkpoints.recipes.reduced import ReducedRecipe, teach_reduced
+from checkpoints.recipes.training import encode_story
+from configs.schema import ModelSource, PairConfig
+from data_gen.stories.stories import stories
+from decode import SpeculativeDecoder
+from decode.drafters.factory import PairModels
+from decode.policies import FixedLength
+from lm import Sampling, load_model, load_pair, load_tokenizer
+
+TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
+LAYERS = (2, 5, 7)
+RECIPE = ReducedRecipe(vocab_size=200, num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_model(ModelSource(path=str(TINY / "target"), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def texts():
+    tokenizer = load_tokenizer(ModelSource(path=str(TINY / "target")))
+    rows = [encode_story(story, tokenizer) for story in stories("train", 24)]
+    return [Text(ids[:start], ids[start:]) for ids, start in rows]
+
+
+@pytest.fixture
+def paths(target, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints.recipes.readings._TEXTS_PER_SHARD", 8)
+    return read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
+
+
+def test_a_reading_is_what_the_target_says_of_the_text_alone(target, texts, paths):
+    readings = [reading for path in paths for reading in readings_in(path)]
+    assert [reading.ids.tolist() for reading in readings] == [[*text.prompt_ids, *text.response_ids] for text in texts]
+    for reading in readings[:3]:
+        with torch.no_grad():
+            output = target(input_ids=reading.ids[None], output_hidden_states=True)
+        states = torch.cat([output.hidden_states[layer][0] for layer in LAYERS], -1)
+        torch.testing.assert_close(reading.features, states, atol=1e-4, rtol=1e-4)
+        log_p, ids = output.logits[0, reading.num_prompt - 1 : -1].log_softmax(-1).topk(64, -1)
+        torch.testing.assert_close(reading.log_p.float(), log_p, atol=2e-2, rtol=2e-3)
+        assert (reading.likeliest[:, 0] == ids[:, 0]).all()
+
+
+def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts, paths, tmp_path):
+    whole = [path.read_bytes() for path in paths]
+    paths[1].unlink()
+    again = read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
+    assert [path.read_bytes() for path in again] == whole
+    with pytest.raises(ValueError, match="reading of other responses, layers or another target"):
+        read_target(target, texts, tmp_path / "readings", layer_ids=(1, 2, 3))
+
+
+def test_the_vocabulary_is_what_the_target_says_most(paths):
+    ids = likeliest_tokens(paths, 50, vocab_size=768)
+    first = torch.cat([reading.likeliest[:, 0] for path in paths for reading in readings_in(path)])
+    assert (ids[1:] > ids[:-1]).all()
+    assert torch.isin(first.mode().values, ids)
+
+
+def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(target, paths, tmp_path, monkeypatch):
+    whole, figures = teach_reduced(target, paths, tmp_path / "whole", layer_ids=LAYERS, recipe=RECIPE)
+    _, before = teach_reduced(
+        target, paths, tmp_path / "none", layer_ids=LAYERS, recipe=replace(RECIPE, num_epochs=1, learning_rate=0.0)
+    )
+    assert figures["divergences"][0] < 0.8 * before["divergences"][0]
+    assert len(figures["acceptance_rates"]) == 5
+
+    def stop(checkpoint, step):
+        checkpoint.keep(step)
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoints.recipes.reduced.Checkpoint.keep_now_and_then", stop)
+        with pytest.raises(KeyboardInterrupt):
+            teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=RECIPE)
+    parts, _ = teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=RECIPE)
+    for name, tensor in whole.draft.state_dict().items():
+        assert torch.equal(tensor, parts.draft.state_dict()[name]), name
+    with pytest.raises(ValueError, match="of another recipe"):
+        teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=replace(RECIPE, seed=1))
+
+
+def test_what_is_saved_decodes_as_the_target_and_leaves_the_targets_rows_out(target, paths, tmp_path):
+    reduced, _ = teach_reduced(target, paths, tmp_path / "run", layer_ids=LAYERS, recipe=RECIPE)
+    reduced.save(tmp_path / "draft")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    assert not [name for name in tensors if name.startswith(("lm_head", "embed"))]
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["draft_vocab_size"] == 200
+    source = ModelSource(path=str(TINY / "target"), dtype="float32")
+    pair = load_pair(PairConfig(target=source, draft=ModelSource(path=str(tmp_path / "draft"), dtype="float32")))
+    head = pair.drafting.lm_head.weight
+    assert torch.equal(head, pair.target.get_output_embeddings().weight[pair.drafting.target_ids])
+    models = PairModels(pair)
+    greedy = Sampling(temperature=0.0)
+    decoder: SpeculativeDecoder = models.decoder(models.drafter(FixedLength(4)), sampling=greedy, max_draft_length=4)
+    ids = next(readings_in(paths[0])).ids[:20].tolist()
+    alone = pair.target.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, 20:]
+    generation = decoder.generate(ids, 16)
+    assert list(generation.token_ids) == alone.tolist()
+    assert generation.counts.num_drafted > 0
+
+
+def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    path.write_text('{"id": "0", "prompt_ids": [1, 2], "response_ids": [3]}\n{"prompt_ids": [1], "response_ids": []}\n')
+    assert texts_of(path) == [Text([1, 2], [3])]
+    path.write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match=r"responses.jsonl:1 has no prompt_ids"):
+        texts_of(path)

@@ -1,0 +1,146 @@
+"""What an evaluation must say of competitors whose worth is known beforehand. Each of these has failed somewhere in
+published comparisons of adaptive draft lengths: a rule that cannot gain gained, or a bound was beaten.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from data_gen import make_data
+from data_gen.store.features import read_features
+from data_gen.stories.stories import stories
+from decode.experiment import Experiment
+from decode.policies import FixedLength, HeadPolicy, Policy
+from evaluation.contest.arms import picks_of, replay_arms
+from evaluation.contest.grids import Grid
+from evaluation.costs.model import CostModel
+from evaluation.intervals import Splits, gain_over
+from evaluation.traces.recording import trace_folder
+from evaluation.tuning.command import baseline_on, tune_head
+from heads import AcceptanceHead
+from heads.command import export
+from heads.training.command import train
+from lm import Sampling
+from store.shards import read_sidecar, write_shard
+from store.sums import shards_in
+from tests.toys.small_pair import trace
+
+COSTS = [CostModel.constant(0.1, 1.0), CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
+LONGEST = 5
+TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+
+
+@dataclass(frozen=True)
+class Position(Policy):
+    """Stop after so many tokens, as a policy that sees them all but reads none."""
+
+    num: int = 3
+    signals = frozenset({"token_prob"})
+
+    def start(self):
+        return (0.0,)
+
+    def begin(self, state):
+        return (0.0 * state[0],)
+
+    def after(self, state, drawn):
+        (num_drafted,) = state
+        return (num_drafted + 1,), num_drafted + 1 >= self.num
+
+
+def grid(family: str, policy: Policy, **values):
+    (name, settings), *_ = values.items()
+    return Grid(family, family, replace(policy, **{name: np.asarray(settings)}), tuple({name: v} for v in settings))
+
+
+def constant_head(logit: float = 2.0) -> AcceptanceHead:
+    """It says the same of every token, so that its survival probability is a matter of the position alone."""
+    head = AcceptanceHead(16, 0, "drawn").eval()
+    torch.nn.init.zeros_(head.out.weight)
+    torch.nn.init.constant_(head.out.bias, logit)
+    return head
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_a_policy_of_position_alone_is_the_best_fixed_length(splits, cost):
+    survival = [torch.sigmoid(torch.tensor(2.0)).item() ** num for num in range(LONGEST + 2)]
+    thresholds = [1 - (survival[num] + survival[num + 1]) / 2 for num in range(LONGEST + 1)]
+    grids = [
+        grid("fixed_length", FixedLength(), k=list(range(1, LONGEST + 1))),
+        grid("position", Position(), num=list(range(1, LONGEST + 1))),
+        grid("constant_head", HeadPolicy(constant_head()), max_rejection_prob=thresholds),
+    ]
+    picks = picks_of(list(replay_arms(grids, splits)), cost)
+    base = picks["fixed_length"].spent(cost)
+    for family in ("position", "constant_head"):
+        gain = gain_over(base, picks[family].spent(cost))
+        assert (gain.value, gain.low, gain.high) == pytest.approx((0, 0, 0), abs=1e-9), family
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_threshold_that_would_have_been_best_is_never_below_the_deployed_one_in_any_fold(splits, cost, seed):
+    torch.manual_seed(seed)
+    head = AcceptanceHead(16, 1, "drawn", True).eval()
+    torch.nn.init.normal_(head.out.weight)
+    for fold in (splits, Splits(splits.test, splits.dev)):
+        tuned = tune_head("made", head, traces=fold, cost=cost, baseline=baseline_on(fold, cost))
+        assert tuned.best_tokens_per_s >= tuned.tokens_per_s
+        assert tuned.max_rejection_prob > 0
+
+
+def test_two_arms_of_one_length_do_not_differ(splits):
+    lengths = list(range(LONGEST + 1))
+    first, second = replay_arms([grid(name, FixedLength(), k=lengths) for name in ("one", "two")], splits)
+    for cost in COSTS:
+        picks = picks_of([first, second], cost)
+        assert picks["one"].values == picks["two"].values
+        gain = gain_over(picks["one"].spent(cost), picks["two"].spent(cost))
+        assert tuple(gain) == (0, 0, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp_path):
+    prompts = [story.prompt for story in stories("train", 200)]
+    made = make_data(prompts, target=f"{TINY}/target", draft=f"{TINY}/draft", dir=str(tmp_path), max_new_tokens=64)
+    made = replace(made, decode=replace(made.decode, t_draft_s=0.001, t_target_s=0.005))
+    gains = {}
+    for name in ("true", "shuffled"):
+        config = replace(made, heads=replace(made.heads, dir=str(tmp_path / name)))
+        if name == "shuffled":
+            shuffle_labels(Path(made.data.dir))
+        settings = {"depths": (1,), "reject_weights": (1.0,), "scalars": (False,), "learning_rate": 5e-3}
+        config = replace(config, heads=replace(config.heads, **settings), trainer={"max_epochs": 4, "devices": 1})
+        train(config)
+        export(config, head="best", force=True)
+        experiment = Experiment(config)
+        folder = trace_folder(experiment)
+        folder.complete()
+        (dataset,) = experiment.datasets
+        traces, cost = Splits(*folder.load(dataset)), CostModel.constant(0.001, 0.005)
+        ((head, loaded),) = experiment.heads.items()
+        gains[name] = tune_head(head, loaded, traces=traces, cost=cost, baseline=baseline_on(traces, cost)).gain
+    assert gains["true"].value > 0.05
+    assert gains["shuffled"].value < 0.02
+    assert gains["shuffled"].low <= 0
+
+
+def shuffle_labels(directory: Path) -> None:
+    """Give every token the label of another one."""
+    generator = torch.Generator().manual_seed(0)
+    for path in shards_in(directory):
+        if path.suffix == ".safetensors":
+            tensors = read_features(path)
+            order = torch.randperm(len(tensors["token"]), generator=generator)
+            tensors["acceptance_prob"] = tensors["acceptance_prob"][order]
+            facts = {key: value for key, value in read_sidecar(path).items() if key not in ("shard", "bytes", "sha256")}
+            write_shard(path, bytes(save(tensors)), **facts)
