@@ -1,20 +1,26 @@
 """`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the
-target). `python -m checkpoints.recipes smollm2`: make a directory of a published model without a hub. `… eagle3`: teach
-an EAGLE-3 draft for a model of yours.
+target). `python -m checkpoints.recipes smollm2`: make a directory of a published model without a hub. `… eagle3` and
+`… small`: teach a draft for a model of yours.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from checkpoints.recipes.readings import read_target, texts_of
+import torch
+from transformers import PreTrainedModel
+
+from checkpoints.recipes.learning import Lessons, learn
+from checkpoints.recipes.readings import likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_feature_drafts, make_trio
-from checkpoints.recipes.reduced import ReducedRecipe, teach_reduced
+from checkpoints.recipes.reduced import Reduced
+from checkpoints.recipes.small import Small, SmallShape
 from checkpoints.recipes.smollm2 import smollm2
 from configs.command import run
 from configs.paths import local_path
 from configs.schema import ModelSource
-from lm import load_model
+from lm import load_model, load_tokenizer
 from store.shards import write_atomic
 
 
@@ -45,32 +51,80 @@ def eagle3(
     target: str,
     responses: str,
     out: str,
-    vocab_size: int = ReducedRecipe.vocab_size,
-    num_epochs: int = ReducedRecipe.num_epochs,
-    learning_rate: float = ReducedRecipe.learning_rate,
+    vocab_size: int = 8192,
+    num_epochs: int = Lessons.num_epochs,
+    learning_rate: float = Lessons.learning_rate,
 ) -> None:
     """Teach an EAGLE-3 draft with a reduced vocabulary on responses of a target, which is read once; resumes.
 
     Args:
         target: directory of the target.
         responses: the target's own responses, a file of `acceptance-heads responses`.
-        out: the folder that gets the draft; readings and checkpoint go beside it, into OUT-readings.
+        out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
         vocab_size: tokens that the draft can say; the target's likeliest.
         num_epochs: times that the readings are learned from.
         learning_rate: the peak.
     """
+    directory, model, paths, layer_ids = _read(target, responses, out)
+    lessons = Lessons(num_epochs=num_epochs, learning_rate=learning_rate)
+    torch.manual_seed(lessons.seed)
+    ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
+    draft = Reduced(model, layer_ids, ids)
+    figures = learn(draft, paths, _beside(directory, "work"), lessons)
+    draft.save(directory)
+    _tell(directory, figures)
+
+
+def small(
+    *,
+    target: str,
+    responses: str,
+    out: str,
+    hidden_size: int = SmallShape.hidden_size,
+    num_layers: int = SmallShape.num_layers,
+    num_epochs: int = Lessons.num_epochs,
+    learning_rate: float = Lessons.learning_rate,
+) -> None:
+    """Teach a small Llama with the target's vocabulary on responses of a target, which is read once; resumes.
+
+    Args:
+        target: directory of the target.
+        responses: the target's own responses, a file of `acceptance-heads responses`.
+        out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
+        hidden_size: width of the draft, a multiple of 64.
+        num_layers: layers of the draft.
+        num_epochs: times that the readings are learned from.
+        learning_rate: the peak.
+    """
+    directory, model, paths, _ = _read(target, responses, out)
+    lessons = Lessons(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate)
+    torch.manual_seed(lessons.seed)
+    draft = Small(model, SmallShape(hidden_size=hidden_size, num_layers=num_layers, intermediate_size=4 * hidden_size))
+    figures = learn(draft, paths, _beside(directory, "work"), lessons)
+    draft.save(directory, load_tokenizer(ModelSource(path=target)))
+    _tell(directory, figures)
+
+
+def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel, list[Path], tuple[int, ...]]:
+    """The folder of the draft, the target in float32, the shards of its readings, and the layers that they are of."""
     directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
     num_layers = model.config.get_text_config().num_hidden_layers
-    layer_ids, kept = (2, num_layers // 2, num_layers - 3), directory.with_name(f"{directory.name}-readings")
+    layer_ids = (2, num_layers // 2, num_layers - 3)
     texts = texts_of(Path(local_path(responses, "--responses")))
-    paths = read_target(model, texts, kept, layer_ids=layer_ids)
-    recipe = ReducedRecipe(vocab_size=vocab_size, num_epochs=num_epochs, learning_rate=learning_rate)
-    reduced, figures = teach_reduced(model.float(), paths, kept, layer_ids=layer_ids, recipe=recipe)
-    reduced.save(directory)
+    paths = read_target(model, texts, _beside(directory, "readings"), layer_ids=layer_ids)
+    return directory, model.float().requires_grad_(False), paths, layer_ids
+
+
+def _beside(directory: Path, name: str) -> Path:
+    return directory.with_name(f"{directory.name}-{name}")
+
+
+def _tell(directory: Path, figures: Mapping[str, Any]) -> None:
+    """Write what was measured into the draft's folder, and say it."""
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])
-    print(f"{directory}: acceptance_rate at depths 1 to {len(figures['acceptance_rates'])} on held-out texts: {rates}")
+    print(f"{directory}: acceptance_rate on held-out texts, depth by depth: {rates}")
 
 
 if __name__ == "__main__":
-    run({"tiny": tiny, "smollm2": smollm2, "eagle3": eagle3}, default="tiny")
+    run({"tiny": tiny, "smollm2": smollm2, "eagle3": eagle3, "small": small}, default="tiny")

@@ -1,4 +1,4 @@
-"""A target read once, and an EAGLE-3 draft with a reduced vocabulary that learns from it."""
+"""A target read once, and the drafts that learn from it: EAGLE-3 with a reduced vocabulary, and a small Llama."""
 
 import json
 from dataclasses import replace
@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.recipes.learning import Lessons, learn
 from checkpoints.recipes.readings import Text, likeliest_tokens, read_target, readings_in, texts_of
-from checkpoints.recipes.reduced import ReducedRecipe, teach_reduced
+from checkpoints.recipes.reduced import Reduced
+from checkpoints.recipes.small import Small, SmallShape
 from checkpoints.recipes.training import encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
@@ -20,7 +22,20 @@ from lm import Sampling, load_model, load_pair, load_tokenizer
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 LAYERS = (2, 5, 7)
-RECIPE = ReducedRecipe(vocab_size=200, num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
+LESSONS = Lessons(num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
+
+
+def reduced_draft(target, paths):
+    torch.manual_seed(0)
+    return Reduced(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768))
+
+
+def small_draft(target, paths):
+    torch.manual_seed(0)
+    return Small(target, SmallShape(hidden_size=64, num_layers=1, intermediate_size=128))
+
+
+DRAFTS = {"eagle3": reduced_draft, "small": small_draft}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +85,15 @@ def test_the_vocabulary_is_what_the_target_says_most(paths):
     assert torch.isin(first.mode().values, ids)
 
 
-def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(target, paths, tmp_path, monkeypatch):
-    whole, figures = teach_reduced(target, paths, tmp_path / "whole", layer_ids=LAYERS, recipe=RECIPE)
-    _, before = teach_reduced(
-        target, paths, tmp_path / "none", layer_ids=LAYERS, recipe=replace(RECIPE, num_epochs=1, learning_rate=0.0)
-    )
-    assert figures["divergences"][0] < 0.8 * before["divergences"][0]
-    assert len(figures["acceptance_rates"]) == 5
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, target, paths, tmp_path, monkeypatch):
+    whole, made = DRAFTS[kind](target, paths), DRAFTS[kind]
+    figures = learn(whole, paths, tmp_path / "whole", LESSONS)
+    still = replace(LESSONS, num_epochs=1, learning_rate=0.0)
+    before = learn(made(target, paths), paths, tmp_path / "none", still)
+    most = {"eagle3": 0.8, "small": 0.95}[kind]  # in eight steps
+    assert figures["divergences"][0] < most * before["divergences"][0]
+    assert len(figures["acceptance_rates"]) == (5 if kind == "eagle3" else 1)
 
     def stop(checkpoint, step):
         checkpoint.keep(step)
@@ -84,26 +101,30 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(target
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.recipes.reduced.Checkpoint.keep_now_and_then", stop)
+        patch.setattr("checkpoints.recipes.learning.Checkpoint.keep_now_and_then", stop)
         with pytest.raises(KeyboardInterrupt):
-            teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=RECIPE)
-    parts, _ = teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=RECIPE)
-    for name, tensor in whole.draft.state_dict().items():
-        assert torch.equal(tensor, parts.draft.state_dict()[name]), name
-    with pytest.raises(ValueError, match="of another recipe"):
-        teach_reduced(target, paths, tmp_path / "parts", layer_ids=LAYERS, recipe=replace(RECIPE, seed=1))
+            learn(made(target, paths), paths, tmp_path / "parts", LESSONS)
+    parts = made(target, paths)
+    learn(parts, paths, tmp_path / "parts", LESSONS)
+    for name, tensor in whole.module.state_dict().items():
+        assert torch.equal(tensor, parts.module.state_dict()[name]), name
+    with pytest.raises(ValueError, match="of other lessons"):
+        learn(parts, paths, tmp_path / "parts", replace(LESSONS, seed=1))
 
 
-def test_what_is_saved_decodes_as_the_target_and_leaves_the_targets_rows_out(target, paths, tmp_path):
-    reduced, _ = teach_reduced(target, paths, tmp_path / "run", layer_ids=LAYERS, recipe=RECIPE)
-    reduced.save(tmp_path / "draft")
-    tensors = load_file(tmp_path / "draft" / "model.safetensors")
-    assert not [name for name in tensors if name.startswith(("lm_head", "embed"))]
-    assert json.loads((tmp_path / "draft" / "config.json").read_text())["draft_vocab_size"] == 200
-    source = ModelSource(path=str(TINY / "target"), dtype="float32")
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
+    draft, source = DRAFTS[kind](target, paths), ModelSource(path=str(TINY / "target"), dtype="float32")
+    learn(draft, paths, tmp_path / "work", LESSONS)
+    draft.save(tmp_path / "draft", *([] if kind == "eagle3" else [load_tokenizer(source)]))
+    if kind == "eagle3":
+        tensors = load_file(tmp_path / "draft" / "model.safetensors")
+        assert not [name for name in tensors if name.startswith(("lm_head", "embed"))]
+        assert json.loads((tmp_path / "draft" / "config.json").read_text())["draft_vocab_size"] == 200
     pair = load_pair(PairConfig(target=source, draft=ModelSource(path=str(tmp_path / "draft"), dtype="float32")))
-    head = pair.drafting.lm_head.weight
-    assert torch.equal(head, pair.target.get_output_embeddings().weight[pair.drafting.target_ids])
+    if kind == "eagle3":
+        head = pair.drafting.lm_head.weight
+        assert torch.equal(head, pair.target.get_output_embeddings().weight[pair.drafting.target_ids])
     models = PairModels(pair)
     greedy = Sampling(temperature=0.0)
     decoder: SpeculativeDecoder = models.decoder(models.drafter(FixedLength(4)), sampling=greedy, max_draft_length=4)
@@ -112,6 +133,11 @@ def test_what_is_saved_decodes_as_the_target_and_leaves_the_targets_rows_out(tar
     generation = decoder.generate(ids, 16)
     assert list(generation.token_ids) == alone.tolist()
     assert generation.counts.num_drafted > 0
+
+
+def test_a_width_that_no_head_fits_is_refused(target):
+    with pytest.raises(ValueError, match="hidden_size is 96; take a multiple of 64 up to 128"):
+        Small(target, SmallShape(hidden_size=96))
 
 
 def test_responses_are_read_from_the_file_that_data_writes(tmp_path):

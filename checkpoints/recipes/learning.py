@@ -1,0 +1,244 @@
+"""How a draft learns from readings of its target (`checkpoints.recipes.readings`): batches, the loss at each depth, and
+steps that go on where they were stopped.
+
+The loss is KL(p' || q), p' the target's NUM_LIKELIEST tokens as far as the draft's vocabulary has them, made to sum to
+1. Positions where the vocabulary has less than a twentieth of the target's probability do not count. Of a draft that is
+taught several depths, as EAGLE-3's "training-time test" has it (arXiv 2503.01840), depth k weighs .8^k.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from checkpoints.recipes.readings import Reading, readings_in
+from checkpoints.recipes.training import Optimiser
+from store.progress import Bar
+from store.shards import atomic_file, read_sidecar
+
+NUM_DEPTHS = 5
+"""Depths of a draft that are measured."""
+_DEPTH_WEIGHT = 0.8
+_LEAST_MASS = 0.05
+"""Probability of the target that the vocabulary must have where a position counts."""
+_SHARDS_TOGETHER = 4
+"""Shards whose texts are shuffled together."""
+_CHECKPOINT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """What decides a draft, but for its shape, its target, its texts and the machine."""
+
+    num_depths: int = 3
+    """Depths that it is taught, where it has several."""
+    num_epochs: int = 4
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    seed: int = 0
+    is_mixed: bool = True
+    """bfloat16 where torch's autocast has it: half the time on a CPU that computes in it."""
+
+
+class Batch(NamedTuple):
+    """Some readings, padded on the right."""
+
+    ids: Int[Tensor, "batch position"]
+    features: Float[Tensor, "batch position feature"]
+    is_learned: Bool[Tensor, "batch position"]
+    """True at i where token i + 1 belongs to the response and NUM_DEPTHS tokens are before it."""
+    likeliest: Int[Tensor, "batch position top"]
+    log_p: Float[Tensor, "batch position top"]
+
+
+class Loss(NamedTuple):
+    """What a batch says of a draft at each depth."""
+
+    total: Float[Tensor, ""]
+    divergences: list[float]
+    """KL(p' || q), in nats per token."""
+    acceptance_rates: list[float]
+    """Sum of min(p, q) over the target's likeliest tokens, at temperature 1."""
+
+
+@runtime_checkable
+class Pupil(Protocol):
+    """A draft that learns."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Its parameters."""
+        ...
+
+    def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
+        """Logits at the learned positions of a batch, as the first, second, … token of a draft."""
+        ...
+
+    def places(self, tokens: Int[Tensor, "learned top"]) -> Int[Tensor, "learned top"]:
+        """Where its vocabulary has the target's tokens; -1: nowhere."""
+        ...
+
+
+def loss_of(pupil: Pupil, batch: Batch, num_depths: int) -> Loss:
+    """The loss of some depths, the first weighed most."""
+    p = batch.log_p[batch.is_learned].float().exp()
+    places = pupil.places(batch.likeliest[batch.is_learned])
+    p = p * (places >= 0)
+    mass, places = p.sum(-1), places.clamp(min=0)
+    counts = (mass >= _LEAST_MASS).float()
+    aim = p / mass.clamp(min=1e-6).unsqueeze(-1)
+    entropy = -(aim * aim.clamp(min=1e-9).log()).sum(-1)
+    total, divergences, rates = torch.zeros(()), [], []
+    for depth, logits in enumerate(pupil.said(batch, num_depths)):
+        log_q = logits.float().log_softmax(-1).gather(-1, places)
+        divergence = ((-(aim * log_q).sum(-1) - entropy) * counts).sum() / counts.sum().clamp(min=1)
+        total = total + _DEPTH_WEIGHT**depth * divergence
+        divergences.append(divergence.item())
+        rates.append(torch.minimum(log_q.detach().exp(), p).sum(-1).mean().item())
+    return Loss(total, divergences, rates)
+
+
+def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, lessons: Lessons) -> dict[str, Any]:
+    """Teach a draft, or go on with it; its figures on the last shard of the readings, which is held out.
+
+    Args:
+        pupil: the draft, as its seed has made it.
+        paths: shards of readings, two or more.
+        directory: the folder of the checkpoint.
+        lessons: how it learns.
+
+    Raises:
+        ValueError: fewer than two shards; a checkpoint of other lessons.
+    """
+    if len(paths) < 2:
+        raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
+    taught, held_out = paths[:-1], paths[-1:]
+    groups = [group for epoch in range(lessons.num_epochs) for group in _groups(taught, lessons, epoch)]
+    *firsts, num_steps = accumulate((group.num_batches for group in groups), initial=0)
+    optimiser = Optimiser(pupil.module, lessons.learning_rate, num_steps, has_muon=False)
+    checkpoint = Checkpoint(directory / "checkpoint.pt", lessons, pupil.module, optimiser)
+    step = checkpoint.load()
+    with Bar(desc="the draft learns", unit="steps", total=num_steps, initial=step) as bar:
+        for group, first, end in zip(groups, firsts, [*firsts[1:], num_steps], strict=True):
+            for batch in group.batches(step - first) if step < end else ():
+                with torch.autocast("cpu", torch.bfloat16, enabled=lessons.is_mixed):
+                    loss = loss_of(pupil, batch, lessons.num_depths)
+                optimiser.step(loss.total)
+                step += 1
+                bar.set_postfix_str(f"KL {loss.divergences[0]:.2f}, acceptance {loss.acceptance_rates[0]:.2f}")
+                bar.update()
+                checkpoint.keep_now_and_then(step)
+    checkpoint.keep(step)
+    pupil.module.eval()
+    return {"steps": step, **_measured(pupil, held_out, lessons), **asdict(lessons)}
+
+
+class Checkpoint:
+    """The state of a run, written every few minutes."""
+
+    def __init__(self, path: Path, lessons: Lessons, module: nn.Module, optimiser: Optimiser) -> None:
+        self._path, self._lessons, self._module, self._optimiser = path, asdict(lessons), module, optimiser
+        self._kept_s = time.monotonic()
+
+    def load(self) -> int:
+        """Take the state that is there, if there is one; the number of its steps.
+
+        Raises:
+            ValueError: it is of other lessons.
+        """
+        if not self._path.exists():
+            return 0
+        state = torch.load(self._path)
+        if state["lessons"] != self._lessons:
+            raise ValueError(
+                f"{self._path} is of other lessons, {state['lessons']}; choose another folder, or delete it"
+            )
+        self._module.load_state_dict(state["draft"])
+        self._optimiser.load_state_dict(state["optimiser"])
+        return int(state["step"])
+
+    def keep_now_and_then(self, step: int) -> None:
+        """Write the state, if that was some minutes ago."""
+        if time.monotonic() - self._kept_s >= _CHECKPOINT_S:
+            self.keep(step)
+
+    def keep(self, step: int) -> None:
+        """Write the state."""
+        state = {"lessons": self._lessons, "step": step, "draft": self._module.state_dict()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._path) as file:
+            torch.save(state | {"optimiser": self._optimiser.state_dict()}, file)
+        self._kept_s = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some shards whose texts are shuffled together, into batches of about one length."""
+
+    paths: tuple[Path, ...]
+    batch_size: int
+    seed: str
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the group, the last of which may be smaller."""
+        num_texts = sum(read_sidecar(path, keys=("texts",))["texts"] for path in self.paths)
+        return -(-num_texts // self.batch_size)
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
+        """The batches from place `start` on, in an order that the seed decides."""
+        rng = random.Random(self.seed)
+        readings = [reading for path in self.paths for reading in readings_in(path)]
+        readings.sort(key=lambda reading: len(reading.ids) + rng.random())
+        parts = [readings[place : place + self.batch_size] for place in range(0, len(readings), self.batch_size)]
+        rng.shuffle(parts)
+        yield from map(_padded, parts[start:])
+
+
+def _groups(paths: Sequence[Path], lessons: Lessons, epoch: int) -> Iterator[Group]:
+    """The groups of an epoch, whose order seed and epoch decide."""
+    order = list(paths)
+    random.Random(f"{lessons.seed} {epoch}").shuffle(order)
+    for start in range(0, len(order), _SHARDS_TOGETHER):
+        yield Group(
+            tuple(order[start : start + _SHARDS_TOGETHER]), lessons.batch_size, f"{lessons.seed} {epoch} {start}"
+        )
+
+
+def _padded(readings: Sequence[Reading]) -> Batch:
+    pad = torch.nn.utils.rnn.pad_sequence
+    likeliest, log_p, is_learned = [], [], []
+    for reading in readings:
+        start = reading.num_prompt - 1  # the target speaks of response token i at position start + i
+        before, after = start, 1
+        likeliest.append(torch.nn.functional.pad(reading.likeliest, (0, 0, before, after)))
+        log_p.append(torch.nn.functional.pad(reading.log_p.float(), (0, 0, before, after), value=float("-inf")))
+        place = torch.arange(len(reading.ids))
+        is_learned.append((place >= max(start, NUM_DEPTHS + 1)) & (place < len(reading.ids) - 1))
+    return Batch(
+        pad([reading.ids for reading in readings], batch_first=True),
+        pad([reading.features.float() for reading in readings], batch_first=True),
+        pad(is_learned, batch_first=True),
+        pad(likeliest, batch_first=True),
+        pad(log_p, batch_first=True, padding_value=float("-inf")),
+    )
+
+
+@torch.no_grad()
+def _measured(pupil: Pupil, paths: Sequence[Path], lessons: Lessons) -> dict[str, list[float]]:
+    """Mean KL and acceptance_rate at each depth on held-out readings."""
+    losses = [loss_of(pupil, batch, NUM_DEPTHS) for group in _groups(paths, lessons, 0) for batch in group.batches()]
+    return {
+        name: [
+            round(sum(values) / len(losses), 4)
+            for values in zip(*(getattr(loss, name) for loss in losses), strict=True)
+        ]
+        for name in ("divergences", "acceptance_rates")
+    }
