@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from checkpoints.recipes.learning import Lessons, learn
+from checkpoints.recipes.learning import Distillation, learn
 from checkpoints.recipes.readings import likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_feature_drafts, make_trio
 from checkpoints.recipes.reduced import Reduced
@@ -52,8 +52,8 @@ def eagle3(
     responses: str,
     out: str,
     vocab_size: int = 8192,
-    num_epochs: int = Lessons.num_epochs,
-    learning_rate: float = Lessons.learning_rate,
+    num_epochs: int = Distillation.num_epochs,
+    learning_rate: float = Distillation.learning_rate,
 ) -> None:
     """Teach an EAGLE-3 draft with a reduced vocabulary on responses of a target, which is read once; resumes.
 
@@ -66,11 +66,11 @@ def eagle3(
         learning_rate: the peak.
     """
     directory, model, paths, layer_ids = _read(target, responses, out)
-    lessons = Lessons(num_epochs=num_epochs, learning_rate=learning_rate)
-    torch.manual_seed(lessons.seed)
+    distillation = Distillation(num_epochs=num_epochs, learning_rate=learning_rate)
+    torch.manual_seed(distillation.seed)
     ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
     draft = Reduced(model, layer_ids, ids)
-    figures = learn(draft, paths, _beside(directory, "work"), lessons)
+    figures = learn(draft, paths, _beside(directory, "work"), distillation)
     draft.save(directory)
     _tell(directory, figures)
 
@@ -82,8 +82,8 @@ def small(
     out: str,
     hidden_size: int = SmallShape.hidden_size,
     num_layers: int = SmallShape.num_layers,
-    num_epochs: int = Lessons.num_epochs,
-    learning_rate: float = Lessons.learning_rate,
+    num_epochs: int = Distillation.num_epochs,
+    learning_rate: float = Distillation.learning_rate,
 ) -> None:
     """Teach a small Llama with the target's vocabulary on responses of a target, which is read once; resumes.
 
@@ -97,10 +97,10 @@ def small(
         learning_rate: the peak.
     """
     directory, model, paths, _ = _read(target, responses, out)
-    lessons = Lessons(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate)
-    torch.manual_seed(lessons.seed)
+    distillation = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate)
+    torch.manual_seed(distillation.seed)
     draft = Small(model, SmallShape(hidden_size=hidden_size, num_layers=num_layers, intermediate_size=4 * hidden_size))
-    figures = learn(draft, paths, _beside(directory, "work"), lessons)
+    figures = learn(draft, paths, _beside(directory, "work"), distillation)
     draft.save(directory, load_tokenizer(ModelSource(path=target)))
     _tell(directory, figures)
 

@@ -53,12 +53,7 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
     """
     target_config = target.config.get_text_config()
     body: Any = target.base_model
-    keys = {
-        name: value
-        for name, value in target_config.to_diff_dict().items()
-        if not name.startswith("_") and name not in _NO_KEYS
-    }
-    config = LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": kind == "glide"})
+    config = layer_config(target, is_tied=kind == "glide")
     if kind == "eagle":
         eagle = Eagle(config)
         assert eagle.embed_tokens is not None
@@ -79,6 +74,13 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
         if name == "cross_attn.o_proj.weight":
             torch.nn.init.zeros_(parameter)
     return glide.bind(target)
+
+
+def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
+    """The config of one Llama layer of the target's sizes."""
+    of_target = target.config.get_text_config().to_diff_dict()
+    keys = {name: value for name, value in of_target.items() if not name.startswith("_") and name not in _NO_KEYS}
+    return LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": is_tied})
 
 
 def teach(

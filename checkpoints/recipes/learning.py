@@ -8,7 +8,7 @@ taught several depths, as EAGLE-3's "training-time test" has it (arXiv 2503.0184
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +34,7 @@ _CHECKPOINT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class Distillation:
     """What decides a draft, but for its shape, its target, its texts and the machine."""
 
     num_depths: int = 3
@@ -105,31 +105,35 @@ def loss_of(pupil: Pupil, batch: Batch, num_depths: int) -> Loss:
     return Loss(total, divergences, rates)
 
 
-def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, lessons: Lessons) -> dict[str, Any]:
+def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
     """Teach a draft, or go on with it; its figures on the last shard of the readings, which is held out.
 
     Args:
         pupil: the draft, as its seed has made it.
         paths: shards of readings, two or more.
         directory: the folder of the checkpoint.
-        lessons: how it learns.
+        distillation: how it learns.
 
     Raises:
-        ValueError: fewer than two shards; a checkpoint of other lessons.
+        ValueError: fewer than two shards; a checkpoint of another run.
     """
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
     taught, held_out = paths[:-1], paths[-1:]
-    groups = [group for epoch in range(lessons.num_epochs) for group in _groups(taught, lessons, epoch)]
+    groups = [group for epoch in range(distillation.num_epochs) for group in _groups(taught, distillation, epoch)]
     *firsts, num_steps = accumulate((group.num_batches for group in groups), initial=0)
-    optimiser = Optimiser(pupil.module, lessons.learning_rate, num_steps, has_muon=False)
-    checkpoint = Checkpoint(directory / "checkpoint.pt", lessons, pupil.module, optimiser)
+    optimiser = Optimiser(pupil.module, distillation.learning_rate, num_steps, has_muon=False)
+    key = asdict(distillation) | {
+        "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
+        "shapes": {name: list(tensor.shape) for name, tensor in pupil.module.state_dict().items()},
+    }
+    checkpoint = Checkpoint(directory / "checkpoint.pt", key, pupil.module, optimiser)
     step = checkpoint.load()
     with Bar(desc="the draft learns", unit="steps", total=num_steps, initial=step) as bar:
         for group, first, end in zip(groups, firsts, [*firsts[1:], num_steps], strict=True):
             for batch in group.batches(step - first) if step < end else ():
-                with torch.autocast("cpu", torch.bfloat16, enabled=lessons.is_mixed):
-                    loss = loss_of(pupil, batch, lessons.num_depths)
+                with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
+                    loss = loss_of(pupil, batch, distillation.num_depths)
                 optimiser.step(loss.total)
                 step += 1
                 bar.set_postfix_str(f"KL {loss.divergences[0]:.2f}, acceptance {loss.acceptance_rates[0]:.2f}")
@@ -137,28 +141,35 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, lessons: Lessons
                 checkpoint.keep_now_and_then(step)
     checkpoint.keep(step)
     pupil.module.eval()
-    return {"steps": step, **_measured(pupil, held_out, lessons), **asdict(lessons)}
+    return {"steps": step, **_measured(pupil, held_out, distillation), **asdict(distillation)}
 
 
 class Checkpoint:
     """The state of a run, written every few minutes."""
 
-    def __init__(self, path: Path, lessons: Lessons, module: nn.Module, optimiser: Optimiser) -> None:
-        self._path, self._lessons, self._module, self._optimiser = path, asdict(lessons), module, optimiser
+    def __init__(self, path: Path, key: Mapping[str, Any], module: nn.Module, optimiser: Optimiser) -> None:
+        """Args:
+        path: the file.
+        key: what decides the run; a state of another is refused.
+        module: the draft.
+        optimiser: of its parameters.
+        """
+        self._path, self._key, self._module, self._optimiser = path, dict(key), module, optimiser
         self._kept_s = time.monotonic()
 
     def load(self) -> int:
         """Take the state that is there, if there is one; the number of its steps.
 
         Raises:
-            ValueError: it is of other lessons.
+            ValueError: it is of another run.
         """
         if not self._path.exists():
             return 0
         state = torch.load(self._path)
-        if state["lessons"] != self._lessons:
+        if differing := [name for name in self._key if state["key"].get(name) != self._key[name]]:
             raise ValueError(
-                f"{self._path} is of other lessons, {state['lessons']}; choose another folder, or delete it"
+                f"{self._path} is of another run, which differs in {', '.join(differing)}; choose another --out, or "
+                "delete it"
             )
         self._module.load_state_dict(state["draft"])
         self._optimiser.load_state_dict(state["optimiser"])
@@ -171,7 +182,7 @@ class Checkpoint:
 
     def keep(self, step: int) -> None:
         """Write the state."""
-        state = {"lessons": self._lessons, "step": step, "draft": self._module.state_dict()}
+        state = {"key": self._key, "step": step, "draft": self._module.state_dict()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self._path) as file:
             torch.save(state | {"optimiser": self._optimiser.state_dict()}, file)
@@ -202,13 +213,15 @@ class Group:
         yield from map(_padded, parts[start:])
 
 
-def _groups(paths: Sequence[Path], lessons: Lessons, epoch: int) -> Iterator[Group]:
+def _groups(paths: Sequence[Path], distillation: Distillation, epoch: int) -> Iterator[Group]:
     """The groups of an epoch, whose order seed and epoch decide."""
     order = list(paths)
-    random.Random(f"{lessons.seed} {epoch}").shuffle(order)
+    random.Random(f"{distillation.seed} {epoch}").shuffle(order)
     for start in range(0, len(order), _SHARDS_TOGETHER):
         yield Group(
-            tuple(order[start : start + _SHARDS_TOGETHER]), lessons.batch_size, f"{lessons.seed} {epoch} {start}"
+            tuple(order[start : start + _SHARDS_TOGETHER]),
+            distillation.batch_size,
+            f"{distillation.seed} {epoch} {start}",
         )
 
 
@@ -232,9 +245,11 @@ def _padded(readings: Sequence[Reading]) -> Batch:
 
 
 @torch.no_grad()
-def _measured(pupil: Pupil, paths: Sequence[Path], lessons: Lessons) -> dict[str, list[float]]:
+def _measured(pupil: Pupil, paths: Sequence[Path], distillation: Distillation) -> dict[str, list[float]]:
     """Mean KL and acceptance_rate at each depth on held-out readings."""
-    losses = [loss_of(pupil, batch, NUM_DEPTHS) for group in _groups(paths, lessons, 0) for batch in group.batches()]
+    losses = [
+        loss_of(pupil, batch, NUM_DEPTHS) for group in _groups(paths, distillation, 0) for batch in group.batches()
+    ]
     return {
         name: [
             round(sum(values) / len(losses), 4)

@@ -14,14 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from checkpoints.recipes.feature_drafts import unrolled
+from checkpoints.recipes.feature_drafts import layer_config, unrolled
 from checkpoints.recipes.learning import Batch
 from lm.features.eagle import Eagle3
 from store.shards import atomic_directory
-
-_NO_KEYS = ("architectures", "dtype", "transformers_version")
 
 
 class Reduced:
@@ -34,9 +32,7 @@ class Reduced:
         target_ids: the target's ids of its vocabulary.
         """
         of_target = target.config.get_text_config()
-        keys = {name: value for name, value in of_target.to_diff_dict().items() if name not in _NO_KEYS}
-        keys = {name: value for name, value in keys.items() if not name.startswith("_")}
-        config = LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": False})
+        config = layer_config(target, is_tied=False)
         config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)
         self.draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
         body: Any = target.base_model

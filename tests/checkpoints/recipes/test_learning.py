@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.learning import Lessons, learn
+from checkpoints.recipes.learning import Distillation, learn
 from checkpoints.recipes.readings import Text, likeliest_tokens, read_target, readings_in, texts_of
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
@@ -22,7 +22,7 @@ from lm import Sampling, load_model, load_pair, load_tokenizer
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 LAYERS = (2, 5, 7)
-LESSONS = Lessons(num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
+DISTILLATION = Distillation(num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
 
 
 def reduced_draft(target, paths):
@@ -88,8 +88,8 @@ def test_the_vocabulary_is_what_the_target_says_most(paths):
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, target, paths, tmp_path, monkeypatch):
     whole, made = DRAFTS[kind](target, paths), DRAFTS[kind]
-    figures = learn(whole, paths, tmp_path / "whole", LESSONS)
-    still = replace(LESSONS, num_epochs=1, learning_rate=0.0)
+    figures = learn(whole, paths, tmp_path / "whole", DISTILLATION)
+    still = replace(DISTILLATION, num_epochs=1, learning_rate=0.0)
     before = learn(made(target, paths), paths, tmp_path / "none", still)
     most = {"eagle3": 0.8, "small": 0.95}[kind]  # in eight steps
     assert figures["divergences"][0] < most * before["divergences"][0]
@@ -103,19 +103,24 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, 
     with monkeypatch.context() as patch:
         patch.setattr("checkpoints.recipes.learning.Checkpoint.keep_now_and_then", stop)
         with pytest.raises(KeyboardInterrupt):
-            learn(made(target, paths), paths, tmp_path / "parts", LESSONS)
+            learn(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
     parts = made(target, paths)
-    learn(parts, paths, tmp_path / "parts", LESSONS)
+    learn(parts, paths, tmp_path / "parts", DISTILLATION)
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, parts.module.state_dict()[name]), name
-    with pytest.raises(ValueError, match="of other lessons"):
-        learn(parts, paths, tmp_path / "parts", replace(LESSONS, seed=1))
+    with pytest.raises(ValueError, match="of another run, which differs in seed"):
+        learn(parts, paths, tmp_path / "parts", replace(DISTILLATION, seed=1))
+    with pytest.raises(ValueError, match="differs in readings"):
+        learn(parts, paths[:2], tmp_path / "parts", DISTILLATION)
+    other = {"eagle3": small_draft, "small": reduced_draft}[kind](target, paths)
+    with pytest.raises(ValueError, match="differs in shapes"):
+        learn(other, paths, tmp_path / "parts", DISTILLATION)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
     draft, source = DRAFTS[kind](target, paths), ModelSource(path=str(TINY / "target"), dtype="float32")
-    learn(draft, paths, tmp_path / "work", LESSONS)
+    learn(draft, paths, tmp_path / "work", DISTILLATION)
     draft.save(tmp_path / "draft", *([] if kind == "eagle3" else [load_tokenizer(source)]))
     if kind == "eagle3":
         tensors = load_file(tmp_path / "draft" / "model.safetensors")
