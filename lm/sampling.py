@@ -5,7 +5,8 @@
 
 The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in
 which `generate` applies them, so that a pair sampled here has the law that its users know. Departures: temperature 0 is
-allowed (transformers raises), and softmax runs in float32 whatever the dtype of the logits (float64 on request).
+allowed (transformers raises), softmax runs in float32 whatever the dtype of the logits (float64 on request), and top-p
+sorts on the CPU only what it must (`QuickTopP`), which changes no bit of the result.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,41 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+_NUM_LIKELIEST = 256
+"""Tokens that hold top-p's mass in nearly every law of a language model."""
+_MARGIN = 1e-5
+"""Mass around top-p within which the rounding of another order of sums could decide otherwise."""
+
+
+class QuickTopP(TopPLogitsWarper):
+    """transformers' top-p, bit for bit, from the likeliest tokens alone where these decide it.
+
+    Sorting 49,152 logits takes a core 4 ms, more than many a draft takes for a token; the likeliest 256 are found in
+    0.2. A row is sorted after all where they hold too little mass, where the mass above one of them is within rounding
+    of top-p, and where the last token kept and the first left out are equally likely.
+    """
+
+    def __call__(
+        self, input_ids: LongTensor | None, scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """The scores with -inf for every token beyond the likeliest that hold `top_p` of the mass."""
+        is_short = scores.shape[-1] <= 4 * _NUM_LIKELIEST
+        if is_short or scores.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().__call__(input_ids, scores)
+        likeliest = scores.topk(_NUM_LIKELIEST, dim=-1).values
+        probs = (likeliest - scores.logsumexp(-1, keepdim=True)).exp()
+        above = probs.cumsum(-1, dtype=torch.float64) - probs
+        num_kept = (above < self.top_p).sum(-1, keepdim=True)
+        places = (num_kept + torch.tensor([-1, 0])).clamp(0, _NUM_LIKELIEST - 1)
+        last, first_out = likeliest.gather(-1, places).split(1, dim=-1)
+        is_clear = ((above - self.top_p).abs() > _MARGIN).all(-1) & (last > first_out).squeeze(-1)
+        kept = scores.masked_fill(scores < last, self.filter_value)
+        if not is_clear.all():  # NaN is never clear
+            kept[~is_clear] = super().__call__(input_ids, scores[~is_clear])
+        return kept
 
 
 @dataclass(frozen=True)
@@ -99,5 +133,5 @@ class Sampling:
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
-            warpers.append(TopPLogitsWarper(self.top_p))
+            warpers.append(QuickTopP(self.top_p))
         return warpers

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TopPLogitsWarper
 
 from lm import Sampling, cross_entropy, entropy
+from lm.sampling import QuickTopP
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], dtype=torch.float64)
 
@@ -69,3 +70,23 @@ def test_entropies_are_in_nats_and_survive_impossible_tokens():
     assert float(cross_entropy(LOGITS[0], LOGITS[0])) == pytest.approx(float(entropy(LOGITS[0])))
     assert float(entropy(torch.tensor([0.0, 0.0, -torch.inf]))) == pytest.approx(0.6931, abs=1e-4)
     assert entropy(torch.tensor([500.0, 0.0])) >= 0
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
+def test_top_p_from_the_likeliest_tokens_is_that_of_transformers_bit_by_bit(top_p):
+    generator = torch.Generator().manual_seed(0)
+    flat, peaked = (torch.randn(8, 2000, generator=generator) * scale for scale in (1, 6))
+    tied = peaked.to(torch.bfloat16).float()
+    for logits in (flat, peaked, tied, torch.cat([peaked, flat, tied]), torch.zeros(2, 2000)):
+        assert torch.equal(QuickTopP(top_p)(None, logits), TopPLogitsWarper(top_p)(None, logits))
+
+
+def test_top_p_sorts_only_the_rows_that_its_likeliest_tokens_leave_open(monkeypatch):
+    sorted_rows = []
+    sort = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda rows, **kinds: sorted_rows.append(len(rows)) or sort(rows, **kinds))
+    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[6.0], [1.0], [6.0]])
+    QuickTopP(0.9)(None, logits)
+    assert sorted_rows == [1]
+    QuickTopP(0.9)(None, logits[[0, 2]])
+    assert sorted_rows == [1]
