@@ -52,6 +52,7 @@ LIMITS = {
         for name in ("max_prompt_tokens", "max_new_tokens", "mixes", "rows_per_shard", "batch_size", "chunk_mb")
     },
     "data.draft_length": Limit(1, 1000),
+    "data.draft_every": Limit(1, 1000),
     "data.prompts.weight": _POSITIVE,
     "data.split_weights": _AT_LEAST_ZERO,
     "data.seed": _SEED,

@@ -188,6 +188,10 @@ class DataConfig:
     """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft
     one.
     """
+    draft_every: int = 1
+    """Heads on a feature draft learn from drafts at every n-th place of a response: neighbours say nearly the same, and
+    time and disk of the data fall almost by n.
+    """
     features: tuple[Literal["fed", "drawn"], ...] | None = None
     """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from
     (law 4.8b). null: those that heads.timings and heads.specdec need.

@@ -1,16 +1,16 @@
 """Labels and features of a feature draft: what a head on it learns from are drafts, as decoding makes them.
 
-From every position s of a response the draft drafts a few tokens y, fed with the target's states up to s and with its
-own outputs from there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the later ones read
-what the draft itself said, which is what a head meets in decoding. One forward of the target over all drafts of a
-response gives p along them.
+From every position s of a response, or every n-th, the draft drafts a few tokens y, fed with the target's states up to
+s and with its own outputs from there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the
+later ones read what the draft itself said, which is what a head meets in decoding. One forward of the target over all
+drafts of a response gives p along them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
     drawn-time state      that which produced q(s, j)
     fed-time state        that after y_j was fed
 
 There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each
-position.
+position, also where no draft is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,6 +71,8 @@ class ChainLabeller:
     eos_ids: frozenset[int]
     draft_length: int
     """Tokens of each draft, unless EOS or the response's end comes before."""
+    draft_every: int
+    """Drafts are kept of every n-th position of a response, from its first on."""
     chunk_mb: int
     """Bound of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
@@ -123,9 +125,14 @@ class ChainLabeller:
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
+        is_kept = torch.arange(len(response)) % self.draft_every == 0
+        limits[~is_kept] = 1  # for the rows
         groups = torch.arange(len(response)).split(at_once)
         return [
-            self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings)
+            _kept(
+                self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings),
+                is_kept[group],
+            )
             for group in groups
         ]
 
@@ -212,6 +219,16 @@ class ChainLabeller:
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)
         return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
+
+
+def _kept(labelled: LabelledDrafts, is_kept: Tensor) -> LabelledDrafts:
+    """The same rows, and of the drafts of one response those that `is_kept`, [draft], names."""
+    lengths = torch.tensor(labelled.lengths[0])
+    is_token_kept = is_kept.repeat_interleave(lengths)
+    columns, hidden = (
+        {name: values[is_token_kept] for name, values in table.items()} for table in (labelled.columns, labelled.hidden)
+    )
+    return LabelledDrafts(labelled.rows, columns, hidden, [lengths[is_kept].tolist()])
 
 
 def _concatenated(tables: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

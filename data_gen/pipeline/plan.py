@@ -202,12 +202,12 @@ def _effort_made(data: DataConfig, folder: str, split: Split) -> Effort:
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
-    num_features = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
+    num_features: float = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
     width = width_of(pair.draft)
     if width is None:
         width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
     else:  # a feature draft
-        num_features *= data.draft_length
+        num_features *= data.draft_length / data.draft_every
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),

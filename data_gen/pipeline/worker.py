@@ -107,7 +107,7 @@ class Worker:
         if self._feature_draft is not None:
             target = models["target"]
             eos_ids = Pair(target, self._feature_draft, None, self.tokenizer).eos_ids
-            settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length}
+            settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
             self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
 
     def make(self, spec: ShardSpec, progress: Progress) -> None:

@@ -74,6 +74,8 @@ def make_manifest(
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
         "draft_length": data.draft_length if released_layout_of(pair.draft) else None,
+        # null as in directories that were made before there was a choice
+        "draft_every": data.draft_every if data.draft_every > 1 and released_layout_of(pair.draft) else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
         "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,

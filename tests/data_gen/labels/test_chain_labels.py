@@ -20,11 +20,12 @@ EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("
 CHANCE = uniforms(3, 8, LENGTH)
 
 
-def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES) -> LabelledDrafts:
+def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> LabelledDrafts:
     how = {
         "vocab_size": VOCAB,
         "eos_ids": frozenset({EOS}),
         "draft_length": LENGTH,
+        "draft_every": draft_every,
         "chunk_mb": 64,
         "feature_dtype": torch.float64,
     }
@@ -58,6 +59,21 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
         if tokens[-1] == EOS:
             break
     return steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(kind):
+    whole, half = labelled(kind), labelled(kind, draft_every=2)
+    starts = [start for lengths in whole.lengths for start in range(len(lengths))]
+    lengths = torch.tensor([length for row in whole.lengths for length in row])
+    is_kept = (torch.tensor(starts) % 2 == 0).repeat_interleave(lengths)
+    assert half.lengths == [lengths[::2] for lengths in whole.lengths]
+    for name, values in half.columns.items():
+        torch.testing.assert_close(values, whole.columns[name][is_kept])
+        torch.testing.assert_close(half.rows[name], whole.rows[name])
+    for timing in ("drawn", "fed"):
+        torch.testing.assert_close(half.hidden[timing], whole.hidden[timing][is_kept])
 
 
 @torch.no_grad()
