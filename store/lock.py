@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,23 +25,29 @@ _ATTEMPTS = 100
 _HANDOVER_S = 0.1
 """So long a holder that ends just now is waited for."""
 _POLL_S = 0.005
+_SILENT_S = 1.0
+"""A longer wait is told of."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @contextmanager
-def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
+def only_writer(
+    directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = _HANDOVER_S
+) -> Iterator[None]:
     """While the block runs no other process enters it with this directory; nothing of the lock is left afterwards.
 
     Args:
         directory: the folder, which is made if it is not there, and removed again if the block leaves it empty.
         setting: the key of the config that names the directory, for the message.
+        name: the lock; processes that share the directory by a rule of their own take different ones.
+        wait_s: seconds for which a holder is waited for; beyond the first, stderr says so.
 
     Raises:
         ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem
             knows no locks.
     """
-    path = local_path(directory, setting) / LOCK
-    lock = _locked(path, setting)
+    path = local_path(directory, setting) / name
+    lock = _locked(path, setting, wait_s)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
         with suppress(OSError):  # a full disk is for those to name who have something to write
@@ -52,12 +59,26 @@ def only_writer(directory: str | Path, *, setting: str) -> Iterator[None]:
         lock.release()
 
 
-def _locked(path: Path, setting: str) -> FileLock:
-    lock = FileLock(path, timeout=_HANDOVER_S, poll_interval=_POLL_S, fallback_to_soft=False)
+def holder_of(path: Path) -> str | None:
+    """The process that holds a lock, in words; None where nobody does (its file was left by one that was killed)."""
+    try:
+        with FileLock(path, timeout=0, fallback_to_soft=False):
+            return None
+    except Timeout:
+        return _holder(path)
+
+
+def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
+    lock = FileLock(path, poll_interval=_POLL_S, fallback_to_soft=False)
+    waits = iter([min(wait_s, _SILENT_S), wait_s - _SILENT_S])
+    wait = next(waits)
     for attempt in range(_ATTEMPTS):
         try:
-            lock.acquire()
+            lock.acquire(timeout=wait)
         except Timeout as error:
+            if (wait := next(waits, 0)) > 0:
+                print(f"{path.parent} is in use by {_holder(path)}; waiting for its turn", file=sys.stderr)
+                continue
             raise ValueError(
                 f"{path.parent} is in use by {_holder(path)}; wait until it ends, stop it, or choose another {setting}"
             ) from error

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -189,14 +189,16 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
     return paths
 
 
-def clean_partial(directory: str | Path, *folders: str) -> None:
+def clean_partial(directory: str | Path, *folders: str, names: Container[str] | None = None) -> None:
     """Remove the temporary files of writers that were killed; the caller holds the lock of the directory
     (`store.lock`).
 
     Args:
         directory: the folder, to which this process alone writes.
         folders: patterns of the folders in it that hold shards; others may belong to another process, or to the user.
+        names: the shards whose files alone are this process's to remove; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
-        if path.with_suffix("").suffix[1:].isdigit():  # .{name}.{pid}.partial
+        name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")
+        if pid.isdigit() and (names is None or name.split(".")[0] in names):
             path.unlink(missing_ok=True)

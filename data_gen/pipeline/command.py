@@ -4,13 +4,16 @@ prompt.
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.growth import Order, order_of
+from data_gen.pipeline.growth import order_of
 from data_gen.pipeline.on_ray import run_on_actors
+from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import forget_all_stages, is_done, stages_of
+from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.prompts.hub import load, set_of
 from data_gen.responses.conversation import ShardSpec
@@ -18,52 +21,128 @@ from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
-from store.lock import only_writer
 from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from store.sums import forget_broken, shards_in
 
 
-def make(config: Config, *, retry_errors: bool = False) -> None:
+def make(
+    config: Config,
+    *,
+    retry_errors: bool = False,
+    stages: Literal["all", "respond", "draft", "target"] = "all",
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> None:
     """Make or resume the data: rows, features, manifest, errors.jsonl.
 
     Args:
         config: the experiment.
         retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
+        stages: the one stage of data.mode sequential that this run makes, each of which needs one model alone.
+        rank: this process makes shards rank, rank + world_size, …; taken from torchrun or srun where they started it.
+        world_size: processes that make the data together.
     """
     check_settings(config.pair, config.data)
     pair, data = config.pair, settled(config.data, config.heads)
+    share, asked = share_of(rank, world_size), _asked(stages, data, retry_errors=retry_errors)
     tokenizer = load_pair_tokenizer(pair)
-    with only_writer(data.dir, setting="data.dir"):
-        order = order_of(data)
-        num_prompts = {
-            source.path: len(load(set_of(source), "train"))
-            for source in data.prompt_sources
-            if Path(source.path).is_file()
-        }
-        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split, num_prompts=num_prompts)
-        check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
-        settle(data.dir, manifest)
-        _complete(pair, data, order, retry_errors=retry_errors)
+    with share.writing(data.dir):
+        with share.turn(data.dir):
+            share.refuse_others(data.dir)
+            order = order_of(data)
+            num_prompts = {
+                source.path: len(load(set_of(source), "train"))
+                for source in data.prompt_sources
+                if Path(source.path).is_file()
+            }
+            manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split, num_prompts=num_prompts)
+            check_lengths(
+                pair, data
+            )  # first: the remedy changes the manifest, and one that was settled would refuse it
+            settle(data.dir, manifest)
+        others = [spec for spec in order.others if is_done(spec, data)]
+        num_made = _complete(pair, data, share, [*order.specs, *others], stages=asked, retry_errors=retry_errors)
+        with share.turn(data.dir):
+            _account(data, order.specs, others, num_made=num_made, share=share, stages=asked)
 
 
-def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors: bool) -> None:
-    """Make the shards that are missing or not what was written, then the account of all."""
-    clean_partial(data.dir, *SHARD_FOLDERS)
-    specs, others = order.specs, [spec for spec in order.others if is_done(spec, data)]
-    forget_broken(shards_in(data.dir))
-    missing = [spec for spec in (*specs, *others) if not is_done(spec, data)]
+def _asked(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
+    """The stages that this run makes, in order."""
+    if stages == "all":
+        return stages_of(data)
+    if data.mode == "together":
+        raise ValueError(
+            f"--stages is {stages} and data.mode together, which has both models loaded and no stages; set data.mode: "
+            "sequential"
+        )
+    if retry_errors:
+        raise ValueError(f"--retry_errors goes through all stages, and --stages is {stages}; leave one of them out")
+    return tuple(stage for stage in stages_of(data) if stage == stages)
+
+
+def _complete(
+    pair: PairConfig,
+    data: DataConfig,
+    share: Share,
+    specs: Sequence[ShardSpec],
+    *,
+    stages: Sequence[Stage],
+    retry_errors: bool,
+) -> int:
+    """Make this share's shards that are missing or not what was written; how many were made."""
+    specs = share.of(specs)
+    names = None if share.is_whole else {name_of(spec) for spec in specs}
+    clean_partial(data.dir, *SHARD_FOLDERS, names=names)
+    forget_broken(path for path in shards_in(data.dir) if names is None or path.stem in names)
+    missing = [spec for spec in specs if not is_done(spec, data)]
     again = [
         spec
         for spec in specs
         if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))
     ]
-    for stage in stages_of(data):
+    num_made = 0
+    for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
+            _refuse_gap(stage, unfinished, data)
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
+            num_made = max(num_made, len(unfinished))
         if again:
             _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), again)
-    clean_partial(data.dir, *SHARD_FOLDERS)  # of actors that died in this very run
+    clean_partial(data.dir, *SHARD_FOLDERS, names=names)  # of actors that died in this very run
+    return num_made + len(again)
+
+
+def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> None:
+    """Raise ValueError where the stage before has not been made of every shard."""
+    before: Stage | None = next((one for one, after in pairwise(stages_of(data)) if after == stage), None)
+    lacking = [] if before is None else [spec for spec in specs if not is_done(spec, data, before)]
+    if lacking:
+        raise ValueError(
+            f"the stage {stage} of {len(lacking)} shards of {data.dir} lacks the stage {before}, {name_of(lacking[0])} "
+            f"first; run --stages {before} to its end before"
+        )
+
+
+def _account(
+    data: DataConfig,
+    specs: Sequence[ShardSpec],
+    others: Sequence[ShardSpec],
+    *,
+    num_made: int,
+    share: Share,
+    stages: Sequence[Stage],
+) -> None:
+    """Say what was made; where every shard is there, write the account of all prompts.
+
+    Raises:
+        ValueError: more prompts ended in an error than the config bears.
+    """
+    missing = sum(not is_done(spec, data) for spec in (*specs, *others))
+    if missing:
+        whose = "" if share.is_whole else f"rank {share.rank} of {share.world_size}: "
+        print(f"{whose}{data.dir}: {num_made} shards went through {', '.join(stages)}; {missing} are not whole yet")
+        return
     forget_all_stages([*specs, *others], data)
     paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*specs, *others)]
     totals = account(paths)
@@ -75,7 +154,7 @@ def _complete(pair: PairConfig, data: DataConfig, order: Order, *, retry_errors:
         )
     print(
         f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards "
-        f"({len(missing) + len(again)} made now); "
+        f"({num_made} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
     _refuse_errors(totals, data)
@@ -105,7 +184,7 @@ def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     worker = Worker(job)
     share = 1 / steps_of(job.stage)
     for spec in specs:
-        bar.set_description(f"{job.stage}: {spec.split}-{spec.index:05d}")
+        bar.set_description(f"{job.stage}: {name_of(spec)}")
         worker.make(spec, lambda count: bar.update(count * share))
     del worker
     free_memory()  # the next stage loads models of its own

@@ -46,6 +46,11 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     return ("together",) if data.mode == "together" else ("respond", "draft", "target")
 
 
+def name_of(spec: ShardSpec) -> str:
+    """A shard in files and messages: train-00012."""
+    return f"{spec.split}-{spec.index:05d}"
+
+
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
     """Whether a shard needs this stage no more: the stage's own result or the whole shard is on disk."""
     paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
@@ -246,4 +251,4 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
 
 
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
-    return Path(data.dir) / "stages" / stage / f"{spec.split}-{spec.index:05d}.{_SUFFIXES[stage]}"
+    return Path(data.dir) / "stages" / stage / f"{name_of(spec)}.{_SUFFIXES[stage]}"
