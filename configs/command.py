@@ -125,9 +125,10 @@ def run(
             else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
         )
         _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
+    kinds = get_type_hints(commands[name])
     flags = {
-        key: parsed[key]
-        for key in vars(parsed)
+        key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
+        for key, value in vars(parsed).items()
         if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}
     }
     try:

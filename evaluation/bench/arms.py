@@ -1,10 +1,10 @@
-"""Arms: ways of writing the same number of tokens, which take turns on every prompt.
+"""Arms: ways of answering the same prompts, which take turns on each.
 
-EOS is switched off in all, and a time is wall clock around a whole generation, prompt included. Every arm of the loop
-starts a prompt from the same seed.
+EOS is switched off in all, so that they write the same number of tokens, unless they are told to end there. A time is
+wall clock around a whole generation, prompt included. Every arm of the loop starts a prompt from the same seed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,8 +16,16 @@ from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
-Timed = Callable[[list[int], int], float]
-"""Generates from a prompt and a seed, and says the seconds that it took."""
+
+class Written(NamedTuple):
+    """What a generation wrote, and how long it took."""
+
+    tokens: int
+    seconds: float
+
+
+Timed = Callable[[list[int], int], Written]
+"""Generates from a prompt and a seed."""
 
 
 class Racer(NamedTuple):
@@ -40,27 +48,26 @@ class Racer(NamedTuple):
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
     """Generations of a decoder, timed."""
 
-    def seconds_of(prompt: list[int], seed: int) -> float:
+    def written(prompt: list[int], seed: int) -> Written:
         generator = torch.Generator().manual_seed(seed)
         started_s = perf_counter()
-        decoder.generate(prompt, num_tokens, generator=generator)
-        return perf_counter() - started_s
+        generation = decoder.generate(prompt, num_tokens, generator=generator)
+        return Written(len(generation.token_ids), perf_counter() - started_s)
 
-    return seconds_of
+    return written
 
 
-def turns(
-    arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, has_warm_up: bool = True
-) -> Iterator[dict[str, float]]:
-    """Seconds of every arm on each prompt in turn, as soon as a prompt is done; one unmeasured turn first."""
-    for timed in arms.values() if has_warm_up else ():
+def warm_up(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> None:
+    """One turn that is not measured."""
+    for timed in arms.values():
         timed(prompts[0], len(prompts))
-    for seed, (prompt, order) in enumerate(in_turns(arms, prompts)):
-        seconds = {name: arms[name](prompt, seed) for name in order}
-        yield {name: seconds[name] for name in arms}
 
 
 def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, list[float]]:
-    """Seconds of every arm on every prompt, the arms in turns."""
-    rows = list(turns(arms, prompts))
-    return {name: [row[name] for row in rows] for name in arms}
+    """Seconds of every arm on every prompt, the arms in turns; one unmeasured turn first."""
+    warm_up(arms, prompts)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for seed, (prompt, order) in enumerate(in_turns(arms, prompts)):
+        for name in order:
+            seconds[name].append(arms[name](prompt, seed).seconds)
+    return seconds

@@ -31,6 +31,7 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
+from evaluation.bench.abroad import abroad_sheets
 from evaluation.bench.batch_sizes import measure_sizes, size_sheet, size_verdict
 from evaluation.bench.lengths import (
     hierarchy_rows,
@@ -41,8 +42,9 @@ from evaluation.bench.lengths import (
     length_verdict,
 )
 from evaluation.bench.overheads import overhead_verdict, overheads_of
-from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
-from evaluation.bench.standings import race_plot, records_of, standing_sheet, standings_of, summary_sheet, verdict_of
+from evaluation.bench.plots import race_plot
+from evaluation.bench.race import SAMPLINGS, Race, RaceRules, RaceTerms
+from evaluation.bench.standings import records_of, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.contest.in_batches import Sizes, sizes_of
 from evaluation.costs.measure import Loop
 from evaluation.sheet import announce, printing, say, wide_console
@@ -67,6 +69,7 @@ def bench(
     policies: tuple[str, ...] = (),
     families: tuple[str, ...] = (),
     constants: tuple[int, ...] = (),
+    race: RaceRules = RaceRules(),  # noqa: B008  # frozen
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10),
     threads: tuple[int, ...] = (1, 2),
     num_prompts: int = 16,
@@ -82,31 +85,30 @@ def bench(
         ratios: for `policies`, the t_target / t_draft to which both models are slowed; empty: the pair as it is.
         t_draft_ms: for `policies` with ratios, milliseconds of a draft step, unless the draft is slower as it is.
         samplings: for `policies`, any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
-        policies: specs that run in place of each family's best, one a fixed length: fixed_length:k=5,
-            head:PATH,max_rejection_prob=0.4.
+        policies: specs that run in place of each family's best, one a fixed length: head:PATH,max_rejection_prob=0.4.
         families: for `policies`, the families that run beside the best fixed length; empty: all.
         constants: for `policies`, lengths of transformers' constant schedule; empty: our best fixed one and half of it.
+        race: for `policies`, --race.datasets, .num_fixed, .cycles, .run, .ignore_eos, .assistant (see --help.all).
         lengths: for `lengths`, the fixed draft lengths.
         threads: for `lengths` and `overheads`, numbers of CPU threads to measure with.
         num_prompts: generations per arm.
-        num_tokens: tokens per generation; EOS is switched off.
+        num_tokens: tokens per generation; EOS is switched off but by `race.ignore_eos`.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
-    # first: they refuse
     sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **counts)
     document: dict[str, Any] = {"where": where(config), **counts}
-    terms = RaceTerms(**counts, t_draft_ms=t_draft_ms, policies=policies, families=families, constants=constants)
+    terms = RaceTerms(num_prompts, num_tokens, t_draft_ms, policies, families, constants, race)
     with printing(aside=json):
         if "policies" in parts and sizes is None:
-            document["cells"] = race(Race(config, terms), ratios, samplings)
+            document["cells"] = _raced(Race(config, terms), ratios, samplings)
         document |= bare.measured(parts, threads) if sizes is None else bare.in_batches(sizes, policies)
     if json:
         print(to_json(document))
     return document
 
 
-def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
+def _raced(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[dict[str, Any]]:
     """Print each cell as soon as it is there; then the plot."""
     cells = []
     print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
@@ -115,6 +117,9 @@ def race(race: Race, ratios: Sequence[float], samplings: Sequence[str]) -> list[
         standing_sheet(*cells[-1]).print(_WIDTH)
     if len(cells) > 1:
         summary_sheet(cells).print(_WIDTH)
+    if len({cell["dataset"] for cell, _ in cells}) > 1:
+        for sheet in abroad_sheets(cells):
+            sheet.print(_WIDTH)
     plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())
     announce([race.path, path])

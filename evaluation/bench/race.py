@@ -1,36 +1,49 @@
-"""Every policy family and every schedule of transformers in turns, one cell per ratio of times and sampling; finished
-cells are kept.
+"""Every policy family and every schedule of transformers in turns, one cell per ratio of times, dataset and sampling;
+finished rows are kept.
 
-DIR/bench.jsonl holds the seconds of every arm on every prompt of each cell, under what the cell was asked for; a cell
-that is there is not measured again.
+DIR/bench.jsonl holds the tokens and seconds of every arm on each prompt of each cycle, a row, as soon as all arms have
+had their turn, and each finished cell under what it was asked for. What is there is not measured again; an interrupted
+race goes on with its next row, and two processes may run different cells of one race. Only what transformers' schedules
+had learnt is lost then.
 
-Policies run as they were named, or each family at what is fastest on dev at the costs of the cell. A trace is of one
-sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the config's sampling
-is the one of every command), recorded with the models as they are: extra layers change no token. Heads were trained
-under one sampling, too; elsewhere they run as foreign heads, which is said beside them.
+Policies run as they were named, or each family at what is fastest on dev at the costs of the cell: heads and `auto` on
+the dev prompts of the first dataset, their home, all others on those of the dataset that is raced, a favour to them. A
+trace is of one sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the
+config's sampling is the one of every command), recorded with the models as they are: extra layers change no token.
+Heads were trained under one sampling, too; elsewhere they run as foreign heads, which is said beside them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from configs.schema import Config, SamplingConfig
+from transformers import PreTrainedModel
+
+from configs.schema import Config, ModelSource
+from data_gen.store.manifest import digest
 from decode.experiment import Experiment
 from decode.policies import FixedLength
-from decode.policies.registry import read_spec, registered
-from evaluation.bench.arms import Racer, Timed, generations_of, turns
-from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, HEURISTICALLY, about_default, assisted, constant
+from decode.policies.registry import registered
+from evaluation.bench.arms import Racer, Timed, Written, generations_of, warm_up
+from evaluation.bench.choices import Choices
+from evaluation.bench.schedules import (
+    CONSTANT,
+    DEFAULT,
+    HEURISTIC,
+    HEURISTICALLY,
+    UNASSISTED,
+    about_default,
+    assisted,
+    constant,
+)
 from evaluation.bench.speeds import Speed, Stopwatch, speed_from
-from evaluation.contest.arms import ALONE, Replays, picks_of, replay_dataset
-from evaluation.contest.grids import BOUNDS, grids_of
+from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
-from evaluation.traces.recording import trace_folder
-from lm import Pair, Sampling
+from evaluation.turns import in_turns
+from lm import Pair, Sampling, load_model
 from store.keyed import KeyedStore
 from store.progress import Bar
 
@@ -44,6 +57,24 @@ _CONSTANTS = (2, 5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
+class RaceRules:
+    """Rules of a race, on the command line `--race.NAME`."""
+
+    datasets: tuple[str, ...] = ()
+    """Names of the sets of decode.datasets to race on, one cell each; empty: the first."""
+    num_fixed: int = 1
+    """Fixed lengths that run, those that are fastest on dev; gains are over the fastest on the timed prompts."""
+    cycles: int = 1
+    """Times that every prompt is run, each with another seed and another first arm."""
+    run: int = 0
+    """Number of an independent repetition with other seeds, which is kept beside the others."""
+    ignore_eos: bool = True
+    """Every generation has `num_tokens` tokens; false: at most so many, ending at EOS."""
+    assistant: str | None = None
+    """Directory of a language model that drafts for transformers beside a feature draft."""
+
+
+@dataclass(frozen=True)
 class RaceTerms:
     """Terms that all cells of a race share."""
 
@@ -53,6 +84,22 @@ class RaceTerms:
     policies: tuple[str, ...]
     families: tuple[str, ...]
     constants: tuple[int, ...]
+    rules: RaceRules
+
+
+class Cell(NamedTuple):
+    """What a cell of a race is of."""
+
+    ratio: float | None
+    """t_target / t_draft wished; None: the pair as it is."""
+    dataset: str
+    sampling: str
+
+    @property
+    def title(self) -> str:
+        """Its name on progress bars."""
+        ratio = "" if self.ratio is None else f"ratio {self.ratio:g}, "
+        return f"{ratio}{self.dataset}, {self.sampling}"
 
 
 class Race:
@@ -76,66 +123,86 @@ class Race:
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
+        rules = terms.rules
+        asked = {"num_prompts": terms.num_prompts, "num_tokens": terms.num_tokens}
+        for name, value in (asked | {"race.num_fixed": rules.num_fixed, "race.cycles": rules.cycles}).items():
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; at least 1")
+        if rules.assistant and not self.experiment.has_feature_draft:
+            raise ValueError(f"--race.assistant is {rules.assistant}, and the pair's own draft drafts for transformers")
         self._choices: dict[str, Choices] = {}
         self.path = self.experiment.directory / "bench.jsonl"
-        self._store = KeyedStore(self.path, remedy="delete the line, and its cell is measured again")
+        self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
 
     @cached_property
     def _cost(self) -> CostModel:
         """Times of the pair as it is."""
         return costs_for(self.experiment)
 
-    @cached_property
-    def _prompts(self) -> list[list[int]]:
-        num = max(self._terms.num_prompts, 1)
-        return self.experiment.prompt_ids(next(iter(self.experiment.datasets)), "test", num=num)
+    def _prompts(self, dataset: str) -> list[list[int]]:
+        return self.experiment.prompt_ids(dataset, "test", num=self._terms.num_prompts)
 
     def cells(self, ratios: Sequence[float], samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """One record per ratio (none: the pair as it is) and sampling, each as soon as it is there."""
+        """One record per ratio (none: the pair as it is), dataset and sampling, each as soon as it is there.
+
+        Raises:
+            ValueError: a dataset that there is not; ratios of a feature draft.
+        """
+        known, rules = list(self.experiment.datasets), self._terms.rules
+        for name in rules.datasets:
+            if name not in known:
+                raise ValueError(f"--race.datasets names {name!r}; decode.datasets are {', '.join(known)}")
         if ratios and self.experiment.has_feature_draft:
             raise ValueError(
                 "--ratios slows both models by extra layers, and a feature draft takes none; set "
                 "pair.target.extra_layers"
             )
         for ratio in ratios or (None,):
-            for name in samplings:
-                asked = {"ratio": ratio, "sampling": name, **asdict(self._terms)}
-                if ratio is None:
-                    asked.pop("t_draft_ms")
-                yield self._once("cell", asked, partial(self._measured, ratio, name))
+            for dataset in rules.datasets or known[:1]:
+                for name in samplings:
+                    cell = Cell(ratio, dataset, name)
+                    asked = {**cell._asdict(), **asdict(self._terms), "rules": asdict(replace(rules, datasets=()))}
+                    if ratio is None:
+                        asked.pop("t_draft_ms")
+                    yield self._once("cell", asked, partial(self._measured, cell, asked))
 
     def _once(self, kind: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The value kept under this key, or a value that is made now and kept."""
-        models = {level: self.experiment.described(level) for level in ("target", "draft")}
-        layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
-        decode = self.experiment.decode
-        key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
-        key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
-        key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
-        # the families that compete; left out of the key where all do, as in cells that were kept before
-        key |= {name: value for name in ("policies", "grid") if (value := getattr(decode, name)) and kind == "cell"}
+        key = self._key(kind, asked)
         kept = self._store.get(key)
         if kept is None:
             kept = make()
             self._store.keep([(key, kept)])
         return kept
 
-    def _measured(self, ratio: float | None, name: str) -> dict[str, Any]:
-        sampling, speed = self._samplings[name], Speed(0, 0, self._cost) if ratio is None else self._slowed(ratio)
-        chosen = self._chosen(name, speed.cost)
-        pair = self.experiment.pair if ratio is None else Experiment(speed.of(self._config)).pair
+    def _key(self, kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """All that a value of this kind depends on."""
+        models = {level: self.experiment.described(level) for level in ("target", "draft")}
+        layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
+        decode = self.experiment.decode
+        key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
+        key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
+        key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
+        # the families that compete; left out of the key where all do
+        return key | {
+            name: value for name in ("policies", "grid") if (value := getattr(decode, name)) and kind == "cell"
+        }
+
+    def _measured(self, cell: Cell, asked: Mapping[str, Any]) -> dict[str, Any]:
+        sampling = self._samplings[cell.sampling]
+        speed = Speed(0, 0, self._cost) if cell.ratio is None else self._slowed(cell.ratio, cell.dataset)
+        chosen = self._chosen(cell, speed.cost)
+        pair = self.experiment.pair if cell.ratio is None else Experiment(speed.of(self._config)).pair
         arms = self._arms(pair, sampling, chosen)
-        label = "as it is" if ratio is None else f"ratio {ratio:g}"
-        with Bar(
-            desc=f"bench: {label}, {name}", total=(len(self._prompts) + (ratio is None)) * len(arms), unit="texts"
-        ) as bar:
-            timed = {place: _ticking(generation, bar) for place, (_, generation) in arms.items()}
-            rows = list(turns(timed, self._prompts, has_warm_up=ratio is None))
+        rows = self._rows(cell, asked, arms)
         return {
-            "ratio_wished": ratio,
-            "sampling": name,
+            "ratio_wished": cell.ratio,
+            "dataset": cell.dataset,
+            "sampling": cell.sampling,
             "speed": speed.as_dict(),
             "num_tokens": self._terms.num_tokens,
+            "cycles": self._terms.rules.cycles,
+            "run": self._terms.rules.run,
             "default_schedule": about_default(),
             "arms": [
                 {
@@ -143,139 +210,110 @@ class Race:
                     "setting": racer.setting,
                     "is_foreign": racer.is_foreign(sampling),
                     "on_dev": racer.on_dev,
-                    "seconds": [row[place] for row in rows],
+                    **{
+                        name: [sum(row[name][place] for row in of_prompt) for of_prompt in rows]
+                        for name in ("tokens", "seconds")
+                    },
                 }
-                for place, (racer, _) in arms.items()
+                for place, (racer, _) in enumerate(arms.values())
             ],
         }
 
-    def _slowed(self, ratio: float) -> Speed:
+    def _rows(
+        self, cell: Cell, asked: Mapping[str, Any], arms: Mapping[str, tuple[Racer, Timed]]
+    ) -> list[list[dict[str, Any]]]:
+        """The rows of each prompt, one per cycle; each is kept as soon as every arm has had its turn."""
+        prompts, num_cycles = self._prompts(cell.dataset), self._terms.rules.cycles
+        settings = [(name, racer.setting) for name, (racer, _) in arms.items()]
+        race = digest(repr((sorted(self._key("cell", asked).items(), key=str), settings)))
+        kept: dict[tuple[int, int], dict[str, Any]] = {
+            (key["prompt"], key["cycle"]): row for key, row in self._store.entries() if key.get("race") == race
+        }
+        is_warm, total = cell.ratio is not None, len(prompts) * num_cycles
+        with Bar(
+            desc=f"bench: {cell.title}", total=total * len(arms), initial=len(kept) * len(arms), unit="texts"
+        ) as bar:
+            timed = {name: _ticking(generation, bar) for name, (_, generation) in arms.items()}
+            for cycle in range(num_cycles):
+                for place, order in in_turns(timed, range(len(prompts)), first=cycle):
+                    if (place, cycle) in kept:
+                        continue
+                    if not is_warm:
+                        warm_up({name: generation for name, (_, generation) in arms.items()}, prompts)
+                        is_warm = True
+                    seed = place + len(prompts) * (cycle + num_cycles * self._terms.rules.run)
+                    texts = {name: timed[name](prompts[place], seed) for name in order}
+                    row = {
+                        "tokens": [texts[name].tokens for name in arms],
+                        "seconds": [texts[name].seconds for name in arms],
+                    }
+                    self._store.keep([({"kind": "row", "race": race, "prompt": place, "cycle": cycle}, row)])
+                    kept[place, cycle] = row
+        return [[kept[place, cycle] for cycle in range(num_cycles)] for place in range(len(prompts))]
+
+    def _slowed(self, ratio: float, dataset: str) -> Speed:
         wish = {"ratio": ratio, "t_draft_s": 1e-3 * self._terms.t_draft_ms}
 
         def make() -> dict[str, Any]:
             print(f"bench: looking for the layers of ratio {ratio:g}", flush=True)
             vocab_size = self.experiment.pair.vocab_size
-            watch = Stopwatch(models=self.experiment.models, vocab_size=vocab_size, prompt=self._prompts[0])
+            watch = Stopwatch(models=self.experiment.models, vocab_size=vocab_size, prompt=self._prompts(dataset)[0])
             return watch.slowed(self._cost, **wish).as_dict()
 
         return speed_from(self._once("speed", wish, make), self._cost)
 
-    def _chosen(self, name: str, cost: CostModel) -> Mapping[str, Racer]:
+    def _chosen(self, cell: Cell, cost: CostModel) -> Mapping[str, Racer]:
+        name, terms = cell.sampling, self._terms
         if name not in self._choices:
             self._choices[name] = Choices(self._config, name, self._samplings[name], cost=self._cost)
         choices = self._choices[name]
-        return choices.named(self._terms.policies) if self._terms.policies else choices.at(cost, self._terms.families)
+        if terms.policies:
+            return choices.named(terms.policies)
+        return choices.at(cost, terms.families, dataset=cell.dataset, num_fixed=terms.rules.num_fixed)
+
+    @cached_property
+    def _assistant(self) -> PreTrainedModel | None:
+        """The language model that drafts for transformers where it is not the pair's own draft."""
+        if self._terms.rules.assistant is None:
+            return None
+        source = ModelSource(path=self._terms.rules.assistant, dtype=self._config.pair.target.dtype)
+        return load_model(source, device=self.experiment.pair.target.device)
 
     def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Racer]) -> dict[str, tuple[Racer, Timed]]:
         """Every competitor, and its generations, by a name of its own."""
-        num_tokens = self._terms.num_tokens
-        terms: dict[str, Any] = {"prompts": self._prompts, "sampling": sampling, "max_new_tokens": num_tokens}
-        loop = Loop.of(self.experiment, pair=pair, **terms)
+        num_tokens, ends_at_eos = self._terms.num_tokens, not self._terms.rules.ignore_eos
+        loop = Loop.of(
+            self.experiment, pair=pair, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos
+        )
         arms = {
             name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
             for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
             if racer.policy
         }
-        if self.experiment.has_feature_draft:  # transformers drafts with models of their own
-            return arms
-        schedules = {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
-        schedules |= {
-            f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in self._terms.constants or _constants_beside(chosen)
-        }
+        schedules: dict[str, tuple[str, Mapping[str, Any] | None]] = {UNASSISTED: ("-", None)}
+        if not self.experiment.has_feature_draft or self._assistant is not None:
+            schedules |= {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
+            constants = self._terms.constants or _constants_beside(chosen)
+            schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in constants}
         for name, (setting, changes) in schedules.items():
             family = CONSTANT if name.startswith(CONSTANT) else name
-            arms[name] = Racer(family, setting), assisted(pair, num_tokens, sampling, changes)
+            generation = assisted(
+                pair, num_tokens, sampling, changes, assistant=self._assistant, ends_at_eos=ends_at_eos
+            )
+            arms[name] = Racer(family, setting), generation
         return arms
 
 
 def _constants_beside(chosen: Mapping[str, Racer]) -> tuple[int, ...]:
     """The best fixed length on dev and half of it: transformers' draft step is dearer, so it does better with fewer."""
-    best = chosen["fixed_length"].policy if "fixed_length" in chosen else None
+    best = chosen[BASELINE].policy if BASELINE in chosen else None
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
 
 
 def _ticking(timed: Timed, bar: Any) -> Timed:
-    def seconds_of(prompt: list[int], seed: int) -> float:
-        seconds = timed(prompt, seed)
+    def written(prompt: list[int], seed: int) -> Written:
+        text = timed(prompt, seed)
         bar.update()
-        return seconds
+        return text
 
-    return seconds_of
-
-
-class Choices:
-    """The setting that each family runs at under one sampling."""
-
-    def __init__(self, config: Config, name: str, sampling: Sampling, *, cost: CostModel) -> None:
-        """Args:
-        config: the experiment.
-        name: the name of the sampling.
-        sampling: the sampling of the cells.
-        cost: the costs of the pair as it is, which decide which head of each timing `auto` reads.
-        """
-        of_pair = Sampling(**vars(config.pair.sampling))
-        self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
-        self._name, self._cost = name, cost
-
-    @cached_property
-    def replays(self) -> Replays:
-        """Every grid on dev; the trace is recorded first, if need be."""
-        experiment, folder = self.experiment, trace_folder(self.experiment)
-        folder.complete()
-        dev = folder.load(next(iter(experiment.datasets))).dev
-        grids = grids_of(
-            experiment.decode.grid,
-            experiment.heads,
-            max_draft_length=experiment.decode.max_draft_length,
-            policies=experiment.decode.policies,
-        )
-        traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
-        return replay_dataset(
-            traces, grids, heads=experiment.heads, cost=self._cost, perfect_head=False, name=f"dev, {self._name}"
-        )
-
-    def at(self, cost: CostModel, families: Sequence[str] = ()) -> dict[str, Racer]:
-        """Family -> its setting that is fastest on dev at these costs.
-
-        Args:
-            cost: the costs of a cell.
-            families: leave out all but these and the best fixed length; none named: keep all.
-
-        Raises:
-            ValueError: a family that there is not.
-        """
-        picks = picks_of([*self.replays.arms, *self.replays.auto_arms(cost, is_online=(False,))], cost)
-        known = {family: pick for family, pick in picks.items() if family not in BOUNDS}
-        for family in families:
-            if family not in known:
-                raise ValueError(f"there is no family {family!r} here; one of {', '.join(known)}")
-        return {
-            family: Racer(family, pick.label, pick.policy, pick.tokens_per_s_on_dev(cost))
-            for family, pick in known.items()
-            if not families or family in (*families, "fixed_length")
-        }
-
-    def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
-        """The policies that these specs write down (`decode.policies.registry`)."""
-        return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
-
-
-def _family_of(spec: str) -> str:
-    """The name of a spec's policy, as it is written: entropy, head, auto, or module:Class."""
-    name, _ = read_spec(spec)
-    return name if ":" in name else spec.partition(":")[0]
-
-
-def _under(config: Config, name: str, sampling: Sampling) -> Config:
-    """The same experiment under another sampling, in a folder of its own; of test prompts one is traced, which a trace
-    needs.
-    """
-    decode = replace(
-        config.decode,
-        dir=str(Path(config.decode.dir) / "bench" / name),
-        allow_foreign_heads=True,
-        num_test=1,
-        perfect_head=False,
-    )
-    law = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    return replace(config, decode=decode, pair=replace(config.pair, sampling=law))
+    return written

@@ -20,12 +20,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import is_sklearn_available, logging
 
-from evaluation.bench.arms import Timed
+from evaluation.bench.arms import Timed, Written
 from lm import Pair, Sampling
 
 DEFAULT, HEURISTIC, CONSTANT = "transformers: default", "transformers: heuristic", "transformers: constant"
+UNASSISTED = "transformers: no assistant"
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
@@ -48,47 +50,62 @@ def about_default() -> str:
     )
 
 
-def assisted(pair: Pair, num_tokens: int, sampling: Sampling, changes: Mapping[str, Any] | None) -> Timed:
+def assisted(
+    pair: Pair,
+    num_tokens: int,
+    sampling: Sampling,
+    changes: Mapping[str, Any] | None,
+    *,
+    assistant: PreTrainedModel | None = None,
+    ends_at_eos: bool = False,
+) -> Timed:
     """Assisted generations, timed.
 
     Args:
         pair: draft and target.
-        num_tokens: tokens of each generation.
+        num_tokens: tokens of each generation; with `ends_at_eos` the most that it may have.
         sampling: passed to `generate`.
         changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
             without a draft.
+        assistant: a language model that drafts in place of the pair's draft.
+        ends_at_eos: a generation ends at the target's EOS.
     """
-    assistant = {} if changes is None else {"assistant_model": pair.draft}
+    drafts = None if changes is None else assistant or pair.draft
+    helper = {} if drafts is None else {"assistant_model": drafts}
     warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
     generation: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
     settings = dict(changes or {})
 
-    def seconds_of(prompt: list[int], seed: int) -> float:
+    def written(prompt: list[int], seed: int) -> Written:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=pair.target.device)
-        with _set(pair, settings):
+        with _set(pair.target, drafts, settings, ends_at_eos=ends_at_eos):
             started_s = perf_counter()
             output = pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **assistant, **generation
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **helper, **generation
             )  # type: ignore[operator]
             seconds = perf_counter() - started_s
-            settings.update({name: getattr(pair.draft.generation_config, name) for name in _LEARNT})
-        assert output.shape[1] == len(prompt) + num_tokens, "every arm writes the same number of tokens"
-        return seconds
+            if drafts is not None:
+                settings.update({name: getattr(drafts.generation_config, name) for name in _LEARNT})
+        num_written = output.shape[1] - len(prompt)
+        assert ends_at_eos or num_written == num_tokens, "every arm writes the same number of tokens"
+        return Written(num_written, seconds)
 
-    return seconds_of
+    return written
 
 
 @contextmanager
-def _set(pair: Pair, settings: Mapping[str, Any]) -> Iterator[None]:
-    """The draft's generation config with these settings, no EOS in either model; both as they were afterwards.
+def _set(
+    target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, Any], *, ends_at_eos: bool
+) -> Iterator[None]:
+    """The draft's generation config with these settings, no EOS in either model unless texts end there; both as they
+    were afterwards.
 
     Warnings of transformers are off meanwhile: it calls its own assistant in a way that it deprecates.
     """
-    wanted: list[tuple[Any, dict[str, Any]]] = [
-        (pair.target.generation_config, {"eos_token_id": None}),
-        (pair.draft.generation_config, {"eos_token_id": None, **settings}),
-    ]
+    end: dict[str, Any] = {} if ends_at_eos else {"eos_token_id": None}
+    wanted: list[tuple[Any, dict[str, Any]]] = [(target.generation_config, end)]
+    wanted += [] if drafts is None else [(drafts.generation_config, {**end, **settings})]
     before = [{name: getattr(config, name, None) for name in (*values, *_LEARNT)} for config, values in wanted]
     for config, values in wanted:
         config.update(**values)

@@ -271,7 +271,12 @@ def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str
         crossed("policy", ((names[result.family], f"batch {result.batch_size}", _cell(result)) for result in ordered)),
         (
             "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law "
-            "4.13)"
+            "4.13). No oracle: it knows of no other sequence, so that it bounds nothing in a batch"
+            + (
+                ""
+                if any(result.family == "perfect_drawn" for result in results)
+                else "; no perfect head: the trace was recorded with decode.perfect_head false"
+            )
         ),
     )
 

@@ -54,7 +54,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The loop that is timed, and on what: models, sampling, prompts. Its generations are ended by no EOS."""
+    """The loop that is timed, and on what: models, sampling, prompts."""
 
     pair: Pair
     sampling: Sampling
@@ -62,6 +62,8 @@ class Loop:
     prompts: Sequence[list[int]] = ()
     max_new_tokens: int = 0
     compile: Compile = False
+    ends_at_eos: bool = False
+    """Generations end at the target's EOS; else at no token."""
 
     @classmethod
     def of(cls: type[AnyLoop], experiment: Experiment, *, pair: Pair | None = None, **changes: Any) -> AnyLoop:
@@ -77,7 +79,7 @@ class Loop:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
-        return frozenset()
+        return self.pair.eos_ids if self.ends_at_eos else frozenset()
 
     def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share their models."""

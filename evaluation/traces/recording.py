@@ -92,11 +92,12 @@ class TraceFolder:
             FileNotFoundError: something was not recorded yet.
             ValueError: a shard is corrupted, or no prompt could be answered.
         """
-        counts = {split: sum(spec.split == split for spec in self.shards[dataset]) for split in SPLITS}
-        draws = self.decode.draws_per_prompt
-        return Splits(
-            *(disk.read_trace(self.directory, dataset, split, num, num_draws=draws) for split, num in counts.items())
-        )
+        return Splits(*(self.load_split(dataset, split) for split in SPLITS))
+
+    def load_split(self, dataset: str, split: Split) -> Trace:
+        """One split of one dataset; it raises as `load` does."""
+        num = sum(spec.split == split for spec in self.shards[dataset])
+        return disk.read_trace(self.directory, dataset, split, num, num_draws=self.decode.draws_per_prompt)
 
     def _record_missing(self) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")

@@ -11,6 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
 from configs.command import config_of, parser_for, run
+from evaluation.bench.race import RaceRules
 
 ROOT = Path(__file__, "../../..").resolve()
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -160,3 +161,17 @@ def test_a_reader_that_has_seen_enough_leaves_no_traceback():
     assert process.wait(60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+def test_a_record_among_a_commands_flags_arrives_as_itself(tmp_path):
+    def raced(config: Config, *, race: RaceRules = RaceRules()) -> RaceRules:  # noqa: B008  # frozen
+        """Race.
+
+        Args:
+            config: names the pair.
+            race: rules.
+        """
+        return race
+
+    argv = ["--config", "tiny", "--race.datasets", "[alpaca, gsm8k]", "--race.cycles", "2"]
+    assert run({"raced": raced}, default="raced", argv=argv) == RaceRules(datasets=("alpaca", "gsm8k"), cycles=2)

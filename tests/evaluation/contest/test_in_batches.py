@@ -12,7 +12,15 @@ from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import Replays, replay_arms
 from evaluation.contest.grids import bounds, default_values, head_grid, make_grid
-from evaluation.contest.in_batches import BatchContest, Entry, Setup, compare_in_batches, setups_of, sizes_of
+from evaluation.contest.in_batches import (
+    BatchContest,
+    Entry,
+    Setup,
+    batch_sheet,
+    compare_in_batches,
+    setups_of,
+    sizes_of,
+)
 from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.intervals import Splits
@@ -114,9 +122,17 @@ def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
     frame = compare_in_batches({"toys": replays}, [Setup(COST, 0.0), Setup(COST, 0.2)], [1, 44], names=NAMES)
     assert len(frame) == 2 * 2 * 4
     assert list(frame.columns[:6]) == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("toys in batches") == 2
     assert "more than 40" in printed
+    assert printed.count("No oracle: it knows of no other sequence") == 2
+    assert "no perfect head" not in printed
+
+
+def test_a_batch_without_a_perfect_head_says_why(replays):
+    without = replace(replays, arms=[arm for arm in replays.arms if not arm.grid.family.startswith("perfect")])
+    ((setup, results),) = BatchContest(without, [Setup(COST, 0.0)], [1]).results()
+    assert batch_sheet(setup, results, NAMES, dataset="toys").note.endswith("with decode.perfect_head false")
 
 
 @pytest.mark.parametrize(
