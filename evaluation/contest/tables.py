@@ -95,32 +95,6 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
     )
 
 
-def brief_sheet(full: Sheet, results: Sequence[Result], *, heads: Mapping[str, str], more: int) -> Sheet:
-    """The same for a console of 100 columns: fewer columns, settings by their values, gains as sentences have them.
-
-    Args:
-        full: the sheet of every row.
-        results: the rows to show.
-        heads: family -> names of the heads that stand for it.
-        more: how many rows of the full sheet are not shown.
-    """
-    rows = [
-        {
-            "policy": NAMES.get(result.family, result.family),
-            "setting": " at ".join(filter(None, (heads.get(result.family, ""), values_of(result)))),
-            "gain": "" if result.family == BASELINE else result.gain.words,
-            "speed-up": f"{result.speed_up:.2f}",
-            "of oracle": f"{result.percent_of_oracle:.0f} %",
-        }
-        for result in results
-    ]
-    note = (
-        "predicted. gain: tokens per second over the best fixed length's, and its 95 % interval; speed-up: over the "
-        f"target alone. Bold: the best on dev of what can be run; {more} more rows, and more columns, with --all"
-    )
-    return Sheet(full.title, rows, note, names=2)
-
-
 def values_of(result: Result) -> str:
     """The values of a setting, without their names."""
     return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in result.setting.values())

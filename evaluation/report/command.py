@@ -67,7 +67,7 @@ def evaluate(
             one to the other.
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
             dataset of this one.
-        all: print every row, not only those that decide.
+        all: print every policy's row too, below the stages to the oracle.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(home, "--home")
@@ -129,7 +129,18 @@ def document(figures: Mapping[str, Any], page: Page) -> str:
         for answers in page.answers.values()
         for answer in answers
     ]
-    return to_json({**figures, "verdicts": verdicts, "batches": page.batches, "clock": clocks})
+    stages = records(stage_frame(page))
+    return to_json({**figures, "verdicts": verdicts, "stages": stages, "batches": page.batches, "clock": clocks})
+
+
+def stage_frame(page: Page) -> pd.DataFrame:
+    """Where the oracle's gain goes, a row each stage of each dataset at each cost."""
+    return pd.DataFrame(
+        {"dataset": answer.dataset, "costs": answer.costs, **stage.as_dict()}
+        for answers in page.answers.values()
+        for answer in answers
+        for stage in answer.stages
+    )
 
 
 def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
@@ -156,7 +167,7 @@ def compare_all(
             all datasets are away from home.
         page: of the report.
         exchange_s: of PEARL.
-        has_all: whether every row is printed.
+        has_all: whether every policy's row is printed, below the stages.
     """
     heads, trio, is_away = experiment.heads, PairModels(lambda: experiment.pair), bool(homes)
     folder = trace_folder(experiment)
@@ -222,11 +233,12 @@ def compare_at(
         cost: what everything was judged at.
         home: the set on which what travels is chosen; None: nothing travels to this one.
         replays: of the dataset.
-        has_all: whether every row is printed.
+        has_all: whether every policy's row is printed, below the stages.
     """
     results, dataset, decoded = judged.results, judged.dataset, judged.decoded
     frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
-    answer.printed(has_all=has_all).print()
+    for sheet in answer.printed(has_all=has_all):
+        sheet.print()
     if decoded:
         decoded.sheet(cost).print()
         frame = decoded.annotated(frame, cost)
@@ -295,7 +307,9 @@ def about(experiment: Experiment, cost: CostModel) -> str:
 def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) -> list[str]:
     """Write everything but batches and clock; the names of all files."""
     directory = page.directory
-    write_atomic(directory / "results.csv", results.to_csv(index=False).encode())
+    tables = {directory / "results.csv": results, directory / "stages.csv": stage_frame(page)}
+    for path, frame in tables.items():
+        write_atomic(path, frame.to_csv(index=False).encode())
     pictures = [
         answer.picture if len(every) == 1 else answer.picture.of(dataset)
         for dataset, answers in page.answers.items()
@@ -306,7 +320,7 @@ def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) ->
     for path, replays in zip(counts, every.values(), strict=True):
         write_counts(path, replays.arms)
     write_report(page, names=NAMES)
-    return [str(path) for path in (directory / "report.html", directory / "plots", directory / "results.csv", *counts)]
+    return [str(path) for path in (directory / "report.html", directory / "plots", *tables, *counts)]
 
 
 def in_batches(

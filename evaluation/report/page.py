@@ -3,9 +3,9 @@
 The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and
 intervals itself (law 4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the
 dearest stop adds to a draft step. Nothing is fetched from anywhere. Very large grids are thinned to stay under
-`MAX_NUMBERS` counts a split. Hierarchies, which are decoded and not replayed, have a table of their own, recomputed
-from totals of their three models' forwards. Batches, which the page cannot replay (law 4.13), are shown as evaluated: a
-reader picks one of the costs, what a verified token takes, and the batch size.
+`MAX_NUMBERS` counts a split. Hierarchies, which are decoded and not replayed, stand in the ranking too, with times
+recomputed from totals of their three models' forwards. Batches, which the page cannot replay (law 4.13), are shown as
+evaluated: a reader picks one of the costs, what a verified token takes, and the batch size.
 """
 
 import base64
@@ -54,7 +54,7 @@ class Page:
     here: dict[str, Sequence[Arm]] = field(default_factory=dict)
     """Arms of each that are made for `cost`."""
     hierarchies: dict[str, DecodedHierarchies] = field(default_factory=dict)
-    """Those of each dataset, where some were decoded; they get a table of their own."""
+    """Those of each dataset, where some were decoded; they stand in the ranking too."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Report of each dataset's clock, where there was one."""
@@ -90,7 +90,7 @@ def write_report(page: Page, *, names: Mapping[str, str]) -> None:
         "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
         "datasets": [
             _dataset(name, arms, page)
-            | {"hierarchies": _hierarchies(page.hierarchies[name]) if name in page.hierarchies else []}
+            | {"hierarchies": _hierarchies(page.hierarchies[name], page.cost) if name in page.hierarchies else []}
             for name, arms in page.datasets.items()
         ],
         "plots": [_plot(plot) for plot in page.plots],
@@ -115,22 +115,18 @@ def _is_curve(cost: CostModel) -> bool:
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
-    deciding, best = {called(family) for family in answer.deciding}, called(answer.best)
+    table, best = answer.table, called(answer.best)
     return {
         "dataset": answer.dataset,
         "costs": answer.costs,
         "verdict": answer.verdict,
         "explained": answer.explained,
-        "note": answer.sheet.note,
-        "title": answer.sheet.title,
-        "columns": answer.sheet.columns,
+        "note": table.note,
+        "title": table.title,
+        "columns": table.columns,
         "rows": [
-            {
-                "cells": list(row.values()),
-                "decides": row["policy"] in deciding,
-                "best": row["policy"] == best,
-            }
-            for row in answer.sheet.rows
+            {"cells": [row.get(column, "") for column in table.columns], "best": row["stage"] == best}
+            for row in table.rows
         ],
         "picture": _plot(answer.picture),
     }
@@ -189,7 +185,7 @@ def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _hierarchies(decoded: DecodedHierarchies) -> list[dict[str, Any]]:
+def _hierarchies(decoded: DecodedHierarchies, cost: CostModel) -> list[dict[str, Any]]:
     """Each hierarchy at every setting that was decoded on both splits; the page's slider of t_micro / t_draft stands at
     `micro_ratio` at first.
     """
@@ -197,7 +193,7 @@ def _hierarchies(decoded: DecodedHierarchies) -> list[dict[str, Any]]:
     settings: dict[str, list[dict[str, Any]]] = {}
     for run in decoded.test:
         dev = on_dev[run.competitor.name, run.setting.key]
-        shown = {"label": run.label, "dev": _totals(dev), "test": _totals(run)}
+        shown = {"label": run.label, "dev": _totals(dev, cost), "test": _totals(run, cost)}
         settings.setdefault(FAMILIES[run.competitor.name], []).append(shown)
     return [
         {"family": family, "micro_ratio": decoded.micro_ratio, "settings": settings_of_family}
@@ -205,8 +201,9 @@ def _hierarchies(decoded: DecodedHierarchies) -> list[dict[str, Any]]:
     ]
 
 
-def _totals(run: Candidate) -> dict[str, int]:
+def _totals(run: Candidate, cost: CostModel) -> dict[str, int | float]:
     counts = run.counts
+    lengths = np.concatenate([decoded.lengths for decoded in run.decoded])
     names = {
         "tokens": "num_emitted",
         "micro": "num_micro_forwards",
@@ -215,7 +212,13 @@ def _totals(run: Candidate) -> dict[str, int]:
         "drafted": "num_drafted",
         "accepted": "num_accepted",
     }
-    return {"prompts": len(run.decoded), **{short: int(getattr(counts, name)) for short, name in names.items()}}
+    totals = {short: int(getattr(counts, name)) for short, name in names.items()}
+    return {"prompts": len(run.decoded), **totals, "extra": float(_extra(lengths, cost).sum())}
+
+
+def _extra(lengths: Array, cost: CostModel) -> Array:
+    """What verifications cost beyond one t_target each, in units of t_target."""
+    return cost.target_s(lengths) / cost.t_target_s[0] - 1
 
 
 def _arm(arm: Arm, step: int, cost: CostModel) -> dict[str, Any]:
@@ -243,8 +246,8 @@ def _counts(replayed: Replayed, settings: list[int], cost: CostModel) -> dict[st
         "accepted": "num_accepted",
     }
     packed = {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
-    if _is_curve(cost):  # beyond one t_target a verification, in units of t_target, as the curve has it
-        extra = cost.target_s(np.arange(replayed.lengths.shape[-1])) / cost.t_target_s[0] - 1
+    if _is_curve(cost):
+        extra = _extra(np.arange(replayed.lengths.shape[-1]), cost)
         packed["extra"] = _packed((replayed.per_prompt(replayed.lengths @ extra))[settings])
     return packed
 

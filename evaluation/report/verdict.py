@@ -1,4 +1,5 @@
-"""The verdict of an evaluation, made once, shown on the console and on the page: a sentence, and the rows that decide.
+"""The verdict of an evaluation, made once, shown on the console and on the page: a sentence, and where the oracle's
+gain goes.
 
 The sentence names the best head (or `auto`), the best policy that needs no training and the best fixed length, each
 chosen on dev, with the gains that the table has. Where the interval does not show that training pays, the sentence says
@@ -15,12 +16,12 @@ from evaluation.contest.arms import BASELINE, fastest_heads, picks_of
 from evaluation.contest.colours import kind_of
 from evaluation.contest.decoded import FAMILIES
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
-from evaluation.contest.tables import NAMES, brief_sheet, result_sheet, values_of
+from evaluation.contest.tables import NAMES, result_sheet, values_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.intervals import Gain
-from evaluation.report.gains import Stage, gain_stages
+from evaluation.report.stages import ORACLE, PERFECT, Stage, console_sheet, stage_plot, stage_sheet, stages_of
 from evaluation.sheet import Sheet
 from heads.model.head import SAID, AcceptanceHead
 
@@ -31,7 +32,7 @@ _SCORED = {
     "candidate": "as a candidate of a tree",
 }
 _SCALARS = {"log_token_prob": "the token's log-probability", "entropy": "the entropy of the draft's distribution"}
-_ALWAYS = (BASELINE, "perfect_drawn", "oracle")
+_ALWAYS = (BASELINE, PERFECT, ORACLE)
 _ONE_OF_EACH = (
     colours.PROBABILITIES,
     colours.ENTROPIES,
@@ -51,12 +52,14 @@ class Answer:
     """Title of the costs."""
     verdict: str
     """The sentence, and a second one where it has to be qualified."""
+    stages: Sequence[Stage]
+    """Where the oracle's gain goes, from the best fixed length on."""
+    table: Sheet
+    """The stages and, in its note, what else decides."""
     sheet: Sheet
     """Every row."""
-    brief: Sheet
-    """The rows that decide, for a console."""
     deciding: Sequence[str]
-    """Families of the rows that decide."""
+    """Families that decide: those of the stages, and the best of each kind of policy."""
     best: str
     """Family that is fastest on dev of those that can be run."""
     gains: Mapping[str, str]
@@ -70,14 +73,15 @@ class Answer:
         """The verdict, with the name of the dataset where there are several."""
         return f"{self.dataset}. {self.verdict}" if is_one_of_several else self.verdict
 
-    def printed(self, *, has_all: bool) -> Sheet:
-        """The sheet for a console, its best row in bold: the rows that decide, or every one."""
-        sheet, best = self.sheet if has_all else self.brief, called(self.best)
+    def printed(self, *, has_all: bool) -> list[Sheet]:
+        """The sheets for a console, the best row in bold: the stages and, if wanted, every row."""
+        best, num_stages = called(self.best), sum(stage.result is not None for stage in self.stages)
         bold = [
             {name: f"[bold]{cell}[/bold]" if cell and row["policy"] == best else cell for name, cell in row.items()}
-            for row in sheet.rows
+            for row in self.sheet.rows
         ]
-        return sheet._replace(rows=bold)
+        stages = console_sheet(self.table, best=best, more=len(bold) - 1 - num_stages)
+        return [stages, self.sheet._replace(rows=bold)] if has_all else [stages]
 
 
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
@@ -87,19 +91,24 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
     runnable = [family for family in speeds if kind_of(family) not in (colours.LIMITS, colours.TWO_DEVICES)]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
-    deciding = deciding_families(judged, cost)
-    shown = [result for result in judged.results if result.family in deciding]
+    deciding, stages = deciding_families(judged, cost), stages_of(judged, heads=names)
+    beside = [
+        f"{' at '.join(filter(None, (called(result.family), values_of(result))))}: {result.gain.words}"
+        for result in judged.results
+        if result.family in set(deciding) - {stage.family for stage in stages}
+    ]
     return Answer(
         dataset=judged.dataset,
         costs=cost.title,
         verdict=verdict_of(judged, cost, names=names, num_prompts=num_prompts),
+        stages=stages,
+        table=stage_sheet(stages, cost, title=sheet.title, beside=beside),
         sheet=sheet,
-        brief=brief_sheet(sheet, shown, heads=names, more=len(sheet.rows) - len(shown)),
         deciding=deciding,
         best=max(runnable, key=speeds.__getitem__),
         gains={result.family: result.gain.text for result in judged.results if result.family != BASELINE},
         explained="; ".join(f"{name}: {explained(heads[name])}" for name in champion.split(" and ") if name in heads),
-        picture=gain_stages(_stages(judged), cost, dataset=judged.dataset),
+        picture=stage_plot(stages, cost, dataset=judged.dataset),
     )
 
 
@@ -210,17 +219,3 @@ def _head_names(judged: Judged, cost: CostModel, heads: Mapping[str, AcceptanceH
             name = result.name.removeprefix("head:")
             named[result.family] = name if name in heads else pairs[name]
     return named
-
-
-def _stages(judged: Judged) -> list[Stage]:
-    """From the best fixed length to the oracle, what each kind of knowledge adds."""
-    results = {result.family: result for result in judged.results}
-    champions = judged.yardstick.champions
-    known = {
-        BASELINE: "the same length in every round",
-        champions[TRAINING_FREE]: "what the draft knows of itself",
-        champions.get(HEADS, ""): "what a head learned",
-        "perfect_drawn": "every acceptance probability, but not the coin",
-        "oracle": "every outcome",
-    }
-    return [Stage(family, called(family), known[family], results[family].gain) for family in known if family in results]

@@ -91,7 +91,8 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
     ]
     called("bench", "eagle", *flags, *times, "--json", "true")
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
-    assert [arm["family"] for arm in cell["arms"]] == ["target_alone", "fixed_length", "heuristic"]
+    families = ["target_alone", "fixed_length", "heuristic", "transformers: no assistant"]
+    assert [arm["family"] for arm in cell["arms"]] == families
 
 
 REFUSED = {

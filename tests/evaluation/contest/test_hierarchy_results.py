@@ -6,6 +6,7 @@ import html
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,27 +113,29 @@ def test_dev_decides_and_without_dev_the_first_setting_stands():
 
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
-@pytest.mark.parametrize("ratio", [3, 30])
-def test_the_page_computes_hierarchies_as_python_does(arms, tmp_path, ratio):
-    path = tmp_path / "report.html"
-    cost, decoded = CostModel.constant(0.2, 1.0), {"made": hierarchies()}
-    page = Page(about="", directory=tmp_path, cost=cost, datasets={"made": arms}, hierarchies=decoded)
+@pytest.mark.parametrize(("anchor", "slope"), [("#ratio=3", 0.0), ("#ratio=30", 0.0), ("", 0.2)])
+def test_the_page_ranks_hierarchies_as_python_does(arms, tmp_path, anchor, slope):
+    path, decoded = tmp_path / "report.html", hierarchies()
+    cost = CostModel(0.2, tuple(1 + slope * k for k in range(6)))
+    page = Page(about="", directory=tmp_path, cost=cost, datasets={"made": arms}, hierarchies={"made": decoded})
     write_report(page, names={})
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     dom = subprocess.run(
-        [BROWSER, *flags, f"{path.as_uri()}#ratio={ratio}"], capture_output=True, text=True, timeout=120, check=True
+        [BROWSER, *flags, f"{path.as_uri()}{anchor}"], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     shown = float(re.search(r'id="ratio-value"[^>]*>([\d.]+)<', dom)[1])
-    table = dom.split('id="third"')[1].split("</table>")[0]
-    rows = [
-        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
-        for row in re.findall(r"<tr data-decoded.*?</tr>", table)
-    ]
-    cost = CostModel.constant(1 / shown, 1.0)
-    expected = sorted(
-        hierarchies().picks(cost).items(), key=lambda item: -hierarchies().spent(item[1], cost).tokens_per_s
-    )
-    assert [row[:2] for row in rows] == [[family, run.label] for family, run in expected]
-    for row, (_, run) in zip(rows, expected, strict=True):
-        assert float(row[2]) == pytest.approx(hierarchies().spent(run, cost).tokens_per_s, rel=5e-3)
-        assert float(row[6]) == pytest.approx(run.counts.verification_rate, abs=6e-4)
+    table = dom.split('id="ranking"')[1].split("</table>")[0]
+    rows = {
+        family: [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+        for family, row in re.findall(r'<tr[^>]*data-decoded="(.*?)"[^>]*>(.*?)</tr>', table)
+    }
+    cost = replace(cost, t_draft_s=1 / shown)
+    results = {result.family: result for result in decoded.results(cost, yardstick_of(arms, cost))}
+    assert rows.keys() == results.keys()
+    for family, result in results.items():
+        assert rows[family][:2] == [family, decoded.picks(cost)[family].label]
+        gain, speed, discard, verify, length = (float(rows[family][place].rstrip("%")) for place in (2, 3, 5, 6, 7))
+        assert (gain, speed) == pytest.approx((100 * result.gain.value, result.tokens_per_s), rel=5e-3, abs=0.06)
+        assert (discard, verify) == pytest.approx((result.discard_rate, result.verification_rate), abs=6e-4)
+        assert length == pytest.approx(result.acceptance_length, abs=6e-3)
+    assert dom.count("<table") == 2, "the ranking, and batches"

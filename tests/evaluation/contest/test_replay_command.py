@@ -182,6 +182,11 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     assert any(line.startswith("│ AdaEDL") for line in lines)
     frame = pd.read_csv(Path(flags[5]).parent / "results.csv")
     assert list(frame["family"]) == [row["family"] for row in document["results"]]
+    stages = {row["family"]: row for row in document["stages"]}
+    assert list(stages) == list(pd.read_csv(Path(flags[5]).parent / "stages.csv")["family"])
+    speeds = {row["family"]: row["tokens_per_s"] for row in document["results"]}
+    assert all(row["tokens_per_s"] == pytest.approx(speeds[family]) for family, row in stages.items())
+    assert stages["oracle"]["percent_of_oracle_gain"] >= 0
 
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():

@@ -7,20 +7,18 @@ import re
 import shutil
 import subprocess
 from colorsys import rgb_to_hls
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
-from rich.console import Console
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.contest.arms import replay_dataset
 from evaluation.contest.colours import HEADS, LENGTHS, LIMITS, OWN, PROBABILITIES, colours_of, kind_of
 from evaluation.contest.grids import Grid, default_values, grids_of
-from evaluation.contest.results import TRAINING_FREE, Result, lead_of
-from evaluation.contest.tables import NAMES, brief_sheet
+from evaluation.contest.results import TRAINING_FREE, lead_of
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.figure import INK, figure_of, legend_below, plot_of
 from evaluation.intervals import Gain, Splits
@@ -28,7 +26,6 @@ from evaluation.report.command import folder_of, judge
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
-from evaluation.sheet import Sheet
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -72,7 +69,8 @@ def compared(splits, heads):
 def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
     cost = CostModel.constant(t_draft_s, 1.0, "measured")
     judged = judge("made", compared[0], cost)
-    verdict = answer_of(judged, cost, heads=heads, num_prompts=80).verdict
+    answer = answer_of(judged, cost, heads=heads, num_prompts=80)
+    verdict = answer.verdict
     results = {result.family: result for result in judged.results}
     own, free = (results[judged.yardstick.champions[group]] for group in ("heads", TRAINING_FREE))
     length, lead = results["fixed_length"].setting["k"], lead_of(judged.yardstick)
@@ -80,6 +78,9 @@ def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
     assert f"predicted {own.gain.words} over the best fixed length ({length})" in verdict
     over = f", {lead.words} over the {called(free.family)}, which needs no training"
     assert (over in verdict) == (free.family != "fixed_length")
+    head = next(stage for stage in answer.stages if stage.family == own.family)
+    assert head.result == own
+    assert (head.added == lead) == (free.family != "fixed_length")
 
 
 def test_a_gain_in_words_is_in_whole_per_cent():
@@ -111,38 +112,35 @@ def test_without_heads_the_sentence_says_what_needs_no_training(splits):
 
 
 def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
-    _, judged, answer = compared
+    _, judged, _ = compared
     shown = deciding_families(judged, CURVE)
     assert (shown[0], shown[-2:]) == ("fixed_length", ["perfect_drawn", "oracle"])
     kinds = [kind_of(family) for family in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
     assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
-    short, whole = (answer.printed(has_all=has_all) for has_all in (False, True))
-    assert len(short.rows) == len(shown) < len(whole.rows)
-    assert f"{len(whole.rows) - len(shown)} more rows, and more columns, with --all" in short.note
-    assert [row["policy"].replace("[bold]", "").replace("[/bold]", "") for row in short.rows] == [
-        called(family) for family in shown
-    ]
-    gains = {called(result.family): result.gain.words for result in judged.results}
-    assert all(row["gain"] == gains[row["policy"]] for row in short.rows[1:] if "[bold]" not in row["policy"])
+
+
+def test_the_console_has_the_stages_and_if_wanted_every_row_with_the_best_in_bold(compared):
+    *_, answer = compared
+    assert [sheet.title for sheet in answer.printed(has_all=False)] == [answer.sheet.title]
+    stages, whole = answer.printed(has_all=True)
+    assert stages == answer.printed(has_all=False)[0]
+    assert [row["gain"] for row in stages.rows[2:]] == [stage.result.gain.words for stage in answer.stages[1:]]
+    others = len(whole.rows) - len(stages.rows)
+    assert f"--all: {others} more rows" in stages.note
     assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
         f"[bold]{called(answer.best)}[/bold]"
     ]
 
 
-def test_the_rows_that_decide_fit_a_console_of_100_columns():
-    setting = {"family": "head_drawn", "name": "head:drawn+s-d1-w3", "setting": {"max_rejection_prob": 0.73105}}
-    rates = {"discard_rate": 0.2, "verification_rate": 0.2, "acceptance_length": 5.0, "mean_draft_length": 5.0}
-    speeds = {"tokens_per_s": 496.6, "speed_up": 2.89, "percent_of_oracle": 81.8, "percent_of_perfect": 90.0}
-    gain = Gain(0.269, 0.226, 0.305, 0.02)
-    head = Result(**setting, **rates, **speeds, gain=gain, lead=gain)
-    product = replace(head, family="cumulative_token_prob", name="", setting={"min_token_prob": 0.0373})
-    full = Sheet("stories: 50 test prompts, settings chosen on dev; t_target/t_draft = 8.32 (measured)", [])
-    sheet = brief_sheet(full, [product, head], heads={"head_drawn": "drawn+s-d1-w3"}, more=16)
-    [first, last] = [list(row.values()) for row in sheet.rows]
-    assert first == ["product of token probabilities", "0.0373", "+27 % (23, 30)", "2.89", "82 %"]
-    assert last[:2] == ["best head, drawn-time", "drawn+s-d1-w3 at 0.731"]
-    assert Console(width=200).measure(sheet._replace(title="", note="").table()).maximum <= 100
+def test_what_decides_but_is_no_stage_stands_in_the_note_with_its_gain(compared):
+    _, judged, answer = compared
+    stages = {stage.family for stage in answer.stages}
+    beside = [result for result in judged.results if result.family in set(answer.deciding) - stages]
+    assert beside
+    for result in beside:
+        assert called(result.family) in answer.table.note
+        assert result.gain.words in answer.table.note
 
 
 def test_the_name_of_a_head_is_explained_in_words():
@@ -245,8 +243,12 @@ def test_the_page_opens_with_the_rows_and_the_sentence_of_the_console(compared, 
     assert answer.verdict.replace(" %", "&nbsp;%") in dom
     assert dom.index('class="verdict"') < dom.index("<svg") < dom.index("data-answer") < dom.index('id="ratio"')
     plain = [[str(cell) for cell in row.values()] for row in answer.sheet.rows]
-    deciding = {called(family) for family in answer.deciding}
-    assert rows_of(dom.split("data-answer")[1]) == [row for row in plain if row[0] in deciding]
+    columns = answer.table.columns
+    assert rows_of(dom.split("data-answer")[1]) == [
+        [row.get(column, "") for column in columns] for row in answer.table.rows
+    ]
+    answers = dom.split('<main id="answers">')[1].split("</main>")[0]
+    assert answers.count("<table") == 1
     # the ranking has no tokens/s; neither the target alone nor PEARL is replayed in the page
     elsewhere = {"target alone", NAMES["parallel_pearl"]}
     assert rows_of(dom.split('id="ranking"')[1]) == [row[:4] + row[5:] for row in plain if row[0] not in elsewhere]

@@ -1,0 +1,212 @@
+"""Where the oracle's gain goes: one table and one picture of an evaluation, in tokens per second.
+
+    best fixed length -> product of token probabilities -> best head -> perfect head -> oracle
+
+Each stage knows more than the one before it, and what it adds says what is missing below it: training, what the draft
+cannot see, or the coin. The product stands there always; where dev prefers another policy that needs no training, that
+one has a stage of its own behind it. A stage that did not compete keeps its row, which says why.
+
+The interval of a speed is the best fixed length's times 1 + the ends of its gain's interval: it says how sure the
+difference is on the same prompts, not how fast they are. What a stage adds has an interval of its own, paired with the
+stage before it in the same resamples (`evaluation.intervals.Resamples`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+
+from evaluation.contest.arms import BASELINE
+from evaluation.contest.colours import colours_of
+from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
+from evaluation.contest.tables import NAMES, values_of
+from evaluation.contest.travel import Judged
+from evaluation.costs.model import CostModel
+from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.intervals import Gain, gain_of
+from evaluation.sheet import Sheet, flat
+
+PRODUCT, PERFECT, ORACLE = "cumulative_token_prob", "perfect_drawn", "oracle"
+_MISSING = {
+    PRODUCT: "not compared: decode.policies lacks it",
+    HEADS: "not compared: no trained heads (acceptance-heads export)",
+    PERFECT: "not in the trace: decode.perfect_head is false",
+}
+"""Stage -> why it may have no figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step on the way from the best fixed length to the oracle."""
+
+    family: str
+    """Family that stands for it; HEADS where no heads compete."""
+    knows: str
+    """Knowledge that it adds to the stage before, in words."""
+    setting: str = ""
+    result: Result | None = None
+    """None: it did not compete, and `missing` says why."""
+    added: Gain | None = None
+    """Throughput over that of the stage before it, less 1; None of the first stage."""
+    percent_of_gain: float | None = None
+    """What it adds in per cent of the oracle's gain in tokens/s; None of the first, and where the oracle gains
+    nothing.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in tables and in the picture."""
+        return "best head" if self.family == HEADS else NAMES.get(self.family, self.family)
+
+    @property
+    def missing(self) -> str:
+        """Why it has no figures; empty where it has."""
+        return "" if self.result else _MISSING[self.family]
+
+    @property
+    def speeds(self) -> Gain:
+        """Tokens per second, as the gain has its parts: the best fixed length's times 1 + gain and its ends."""
+        assert self.result is not None
+        gain = self.result.gain
+        base = self.result.tokens_per_s / (1 + gain.value)
+        value, low, high = (base * (1 + part) for part in gain[:3])
+        return Gain(value, low, high, base * gain.standard_error)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stage as a row of stages.csv and of JSON."""
+        said = {"stage": self.name, "family": self.family, "setting": self.setting, "knows": self.knows}
+        if self.result is None:
+            return {**said, "missing": self.missing}
+        figures = {"tokens_per_s": self.speeds, "gain": self.result.gain}
+        figures |= {"added": self.added} if self.added else {}
+        return {**said, "missing": "", **flat(figures), "percent_of_oracle_gain": self.percent_of_gain}
+
+
+def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
+    """Every stage of one dataset at one cost, in their order; `heads`: family -> names of the heads that stand for
+    it.
+    """
+    yardstick, results = judged.yardstick, {result.family: result for result in judged.results}
+    free, whole = yardstick.champions[TRAINING_FREE], results[ORACLE].tokens_per_s - results[BASELINE].tokens_per_s
+    other = {} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}
+    known = {
+        BASELINE: "the same length in every round",
+        PRODUCT: "what the draft knows of itself",
+        **other,
+        yardstick.champions.get(HEADS, HEADS): "what a head learned",
+        PERFECT: "what the draft cannot see, or a head has not learned",
+        ORACLE: "the coin, which nobody can see",
+    }
+    stages: list[Stage] = []
+    unseen: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
+    before: Result | None = None
+    for family, knows in known.items():
+        result = results.get(family)
+        figures: dict[str, Any] = {}
+        if result:
+            figures = {"setting": " at ".join(filter(None, (heads.get(family, ""), values_of(result))))}
+        if result and before:
+            share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
+            figures |= {"added": _added(before, result, yardstick), "percent_of_gain": share}
+        unseen.append(knows)
+        stages.append(Stage(family=family, knows="; ".join(unseen) if result else knows, result=result, **figures))
+        before, unseen = (result, []) if result else (before, unseen)
+    return stages
+
+
+def _added(before: Result, result: Result, yardstick: Yardstick) -> Gain:
+    """Throughput over that of the stage before it; what the table and the verdict both say is the same figure."""
+    champions = yardstick.champions
+    if before.family == BASELINE:
+        return result.gain
+    if (before.family, result.family) == (champions[TRAINING_FREE], champions.get(HEADS)):
+        lead = lead_of(yardstick)
+        assert lead is not None
+        return lead
+    value = result.tokens_per_s / before.tokens_per_s - 1
+    return gain_of(value, yardstick.reached[before.family], yardstick.reached[result.family])
+
+
+def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside: Sequence[str]) -> Sheet:
+    """The stages below the target alone; `beside`: what else decides, a policy with its gain each."""
+    alone = 1 / cost.t_target_s[0]
+    rows = [{"stage": "target alone", "what it knows": "no draft", "setting": "", "tokens/s": _speed(alone)}]
+    for stage in stages:
+        row = {"stage": stage.name, "what it knows": stage.missing or stage.knows, "setting": stage.setting}
+        if stage.result:
+            speed, low, high, _ = stage.speeds
+            row["tokens/s"] = _speed(speed)
+        if stage.result and stage.added:
+            row["tokens/s"] = f"{_speed(speed)} ({_speed(low)}, {_speed(high)})"
+            row |= {"gain": stage.result.gain.words, "adds": stage.added.words}
+            row["share"] = "" if stage.percent_of_gain is None else f"{stage.percent_of_gain:.0f} %"
+        rows.append(row)
+    behind = " and ".join(stage.name for stage in stages if stage.added and stage.added.value < 0)
+    lost = f". {behind}: behind the row above, so that the row below first wins back what is lost" if behind else ""
+    listed = f". Beside them, over the best fixed length: {'; '.join(beside)}" if beside else ""
+    note = (
+        "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (prompts resampled "
+        "in pairs, settings chosen anew on dev, times within their errors); tokens/s has the same interval, times the "
+        "best fixed length's. adds: over the row above. share: of the oracle's whole gain. Bold: the best on dev of "
+        f"what can be run{lost}{listed}"
+    )
+    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds", "share")
+    return Sheet(title, rows, note, names=3, headings=columns)
+
+
+def console_sheet(sheet: Sheet, *, best: str, more: int) -> Sheet:
+    """The same for a console of 100 columns: what a stage knows stands below its name, its setting in the note, and the
+    stage called `best` in bold; `more`: rows of policies that are not stages.
+    """
+    rows = []
+    for row in sheet.rows:
+        name = f"[bold]{row['stage']}[/bold]" if row["stage"] == best else row["stage"]
+        numbers = {heading: row.get(heading, "") for heading in sheet.columns[3:]}
+        rows.append({"stage": f"{name}\n{fill(row['what it knows'], 34)}", **numbers})
+    settings = "; ".join(f"{row['stage']} {row['setting']}" for row in sheet.rows if row["setting"])
+    note = f"{sheet.note}. Chosen on dev: {settings}. --all: {more} more rows"
+    return Sheet(sheet.title, rows, note)
+
+
+def _speed(tokens_per_s: float) -> str:
+    """Whole tokens per second, and a tenth of slow models."""
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 100 else 1}f}"
+
+
+def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plot:
+    """Tokens per second of each stage, in full colour from where the one before it ends."""
+    figure, axes = figure_of(0.55 * len(stages) + 1.2)
+    colours = colours_of(stage.family for stage in stages)
+    base = before = stages[0].speeds.value
+    for row, stage in enumerate(stages):
+        text, end = stage.missing.partition(":")[0], base
+        if stage.result:
+            value, low, end, _ = stage.speeds
+            text = (
+                _speed(value) if stage.percent_of_gain is None else f"{_speed(value)} ({stage.percent_of_gain:.0f} %)"
+            )
+            axes.barh(row, min(before, value) - base, left=base, color=colours[stage.family], alpha=0.35, height=0.62)
+            axes.barh(row, max(value - before, 0), left=before, color=colours[stage.family], height=0.62)
+            if row:
+                axes.errorbar(value, row, xerr=[[value - low], [end - value]], color=GREY, capsize=3, linewidth=1.2)
+            before = value
+        axes.annotate(text, (max(end, base), row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    labels = [f"{stage.name}\n{fill(stage.knows, 32)}" for stage in stages]
+    axes.set_yticks(range(len(stages)), labels)
+    axes.invert_yaxis()
+    axes.axvline(base, color=GREY, linewidth=1)
+    axes.margins(x=0.24)
+    axes.set_xlabel("predicted tokens per second")
+    percent = (lambda speed: 100 * (np.asarray(speed) / base - 1), lambda gain: base * (1 + np.asarray(gain) / 100))
+    gains = axes.secondary_xaxis("top", functions=percent)
+    gains.set_xlabel("gain over the best fixed length, %")
+    gains.tick_params(labelsize=8)
+    return plot_of(
+        f"gain-{cost.ratio:.3g}",
+        f"Where the oracle's gain goes at {cost.title}: {dataset}. Full colour is what a stage adds to the one above "
+        "it, in brackets in per cent of the oracle's whole gain; whiskers are 95 % intervals, paired with the best "
+        "fixed length. No policy that can be run reaches the perfect head or the oracle.",
+        figure,
+    )
