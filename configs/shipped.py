@@ -1,5 +1,5 @@
-"""What is installed with the code: experiments that can be named, and the embedded trio. A local file or directory of
-that name wins.
+"""What is installed with the code: experiments that can be named, the embedded trio, and the draft of SmolLM2. A local
+file or directory of that name wins.
 """
 
 from dataclasses import replace
@@ -10,9 +10,9 @@ from configs.paths import check_local
 from configs.schema import ModelSource, PairConfig
 
 _YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
-# of a checkout, or site-packages: both hold configs/ and checkpoints/tiny/ side by side
+# of a checkout, or site-packages: both hold configs/ and checkpoints/ side by side
 _ROOT = Path(__file__).parents[1]
-_TRIO = Path("checkpoints/tiny")
+_SHIPPED = (Path("checkpoints/tiny"), Path("checkpoints/smollm2"))
 NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
 """Names that `--config` takes beside a path."""
 
@@ -36,8 +36,8 @@ def experiment_file(given: str) -> str:
 
 
 def with_shipped_models(pair: PairConfig) -> PairConfig:
-    """`pair`, with the models of `checkpoints/tiny` taken from the installed trio where there is no such local
-    directory.
+    """`pair`, with the models of `checkpoints/tiny` and `checkpoints/smollm2` taken from the installation where there
+    is no such local directory.
     """
     micro = None if pair.micro is None else _located(pair.micro)
     return replace(pair, target=_located(pair.target), draft=_located(pair.draft), micro=micro)
@@ -45,6 +45,6 @@ def with_shipped_models(pair: PairConfig) -> PairConfig:
 
 def _located(source: ModelSource) -> ModelSource:
     path = Path(source.path)
-    if path.parent != _TRIO or path.exists() or not (_ROOT / path).is_dir():
+    if path.parent not in _SHIPPED or path.exists() or not (_ROOT / path).is_dir():
         return source
     return replace(source, path=str(_ROOT / path))

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
-TRIO = ROOT / "checkpoints/tiny"
+MODELS = [ROOT / "checkpoints/tiny", ROOT / "checkpoints/smollm2"]
 # With PYTHONPATH, the checkout would be importable, and pip would take it for the installed project.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
 IMPORT_EVERYTHING = """
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     there.
     """
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for path in [*PACKAGES, TRIO]:
+    for path in [*PACKAGES, *MODELS]:
         shutil.copytree(path, source / path.relative_to(ROOT), ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
         shutil.copy(ROOT / name, source)
@@ -78,13 +78,16 @@ def run(python: Path, *arguments: str, at: Path) -> str:
 def test_every_file_of_every_package_and_the_trio_is_in_the_wheel(wheel: Path):
     wanted = {
         path
-        for folder in [*PACKAGES, TRIO]
+        for folder in [*PACKAGES, *MODELS]
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"configs/tiny.yaml", "evaluation/report/page.html", "checkpoints/tiny/micro/model.safetensors"} <= names_of(
-        wanted
-    )
+    assert {
+        "configs/tiny.yaml",
+        "evaluation/report/page.html",
+        "checkpoints/tiny/micro/model.safetensors",
+        "checkpoints/smollm2/draft/model.safetensors",
+    } <= names_of(wanted)
     missing = names_of(wanted | {ROOT / "train.py"}) - set(ZipFile(wheel).namelist())
     assert not missing
 
