@@ -64,7 +64,7 @@ class Experiment:
         self.models, self.decode, self._data = config.pair, config.decode, config.data
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
-        self.sampling = Sampling(**vars(config.pair.sampling))
+        self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template
         self._described: dict[Level, dict[str, Any]] = {}
         self.presumed: set[Level] = set()
         """Models that are not here, and are taken to be those of a record."""
@@ -193,7 +193,7 @@ class Experiment:
             ValueError: all of them are empty or over-long.
         """
         prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
-        encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.data.template)) for prompt in prompts)
+        encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.template)) for prompt in prompts)
         fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
         if prompts and not fitting:
             raise ValueError(

@@ -55,7 +55,7 @@ def generate(
     policy = policy or _default(experiment)
     stop = experiment.policy(policy)
     pair = experiment.pair
-    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
+    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.template)
     decode = experiment.decode
     models = PairModels(pair, decode.compile, holds_trees=tree is not None)
     drafter = models.drafter(stop, None if tree is None else SHAPES[tree])

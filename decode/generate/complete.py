@@ -34,7 +34,7 @@ def complete(
     decoder = models.decoder(
         models.drafter(stop, None), sampling=experiment.sampling, max_draft_length=decode.max_draft_length
     )
-    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.data.template)
+    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.template)
     num_tokens = decode.max_new_tokens if max_new_tokens is None else max_new_tokens
     rounds = decoder.stream(prompt_ids, num_tokens, generator=torch.Generator().manual_seed(decode.seed))
     return str(pair.tokenizer.decode(list(Generation.of(list(rounds)).token_ids), skip_special_tokens=True))

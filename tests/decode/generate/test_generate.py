@@ -63,6 +63,11 @@ def test_json_holds_every_round_and_the_same_tokens(capsys, monkeypatch):
     ][0].keys()
 
 
+def test_one_prompt_needs_no_prompt_set(capsys, monkeypatch):
+    flags = ("--policy", "fixed_length:k=2", "--data.prompts", "nowhere/at-all.jsonl")
+    assert "acceptance length" in run(capsys, monkeypatch, *flags)
+
+
 def test_a_mistake_in_the_policy_ends_in_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         run(capsys, monkeypatch, "--policy", "svip")
