@@ -97,7 +97,7 @@ class Cell(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name on progress bars."""
+        """The name of the cell on progress bars."""
         ratio = "" if self.ratio is None else f"ratio {self.ratio:g}, "
         return f"{ratio}{self.dataset}, {self.sampling}"
 
