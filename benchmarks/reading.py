@@ -6,14 +6,15 @@ Features of a 7B draft's shape are made up in a temporary folder (bfloat16, 4,09
 which 85 % are drafted, 128 a shard), and lie in the page cache. In turns, each in a fresh process, once with the code
 of this checkout and once with that of each other one:
 
-    open    the data module is made, which checks every shard: the first time, and again
-    epoch   its training batches are taken, by a consumer that does nothing else
+    open     the data module is made, which checks every shard
+    epoch    its training batches are taken, by a consumer that does nothing else
+    reopen   the data module is made by another process
 
 Bytes are those of the shards' files, and each figure stands per second of a clock and per second of the process's
 processors. Then, with this checkout's code, `Trainer.fit` of heads: the step's own matrix products follow each step, by
 torch.mm at its shapes with its weights, so that both meet the same machine. The grid of the paper (20 heads) at a
-width of which its weights fit the memory of a small machine, and one head of depth 4 at the full width. The last line
-is one JSON document.
+width of which its weights fit the memory of a small machine, and one head of depth 4 at twice that width. The last
+line is one JSON document.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,16 @@ from heads.batches.module import FeatureData
 from heads.training.run import build
 from heads.training.trainer import quiet
 
-SHARD_ROWS, WIDTH, GRID_WIDTH = 128, 4096, 1024
+SHARD_ROWS, WIDTH, GRID_WIDTH, HEAD_WIDTH = 128, 4096, 1024, 2048
 DRAFTED = 0.85
 PAPER: dict[str, Any] = {"depths": (0, 1, 2, 3, 4), "reject_weights": (1.0, 3.0, 6.0, 12.0)}
 ONE: dict[str, Any] = {"depths": (4,), "reject_weights": (1.0,)}
-_SILENT = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+_SILENT: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 def reading(*, gigabytes: float, against: list[Path], repeats: int, steps: int, folder: Path | None) -> dict[str, Any]:
@@ -65,12 +72,13 @@ def reading(*, gigabytes: float, against: list[Path], repeats: int, steps: int, 
             for checkout in order:
                 for kept in Path(place, "wide").rglob("checked.json"):
                     kept.unlink()
-                figures[checkout].append(_in_process(checkout, "epoch", Path(place, "wide")))
+                found = _in_process(checkout, "epoch", Path(place, "wide"))
+                figures[checkout].append(found | _in_process(checkout, "reopen", Path(place, "wide")))
         for checkout, turns in figures.items():
             name = "here" if checkout == str(Path.cwd()) else Path(checkout).name
             report[name] = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
             print(name, *(f"  {key:28} {value:9.3f}" for key, value in report[name].items()), sep="\n")
-        for name, width, heads in (("grid", GRID_WIDTH, PAPER), ("one_head", WIDTH, ONE)) if steps else ():
+        for name, width, heads in (("grid", GRID_WIDTH, PAPER), ("one_head", HEAD_WIDTH, ONE)) if steps else ():
             directory = Path(place, name)
             make_data(directory, width=width, num_bytes=SHARD_ROWS * 300 * 2 * width)
             arguments = json.dumps(heads | {"steps": steps})
@@ -144,26 +152,35 @@ class _Clock:
     """Seconds of a clock and of this process's processors since it was made."""
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self.wall, self.cpu = -time.perf_counter(), -time.process_time()
+
+    def stopped(self) -> "_Clock":
+        self.wall, self.cpu = self.wall + time.perf_counter(), self.cpu + time.process_time()
+        return self
 
     def rates(self, name: str, num_bytes: int) -> dict[str, float]:
-        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        """Seconds, and bytes per second of either kind."""
+        self.stopped()
         return {
-            f"{name}_s": wall,
-            f"{name}_gb_per_s": num_bytes / wall / 1e9,
-            f"{name}_gb_per_cpu_s": num_bytes / cpu / 1e9,
+            f"{name}_s": self.wall,
+            f"{name}_gb_per_s": num_bytes / self.wall / 1e9,
+            f"{name}_gb_per_cpu_s": num_bytes / self.cpu / 1e9,
         }
 
 
+def measure_open(directory: Path, *, name: str = "reopen") -> dict[str, float]:
+    """What it takes to make the data module, checks included."""
+    config, num_bytes = _config(directory), _training_bytes(directory)
+    clock = _Clock()
+    FeatureData(config.data, config.heads, pair=config.pair)
+    return clock.rates(name, num_bytes)
+
+
 def measure_epoch(directory: Path) -> dict[str, float]:
-    """Opening twice, and one epoch after a first that fills caches and memory."""
-    config, found = _config(directory), {}
-    num_bytes = sum(path.stat().st_size for path in directory.rglob("train-*.safetensors"))
-    for name in ("open", "open_again"):
-        clock = _Clock()
-        data = FeatureData(config.data, config.heads, pair=config.pair)
-        found |= clock.rates(name, num_bytes)
-    loader = data.train_dataloader()
+    """Opening, and one epoch after a first that fills caches and memory."""
+    config, num_bytes = _config(directory), _training_bytes(directory)
+    found = measure_open(directory, name="open")
+    loader = FeatureData(config.data, config.heads, pair=config.pair).train_dataloader()
     for epoch in range(2):
         loader.set_epoch(epoch)
         clock = _Clock()
@@ -172,31 +189,33 @@ def measure_epoch(directory: Path) -> dict[str, float]:
     return found | {"epoch_tokens": num_tokens}
 
 
+def _training_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("train-*.safetensors"))
+
+
 class _Beside(pl.Callback):
-    """The seconds of each step, and of its matrix products right after it."""
+    """What each step took, and its matrix products right after it: (seconds of a clock, seconds of processors)."""
 
     def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.products: list[float] = []
+        self.pairs: list[tuple[_Clock, _Clock]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._started = time.perf_counter()
+        self._clock = _Clock()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.steps.append(time.perf_counter() - self._started)
-        hidden = batch["fed"].hidden.float()
-        self.products.append(_products(hidden, pl_module))
-        self._started = time.perf_counter()
+        step = self._clock.stopped()
+        self.pairs.append((step, _products(batch["fed"].hidden.float(), pl_module)))
+        self._clock = _Clock()
 
 
 @torch.no_grad()
-def _products(hidden: Tensor, sweep: Any) -> float:
-    """Seconds of the products of one step: of each block z = h W^T, the gradients g^T h and, but for the first, g W."""
-    spare = torch.empty_like(hidden)
-    square = hidden.new_empty(hidden.shape[1], hidden.shape[1])
-    started = time.perf_counter()
+def _products(hidden: Tensor, sweep: Any) -> _Clock:
+    """The products of one step: of each block z = h W^T, the gradients g^T h and, but for the first, g W."""
+    spare, other = torch.randn_like(hidden), torch.randn_like(hidden)
+    square = hidden.new_zeros(hidden.shape[1], hidden.shape[1])
+    clock = _Clock()
     for _, stack in sweep.items():
         for head in range(len(stack.specs)):
             for block in range(stack.shape.depth):
@@ -204,26 +223,35 @@ def _products(hidden: Tensor, sweep: Any) -> float:
                 torch.mm(hidden, weight.T, out=spare)
                 torch.mm(spare.T, hidden, out=square)
                 if block:
-                    torch.mm(spare, weight, out=spare.new_empty(spare.shape))
-    return time.perf_counter() - started
+                    torch.mm(spare, weight, out=other)
+    return clock.stopped()
 
 
 def measure_steps(directory: Path, *, steps: int, batch_size: int = 8, **heads: Any) -> dict[str, float]:
     """Medians of steps and products; the first step, which fills caches, is left out."""
     tuples = {name: tuple(value) for name, value in heads.items()}
     sweep, data = build(_config(directory, batch_size=batch_size, **tuples))
-    clock = _Beside()
+    beside = _Beside()
     trainer = pl.Trainer(
-        max_steps=steps + 1, limit_val_batches=0, accelerator="cpu", devices=1, callbacks=[clock], **_SILENT
+        max_steps=steps + 1, limit_val_batches=0, accelerator="cpu", devices=1, callbacks=[beside], **_SILENT
     )
     trainer.fit(sweep, datamodule=data)
-    pairs = list(zip(clock.steps, clock.products, strict=True))[1:]
-    return {
-        "step_s": statistics.median(step for step, _ in pairs),
-        "products_s": statistics.median(products for _, products in pairs),
-        "step_over_products": statistics.median(step / products for step, products in pairs),
-        "least_step_over_products": min(step for step, _ in pairs) / min(products for _, products in pairs),
-    }
+    found: dict[str, float] = {}
+    for name in ("wall", "cpu"):
+        pairs = [(getattr(step, name), getattr(products, name)) for step, products in beside.pairs[1:]]
+        found |= {
+            f"step_{name}_s": statistics.median(step for step, _ in pairs),
+            f"products_{name}_s": statistics.median(products for _, products in pairs),
+            f"step_over_products_{name}": statistics.median(step / products for step, products in pairs),
+        }
+    return found
+
+
+_MEASURES: dict[str, Callable[..., dict[str, float]]] = {
+    "epoch": measure_epoch,
+    "reopen": measure_open,
+    "steps": measure_steps,
+}
 
 
 def _parsed() -> argparse.Namespace:
@@ -243,8 +271,7 @@ if __name__ == "__main__":
     given = _parsed()
     if given.measure:
         kind, directory, arguments = given.measure
-        measures = {"epoch": measure_epoch, "steps": measure_steps}
-        print(json.dumps(measures[kind](Path(directory), **json.loads(arguments))))
+        print(json.dumps(_MEASURES[kind](Path(directory), **json.loads(arguments))))
     else:
         del given.measure
         given.against = [path.resolve() for path in given.against]
