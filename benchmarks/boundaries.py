@@ -181,7 +181,7 @@ def _stored(folder: Path, config: Config) -> list[Boundary]:
     def read_features() -> None:
         data = FeatureData(config.data, config.heads, pair=config.pair)
         for timing in data.timings:
-            data.first_rows(timing)
+            data.first_scalars(timing)
 
     def read_settled() -> None:
         settle(config.data.dir, settled)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -51,8 +51,38 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
     """
     sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
-    facts = {"shard": path.stem, **facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    write_atomic(sidecar_path(path), json.dumps(facts, indent=1).encode())
+    _write_sidecar(path, facts, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def complete_shard(unfinished: Path, path: Path, contents: Mapping[int, bytes], **facts: Any) -> None:
+    """Make a shard that lacks some bytes the whole shard `path`, in its own place on the disk.
+
+    Both sidecars go first. A process that is killed before the new one is written has to make the unfinished shard
+    again; the rest of it is not copied, which is the purpose.
+
+    Args:
+        unfinished: the path of the shard as it was written before.
+        path: its path when it is whole, in the same file system.
+        contents: place in the file -> the bytes that belong there.
+        **facts: those of `path`'s sidecar.
+    """
+    for shard in (path, unfinished):
+        sidecar_path(shard).unlink(missing_ok=True)
+    with unfinished.open("r+b") as file:
+        for place, content in contents.items():
+            file.seek(place)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.replace(path)
+    _sync_folder(path.parent)
+    _write_sidecar(path, facts, num_bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def _write_sidecar(path: Path, facts: Mapping[str, Any], *, num_bytes: int, sha256: str) -> None:
+    content = {"shard": path.stem, **facts, "bytes": num_bytes, "sha256": sha256}
+    write_atomic(sidecar_path(path), json.dumps(content, indent=1).encode())
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
@@ -92,7 +122,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name is in the folder, and is on disk only once that is
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """A new name is in its folder, and is on disk only once that is."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

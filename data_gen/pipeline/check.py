@@ -26,7 +26,7 @@ def check(config: Config) -> None:
     directory = Path(config.data.dir)
     read_manifest(directory)
     paths = shards_in(directory)
-    problems = dict(problems_of(paths, has_bar=True))
+    problems = dict(problems_of(paths, is_thorough=True))
     problems |= {
         path: f"{path} is missing or was not finished; run `acceptance-heads data` again" for path in absent(directory)
     }

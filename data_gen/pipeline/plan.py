@@ -135,8 +135,6 @@ def _totals(data: DataConfig, shards: Sequence[int], estimate: Estimate) -> dict
     """The totals of shards of so many rows."""
     num_rows, effort = sum(shards), _effort_of(data, shards, estimate.longest_response, estimate.response_tokens)
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
-    if data.mode == "sequential":
-        disk_bytes *= 2  # the results of the earlier stages stay until the shard is whole
     # disk_usage needs a folder that exists, and data.dir may not yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {

@@ -6,6 +6,9 @@ one model at a time (`sequential`), which leave their results in DIR/stages unti
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
+Hidden states are written once: the stage `draft` leaves each feature shard with room for what the target decides, and
+the stage `target` fills it in and gives the file its name.
+
 Every random number of a shard comes from seeds of (run seed, stage, split, shard index), and nothing else of the run
 reaches its bytes: so the same shard is the same on any engine, in any order, and after any interruption.
 """
@@ -24,7 +27,7 @@ from configs.schema import DataConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
-from data_gen.labels.layout import layout_of
+from data_gen.labels.layout import Layout, layout_of
 from data_gen.prompts.pool import sources_of
 from data_gen.responses.conversation import ShardSpec, row_id
 from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
@@ -32,11 +35,13 @@ from data_gen.store import features, rows
 from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
-from store.shards import features_path, is_whole, rows_path, sidecar_path, write_shard
+from store.shards import complete_shard, features_path, is_whole, rows_path, sidecar_path, write_shard
+from store.sums import CHECKED
 
 Stage = Literal["together", "respond", "draft", "target"]
-_SUFFIXES = {"respond": "responses", "draft": "safetensors"}
-"""Stages that leave a result of their own -> the ending of its file."""
+_SUFFIXES = {"respond": "responses", "draft": "safetensors", "fed": "safetensors", "drawn": "safetensors"}
+"""What stages leave -> the ending of its file; `fed` and `drawn` are feature shards of the stage draft, without labels.
+"""
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
 
@@ -56,7 +61,8 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
     if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
-    return stage in _SUFFIXES and is_whole(_stage_path(spec, data, stage))
+    left = ("draft", *data.feature_sets) if stage == "draft" else (stage,)
+    return stage in _SUFFIXES and all(is_whole(_stage_path(spec, data, name)) for name in left)
 
 
 def label_and_mix(
@@ -138,15 +144,24 @@ def _failed(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
 
 
 def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Write the features and then the rows of a shard, so that rows on disk always have their features."""
+    """Write the features and then the rows of a shard, so that rows on disk always have their features. Hidden states
+    that are not among the columns are where `save_drafted` wrote them.
+    """
     layout = layout_of(answers.exchanges)
     for timing in data.feature_sets:
         mixes = data.mixes if timing == "fed" else 1
-        is_drafted = ~columns["from_target"] if timing == "fed" else torch.ones(layout.num_tokens)
-        content = features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
-        path = features_path(data.dir, timing, spec.split, spec.index)
-        write_shard(path, content, rows=len(answers.exchanges) * mixes, tokens=layout.num_tokens * mixes)
+        path, unfinished = features_path(data.dir, timing, spec.split, spec.index), _stage_path(spec, data, timing)
+        facts = {"rows": len(answers.exchanges) * mixes, "tokens": layout.num_tokens * mixes}
+        if timing in columns:
+            write_shard(path, _features_of(timing, columns, layout, mixes), **facts)
+        else:
+            complete_shard(unfinished, path, features.labels_at(unfinished, columns, layout, mixes), **facts)
     write_rows(spec, answers, columns=columns, data=data)
+
+
+def _features_of(timing: str, columns: Mapping[str, Tensor], layout: Layout, mixes: int) -> bytes:
+    is_drafted = ~columns["from_target"] if timing == "fed" else torch.ones(layout.num_tokens)
+    return features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
 
 
 def write_drafts(
@@ -211,13 +226,20 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:
-    """The result of the stage `draft`: the columns of the sound rows, and what became of the others."""
+    """The result of the stage `draft`: the columns of the sound rows, and what became of the others; before, each
+    feature shard as far as the draft knows it.
+    """
+    layout, known = layout_of(answers.exchanges), features.unlabelled(columns)
+    for timing in data.feature_sets:
+        content = _features_of(timing, known, layout, data.mixes if timing == "fed" else 1)
+        write_shard(_stage_path(spec, data, timing), content)
     problems = json.dumps([problem._asdict() for problem in answers.problems])
-    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(columns, metadata={"problems": problems}))
+    small = {name: values for name, values in columns.items() if name not in data.feature_sets}
+    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(small, metadata={"problems": problems}))
 
 
 def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
-    """The answers and the columns that `save_responses` and `save_drafted` saved."""
+    """The answers and the columns that `save_responses` and `save_drafted` saved, without the hidden states."""
     path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
         problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
@@ -226,11 +248,25 @@ def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, 
     return Answers([exchange for exchange in exchanges if exchange.id not in gone], problems), columns
 
 
-def add_target(answers: Answers, columns: dict[str, Tensor], *, labeller: Labeller, progress: Progress) -> Labelled:
-    """The stage `target`: the columns that `load_drafted` found, with log_p and acceptance_prob."""
+def add_target(
+    spec: ShardSpec,
+    answers: Answers,
+    columns: dict[str, Tensor],
+    *,
+    labeller: Labeller,
+    data: DataConfig,
+    progress: Progress,
+) -> Labelled:
+    """The stage `target`: the columns that `load_drafted` found, with log_p and acceptance_prob. Where rows are broken
+    the hidden states come along, of which theirs are to be left out.
+    """
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
-    return Labelled(columns | labelled.columns, labelled.broken)
+    hidden = {
+        timing: features.read_features(_stage_path(spec, data, timing))["hidden"]
+        for timing in (data.feature_sets if labelled.broken else ())
+    }
+    return Labelled(columns | hidden | labelled.columns, labelled.broken)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
@@ -246,6 +282,7 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
     for spec in specs:
         forget_stages(spec, data)
     for folder in (*(Path(data.dir) / "stages" / stage for stage in _SUFFIXES), Path(data.dir) / "stages"):
+        (folder / CHECKED).unlink(missing_ok=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 

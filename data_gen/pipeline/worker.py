@@ -172,7 +172,9 @@ class Worker:
         if self.chains is not None:
             return stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
         if self.stage == "target":
-            labelled = stages.add_target(answers, drafted, labeller=self.labeller, progress=progress)
+            labelled = stages.add_target(
+                spec, answers, drafted, labeller=self.labeller, data=self.data, progress=progress
+            )
         else:
             known_columns = {} if answers.states is None else {"target_states": answers.states}
             labelled = stages.label_and_mix(

@@ -17,6 +17,7 @@ one tensor more:
     draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
 """
 
+import json
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -51,6 +52,25 @@ def to_safetensors(
         "row_offsets": torch.tensor(layout.repeated(mixes).offsets, dtype=torch.int64),
     }
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def unlabelled(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columns of a draft's stage with room for what the target decides, `labels_at`."""
+    return {**columns, **dict.fromkeys(("acceptance_prob", "log_p"), torch.zeros(len(columns["draft_ids"])))}
+
+
+def labels_at(path: Path, columns: Mapping[str, Tensor], layout: Layout, mixes: int = 1) -> dict[int, bytes]:
+    """What the target decides, for a shard that was written of `unlabelled` columns: place in the file -> the bytes
+    that belong there.
+    """
+    with path.open("rb") as file:  # a safetensors file: length of the header, header, tensors
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    order, floats = layout.order(mixes), _floats(columns)
+    return {
+        8 + length + header[name]["data_offsets"][0]: floats[name][order].numpy().tobytes()
+        for name in ("acceptance_prob", "target_prob")
+    }
 
 
 def drafts_to_safetensors(drafts: LabelledDrafts, timing: str) -> bytes:

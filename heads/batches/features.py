@@ -18,7 +18,7 @@ Only positions whose token the draft drew are kept (law 4.6): the loss is taken 
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from heads.batches.memory import BatchMemory
 from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
@@ -75,11 +76,20 @@ def has_tokens(batch: Batch) -> bool:
     return any(len(features.token) for features in batch.values())
 
 
+class Row(NamedTuple):
+    """One row of a shard."""
+
+    features: Features
+    """`hidden` of every position, still in the file, which is mapped; all else of the drafted positions alone."""
+    drafted: Int[Tensor, " tokens"]
+    """The drafted positions."""
+
+
 class FeatureShard:
     """One safetensors file of features, mapped, read in runs of rows.
 
-    The caller has compared it with its sidecar (`store.sums`); each reading checks that numbers are finite and that
-    probabilities lie in [0, 1].
+    Before the first is read, the caller has compared the file with its sidecar (`store.sums`) and its numbers with what
+    they can be (`check`).
     """
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:
@@ -102,28 +112,44 @@ class FeatureShard:
         with self._open("row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
-    def read(self, start: int, stop: int) -> list[Features]:
-        """Rows start … stop - 1, each by itself.
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Rows start … stop - 1.
 
         Raises:
-            ValueError: the file lacks a tensor, or holds numbers that cannot be.
+            ValueError: the file lacks a tensor.
         """
-        names = (*_COLUMNS, *self.scalars)
-        with self._open("row_offsets", *names) as file:
+        with self._open("row_offsets", *_COLUMNS, *self.scalars) as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            columns = {name: file.get_slice(name)[first:last] for name in names}
+            columns = {name: file.get_slice(name)[first:last] for name in (*_COLUMNS, *self.scalars)}
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118
             ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else None
-        self._check(columns, start, offsets - first)
         rows = [self._row(columns, *bounds) for bounds in pairwise((offsets - first).tolist())]
         if ends is None:
             return rows
         # a feature draft's data: `ends` are those of all drafts of the shard, so a row has those that end within it
+        lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
         return [
-            row._replace(row_lengths=ends[(ends > start) & (ends <= stop)].diff(prepend=start.view(1)))
-            for row, (start, stop) in zip(rows, pairwise(offsets), strict=True)
+            row._replace(features=row.features._replace(row_lengths=of_drafts))
+            for row, of_drafts in zip(rows, lengths, strict=True)
         ]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the columns that `check` looks at."""
+        return ("hidden", "acceptance_prob", *self.scalars)
+
+    def check(self) -> None:
+        """Raise ValueError if a hidden state, a label or a scalar is no finite number, or a probability lies outside
+        [0, 1].
+        """
+        with self._open("row_offsets", *self.numbers) as file:
+            for name in self.numbers:
+                values = file.get_tensor(name)
+                # a NaN is both the least and the greatest; one pass, where isfinite writes a flag per number
+                extremes = torch.stack(values.aminmax()) if values.numel() else torch.zeros(2)
+                if not _allowed(name, extremes).all():
+                    self._refuse(name, ~_allowed(name, values), file.get_tensor("row_offsets"))
 
     def _open(self, *names: str) -> safe_open:
         try:
@@ -142,36 +168,50 @@ class FeatureShard:
             )
         return file
 
-    def _check(self, columns: dict[str, Tensor], start: int, offsets: Tensor) -> None:
-        for name in ("hidden", "acceptance_prob", *self.scalars):
-            bad = ~torch.isfinite(columns[name]).reshape(len(columns[name]), -1).all(-1)
-            if name in _PROBABILITIES:
-                bad |= (columns[name] < 0) | (columns[name] > 1)
-            if bad.any():
-                position = int(bad.nonzero()[0])
-                row = start + int(torch.searchsorted(offsets, position, right=True)) - 1
-                kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-                raise ValueError(
-                    f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the "
-                    "features again"
-                )
+    def _refuse(self, name: str, is_bad: Tensor, offsets: Tensor) -> NoReturn:
+        position = int(is_bad.reshape(len(is_bad), -1).any(-1).nonzero()[0])
+        row = int(torch.searchsorted(offsets, position, right=True)) - 1
+        kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
+        raise ValueError(
+            f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the features again"
+        )
 
-    def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Features:
-        """The drafted positions of one row."""
-        drafted = columns["is_drafted"][start:stop].nonzero().squeeze(-1) + start
-        return Features(
-            hidden=columns["hidden"][drafted],
-            scalars={name: columns[name][drafted] for name in self.scalars},
-            acceptance_prob=columns["acceptance_prob"][drafted],
-            token=columns["token"][drafted].long(),
+    def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Row:
+        drafted = columns["is_drafted"][start:stop].nonzero().squeeze(-1)
+        of_drafted = {name: values[start:stop][drafted] for name, values in columns.items() if name != "hidden"}
+        features = Features(
+            hidden=columns["hidden"][start:stop],
+            scalars={name: of_drafted[name] for name in self.scalars},
+            acceptance_prob=of_drafted["acceptance_prob"],
+            token=of_drafted["token"].long(),
             row_lengths=torch.tensor([len(drafted)]),
         )
+        return Row(features, drafted)
+
+
+def _allowed(name: str, values: Tensor) -> Tensor:
+    """Where the values are such as the column may have."""
+    return (values >= 0) & (values <= 1) if name in _PROBABILITIES else torch.isfinite(values)
+
+
+def gathered(rows: Sequence[Row], memory: BatchMemory) -> Features:
+    """The drafted positions of rows, one row after the other; hidden states are copied once, from the file."""
+    lengths = [len(row.drafted) for row in rows]
+    stored = rows[0].features.hidden
+    hidden = memory.empty(sum(lengths), stored.shape[1], dtype=stored.dtype)
+    for row, part in zip(rows, hidden.split(lengths), strict=True):
+        torch.index_select(row.features.hidden, 0, row.drafted, out=part)
+    return _joined([row.features for row in rows], hidden)
 
 
 def join(rows: Sequence[Features]) -> Features:
     """Rows one after the other."""
+    return _joined(rows, torch.cat([row.hidden for row in rows]))
+
+
+def _joined(rows: Sequence[Features], hidden: Float[Tensor, "tokens hidden"]) -> Features:
     return Features(
-        hidden=torch.cat([row.hidden for row in rows]),
+        hidden=hidden,
         scalars={name: torch.cat([row.scalars[name] for row in rows]) for name in rows[0].scalars},
         acceptance_prob=torch.cat([row.acceptance_prob for row in rows]),
         token=torch.cat([row.token for row in rows]),
@@ -181,4 +221,5 @@ def join(rows: Sequence[Features]) -> Features:
 
 def none_of(shard: FeatureShard) -> Features:
     """No row, in the types and widths of a shard."""
-    return apply_to_collection(shard.read(0, 1)[0], Tensor, lambda values: values[:0])  # type: ignore[no-any-return]
+    first: Features = apply_to_collection(shard.read(0, 1)[0].features, Tensor, lambda values: values[:0])
+    return first

@@ -1,4 +1,8 @@
-"""Batches of cached features, read ahead of the training step by a thread, resumable in the middle of an epoch.
+"""Batches of cached features, read ahead of the training step by threads, resumable in the middle of an epoch.
+
+Each thread makes a batch of its own, and batches are handed on in the order of the epoch, whichever is ready first: so
+nothing but the order, which is drawn without reading, decides what is in a batch. Threads do, because what takes time
+is a copy out of the file's pages, during which Python's lock is free.
 
 `state_dict` counts the batches that the consumer has taken, not those read ahead: the same number in every process.
 Lightning saves it in every checkpoint, and announces the epoch through `sampler.set_epoch` before it takes the first
@@ -9,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from heads.batches.features import Batch, Features, FeatureShard, join, none_of
+from heads.batches.features import Batch, FeatureShard, Row, gathered, none_of
+from heads.batches.memory import BatchMemory
 from heads.batches.order import (
     POOL_SIZE,
     Block,
@@ -28,33 +34,38 @@ from heads.batches.order import (
 )
 
 READ_AHEAD = 4
-"""Batches made ready while the step runs."""
+"""Batches made ready while the step runs, each by a thread."""
+_BLOCKS_KEPT = 2 * POOL_SIZE + 1
+"""Blocks of which labels are kept: batches that are made at once can come from two pools."""
 
 
 def block_reader(
     shards: Mapping[str, Sequence[FeatureShard]], rows_per_item: Mapping[str, int]
 ) -> Callable[[Sequence[Item]], Batch]:
     """A function that reads the features of some responses, in page-locked memory where there is a GPU, so that copies
-    to it overlap with its work.
+    to it overlap with its work; threads may call it at once.
 
-    It keeps the last `POOL_SIZE` + 1 blocks, which is more than a process has of a pool. With several mixings per
-    response, a response has that many neighbouring rows in a fed-time shard.
+    Labels are read block by block and kept for a while; hidden states are copied from the mapped file into the batch.
+    With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
     """
+    memory = BatchMemory()
 
-    @lru_cache(POOL_SIZE + 1)
-    def block_rows(block: Block) -> dict[str, list[Features]]:
+    @lru_cache(_BLOCKS_KEPT)
+    def block_rows(block: Block) -> dict[str, list[Row]]:
         return {
             timing: of_timing[block.shard].read(block.start * rows_per_item[timing], block.stop * rows_per_item[timing])
             for timing, of_timing in shards.items()
         }
 
     def read(items: Sequence[Item]) -> Batch:
-        rows: dict[str, list[Features]] = {timing: [] for timing in shards}
+        rows: dict[str, list[Row]] = {timing: [] for timing in shards}
         for item in items:
             for timing, block in block_rows(item.block).items():
                 times = rows_per_item[timing]
                 rows[timing] += block[item.place * times : (item.place + 1) * times]
-        batch = {timing: join(parts) if parts else none_of(shards[timing][0]) for timing, parts in rows.items()}
+        batch = {
+            timing: gathered(parts, memory) if parts else none_of(shards[timing][0]) for timing, parts in rows.items()
+        }
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
@@ -76,7 +87,7 @@ class BatchLoader:
         chosen: Callable[[Item], bool] | None = None,
     ) -> None:
         """Args:
-        read: a function that makes a batch of some responses; called in a thread.
+        read: a function that makes a batch of some responses; called in several threads at once.
         lengths: the tokens of each response of each shard.
         batch_size: responses per batch, of all processes together.
         seed: the seed of the order; None: as stored, every epoch alike, each process its own blocks.
@@ -113,7 +124,7 @@ class BatchLoader:
         # A generator: its first line runs when the first batch is taken, after set_epoch.
         resume, self._resume = self._resume, None
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
-        for batch in read_ahead(map(self.read, self._order()), READ_AHEAD):
+        for batch in read_ahead(self.read, self._order(), READ_AHEAD):
             self._taken += 1  # before the consumer has it, since a checkpoint is written while it works on it
             yield batch
 
@@ -127,14 +138,16 @@ class BatchLoader:
         return batches(items, self.batch_size, self.share, first=self._taken)
 
 
-def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
-    """The same elements, with up to `depth` of them made ready by a thread; what it raises is raised here."""
-    end = object()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+def read_ahead(read: Callable[[Any], Any], source: Iterator[Any], depth: int) -> Iterator[Any]:
+    """What `read` makes of each element, in order, with up to `depth` made ready by as many threads; what it raises is
+    raised here.
+    """
+    threads = ThreadPoolExecutor(depth, thread_name_prefix="read-ahead")
     try:
-        ready = deque(thread.submit(next, source, end) for _ in range(depth))
-        while (element := ready.popleft().result()) is not end:
-            ready.append(thread.submit(next, source, end))
-            yield element
+        ready = deque(threads.submit(read, element) for element in islice(source, depth))
+        while ready:
+            made = ready.popleft().result()
+            ready.extend(threads.submit(read, element) for element in islice(source, 1))
+            yield made
     finally:
-        thread.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)

@@ -10,18 +10,21 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytorch_lightning as pl
+import torch
+from jaxtyping import Float
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
-from heads.batches.features import FEATURE_SETS, LABELS, Features, FeatureShard, join
+from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard
 from heads.batches.loader import BatchLoader, block_reader
 from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
 from store.shards import list_shards, read_sidecar
-from store.sums import check_sums
+from store.sums import Look, check_sums
 
 
 class FeatureData(pl.LightningDataModule):
@@ -59,9 +62,10 @@ class FeatureData(pl.LightningDataModule):
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
         if is_first_process():  # which starts the others, or is waited for
-            check_sums(
+            paths = (
                 path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths)
             )
+            check_sums(paths, look=self._look())
         self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
 
@@ -106,10 +110,10 @@ class FeatureData(pl.LightningDataModule):
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
         return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
 
-    def first_rows(self, timing: str) -> Features:
-        """The rows of the first training shard."""
+    def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
+        """The scalars that the sweep reads, of the first training shard."""
         shard = self._shards["train"][timing][0]
-        return join(shard.read(0, shard.num_rows))
+        return torch.cat([row.features.columns(self.scalars) for row in shard.read(0, shard.num_rows)])
 
     def num_responses(self, split: str) -> int:
         """Responses of one split."""
@@ -156,6 +160,15 @@ class FeatureData(pl.LightningDataModule):
         times = self.data.mixes if "fed" in paths[0].parts else 1
         ends = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths), initial=0)
         return [path for path, start in zip(paths, ends, strict=False) if start < self.heads.num_train * times]
+
+    def _look(self) -> Look | None:
+        """What is looked at in each shard once, beside its sum: that its numbers can be."""
+
+        def at(path: Path) -> None:
+            if path.suffix == ".safetensors":
+                FeatureShard(path, self.columns).check()
+
+        return Look(f"numbers: {', '.join(sorted(self.columns))}", at)
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {

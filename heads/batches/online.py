@@ -58,9 +58,9 @@ class RowData(FeatureData):
 
     draft: "DraftFeatures"
 
-    def first_rows(self, timing: str) -> Features:
+    def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         rows = next(iter(self.loader("train")))
-        return self.draft(rows, self.draft.draft.device)[timing]
+        return self.draft(rows, self.draft.draft.device)[timing].columns(self.scalars)
 
     def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
         paths = list_shards(self.data.dir, split)
@@ -68,6 +68,9 @@ class RowData(FeatureData):
 
     def _read(self, split: str) -> list[list[Path]]:
         return [list_shards(self.data.dir, split)]
+
+    def _look(self) -> None:
+        return None
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         for path in list_shards(self.data.dir, split):

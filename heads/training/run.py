@@ -100,7 +100,7 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
     """Mean and deviation of each scalar that the sweep reads, over the first training shard, by feature set."""
     stats: dict[str, list[list[float]]] = {}
     for timing in data.timings if any(data.heads.scalars) else ():
-        scalars = data.first_rows(timing).columns(data.scalars).double()
+        scalars = data.first_scalars(timing).double()
         stats[timing] = [scalars.mean(0).tolist(), scalars.std(0, correction=0).clamp_min(1e-6).tolist()]
     return stats
 

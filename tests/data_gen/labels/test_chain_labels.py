@@ -114,7 +114,7 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp
     assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
     write_shard(path, written, rows=len(EXCHANGES), tokens=len(drafts.columns["draft_ids"]))
     for first, last in ((0, 2), (1, 2)):
-        rows = FeatureShard(path, ("entropy",)).read(first, last)
+        rows = [row.features for row in FeatureShard(path, ("entropy",)).read(first, last)]
         assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
         assert [len(row.token) for row in rows] == [sum(row) for row in drafts.lengths[first:last]]
         assert (

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from configs.schema import Config, SamplingConfig
 from data_gen.pipeline.command import make
 from store import shards
-from store.shards import features_path, rows_path, verify_shard
+from store.shards import features_path, list_shards, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, in_a_child
 
 
@@ -35,6 +37,32 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
         verify_shard(fed)
     make(toy_config)
     assert files_of(toy_config.data.dir) == whole
+
+
+def test_hidden_states_are_written_once(toy_config, with_data):
+    """One model at a time, in runs of their own: the shard of the stage draft becomes the shard, labels filled in."""
+    config = with_data(toy_config, mode="sequential", features=("fed", "drawn"))
+
+    def files(*place: str) -> dict[str, int]:
+        paths = sorted(Path(config.data.dir, *place).glob("*.safetensors"))
+        assert paths
+        return {path.name: path.stat().st_ino for path in paths}
+
+    make(config, stages="respond")
+    make(config, stages="draft")
+    written = {timing: files("stages", timing) for timing in ("fed", "drawn")}
+    make(config, stages="target")
+    assert {timing: files("features", timing) for timing in ("fed", "drawn")} == written
+    assert not Path(config.data.dir, "stages").exists()
+    together = with_data(config, mode="together", dir=f"{config.data.dir}-together")
+    make(together)
+    for timing in ("fed", "drawn"):
+        pairs = zip(*(list_shards(one.data.dir, "train", timing) for one in (config, together)), strict=True)
+        for alone, both in pairs:
+            found, expected = load_file(alone), load_file(both)
+            assert set(expected) - set(found) <= {"acceptance_rate", "cross_entropy"}
+            for name, values in found.items():
+                torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
 
 
 def make_and_die(config: Config, write: int) -> None:

@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import statistics
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save
 
 from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
+from heads.batches.features import FeatureShard
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
 from heads.training.command import train
@@ -103,13 +106,15 @@ def test_a_loader_goes_on_where_its_consumer_stopped():
 
 
 def test_read_ahead_keeps_order_and_hands_errors_over():
-    def source():
-        yield from range(10)
-        raise ValueError("the shard is broken")
+    def read(number: int) -> int:
+        if number == 10:
+            raise ValueError("the shard is broken")
+        time.sleep(0.01 * (number % 3 == 0))  # so that others are ready before
+        return number
 
     got = []
     with pytest.raises(ValueError, match="the shard is broken"):
-        got.extend(iter_into(read_ahead(source(), 3), got))
+        got.extend(iter_into(read_ahead(read, iter(range(20)), 3), got))
     assert got == list(range(10))
 
 
@@ -274,3 +279,60 @@ def test_the_first_of_several_processes_takes_the_sums(tmp_path: Path, monkeypat
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with pytest.raises(ValueError, match="corrupted"):
         feature_data(make_config(data_dir, tmp_path))
+
+
+def test_numbers_are_looked_at_once_and_again_where_a_file_or_the_columns_have_changed(tmp_path: Path, monkeypatch):
+    """Another process, epoch or run does not look again; a file with the same numbers that was written anew counts."""
+    monkeypatch.setattr("store.sums._SHOWN_BYTES", 0)
+    data_dir, looked = write_data(tmp_path / "data"), []
+    check = FeatureShard.check
+    monkeypatch.setattr(FeatureShard, "check", lambda shard: looked.append(shard.path.name) or check(shard))
+    config = make_config(data_dir, tmp_path, num_train=64)
+    every = ["dev-00000.safetensors", "test-00000.safetensors", "train-00000.safetensors", "train-00001.safetensors"]
+
+    def looks(config: Config = config) -> list[str]:
+        looked.clear()
+        list(feature_data(config).loader("train"))
+        return sorted(looked)
+
+    assert looks() == every
+    assert looks() == []
+    path = features_path(data_dir, "fed", "train", 1)
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    (tmp_path / "copy").replace(path)
+    assert looks() == every[3:]
+    assert looks(make_config(data_dir, tmp_path, timings=("fed", "prefix"))) == sorted(2 * every), (
+        "with acceptance_rate"
+    )
+    rewrite(path, hidden=load_file(path)["hidden"].clone().index_fill_(0, torch.tensor([50]), torch.inf))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"train-00001.*hidden of row \d+ is NaN or infinite"):
+            looks()
+
+
+def test_memory_of_a_batch_serves_again_only_when_nobody_holds_the_batch(data_dir: Path, tmp_path: Path):
+    def batches() -> Iterator[torch.Tensor]:
+        return (batch["fed"].hidden for batch in loader)
+
+    loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
+    held = list(batches())
+    assert len({hidden.data_ptr() for hidden in held}) == len(held)
+    kept = [hidden.clone() for hidden in held]
+    view, whole = held[3][2:4], kept[3][2:4]
+    del held
+    places = set()
+    for hidden, same in zip(batches(), kept, strict=True):
+        assert torch.equal(hidden, same)
+        places.add(hidden.data_ptr())
+        assert torch.equal(view, whole), "a view of a batch holds its memory"
+    assert len(places) < len(kept)
+
+
+def test_threads_that_are_slow_change_no_batch(data_dir: Path, tmp_path: Path):
+    loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
+    one_by_one = list(map(loader.read, loader._order()))
+    read = loader.read
+    loader.read = lambda items: time.sleep(0.02 * random.random()) or read(items)
+    for batch, alone in zip(loader, one_by_one, strict=True):
+        assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
+        assert torch.equal(batch["fed"].hidden, alone["fed"].hidden)
