@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,28 +105,17 @@ def first_turns(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) 
     return [Request(prompt.id, text, encode_text(text, tokenizer, config.data.template)) for prompt, text in pairs]
 
 
-def serve(python: str, model: Path, port: int, log: Path) -> subprocess.Popen:
-    """vLLM's server, in float32 and eager, as the laws are compared bit by bit."""
-    settings = [
-        "--model",
-        str(model),
-        "--served-model-name",
-        "target",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--port",
-        str(port),
-    ]
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *settings,
-        "--max-model-len",
-        "1024",
-        "--disable-log-stats",
-    ]
+def serve(python: str, model: Path, port: int, log: Path, *, more: Sequence[str] = ()) -> subprocess.Popen:
+    """vLLM's server, in float32 and eager, as the laws are compared bit by bit; `more`: of its arguments."""
+    settings = {
+        "model": model,
+        "served-model-name": "target",
+        "dtype": "float32",
+        "port": port,
+        "max-model-len": 1024,
+    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--disable-log-stats", *more]
+    command += [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
         "VLLM_CPU_KVCACHE_SPACE": "1"
     }

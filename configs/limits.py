@@ -62,6 +62,7 @@ LIMITS = {
     "data.server.concurrency": _CONNECTIONS,
     "data.server.max_retries": _COUNT_OR_NONE,
     "data.server.timeout_s": _POSITIVE,
+    "data.server.num_logprobs": Limit(1, 10**4),
     "data.ray.num_workers": _COUNT,
     "data.ray.num_cpus": _AT_LEAST_ZERO,
     "data.ray.num_gpus": _AT_LEAST_ZERO,
@@ -102,14 +103,17 @@ def check_limits(config: Config) -> None:
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
     for section in _FOLDERS:
         _check_folder(f"{section}.dir", values[section]["dir"])
-    pair, url = config.pair, config.data.server.url
+    pair, urls = config.pair, config.data.server.urls
     for model, source in (("target", pair.target), ("draft", pair.draft), ("micro", pair.micro)):
         if source is not None and source.path == "":
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(
-            f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1"
-        )
+    if len(set(urls)) < max(1, len(urls)):
+        raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each once")
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1"
+            )
     _check_trainer(config.trainer)
 
 

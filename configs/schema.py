@@ -68,10 +68,10 @@ class PairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """An OpenAI-compatible completions server: vLLM, SGLang, TGI, `transformers serve`."""
+    """An OpenAI-compatible completions server, or several of one model: vLLM, SGLang, TGI, `transformers serve`."""
 
-    url: str = "http://localhost:8000/v1"
-    """Address of the API, up to and with /v1."""
+    url: tuple[str, ...] | str = "http://localhost:8000/v1"
+    """Address of the API, up to and with /v1; or a list of such addresses, which share the requests."""
     model: str | None = None
     """The name under which the server knows the target; null: pair.target.path."""
     kind: Literal["openai", "vllm", "transformers"] = "openai"
@@ -85,11 +85,20 @@ class ServerConfig:
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; servers of one's own mostly need none."""
     concurrency: int = 32
-    """Requests in flight at once."""
+    """Requests in flight at once, at each address."""
+    num_logprobs: int | None = None
+    """`labels: server` asks for the log-probabilities of so many tokens at each place, more than sampling.top_k; null:
+    14 more (without top_k 64). vLLM is to be started with --max-logprobs as large.
+    """
     max_retries: int = 5
     """Retries of a request, with exponential back-off, after time-outs, refused connections, 429 and 5xx."""
     timeout_s: float = 600.0
     """Seconds that a request may take."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list, however it is written."""
+        return (self.url,) if isinstance(self.url, str) else self.url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +174,11 @@ class DataConfig:
     responses: str | None = None
     """File of `source: file`: JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    """The server of `source: server`."""
+    """The server of `source: server` and `labels: server`."""
+    labels: Literal["target", "server"] = "target"
+    """Who tells the target's law at each place of a response: the target in this process, or the server, which knows
+    it already where sampling truncates, so that no target is loaded here; cross_entropy is then null.
+    """
     max_error_share: float = 0.05
     """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries
     them again.
@@ -175,7 +188,9 @@ class DataConfig:
     mixes: int = 1
     """Independent token mixings per response."""
     mode: Literal["together", "sequential"] = "together"
-    """sequential loads one model at a time; acceptance_rate and cross_entropy, which need both, are then null."""
+    """sequential loads one model at a time; acceptance_rate and cross_entropy, which need both, are then null (with
+    `labels: server` cross_entropy alone).
+    """
     rows_per_shard: int = 256
     """Responses per file, which is what a stopped run loses at most; smaller: resumes closer, more files."""
     batch_size: int = 64

@@ -17,11 +17,13 @@ from data_gen.labels.laws import (
     NUMBERS_OF_BOTH,
     NUMBERS_OF_DRAFT,
     NUMBERS_OF_TARGET,
+    NUMBERS_TOLD,
     acceptance_prob_of,
     label_draft,
     label_joint,
     label_known,
     label_target,
+    label_told,
 )
 from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
@@ -71,7 +73,8 @@ class Labeller:
         Args:
             exchanges: the rows of the shard.
             inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q`
-                too. `target_states` [token, hidden] may be among them and spares the target's forward.
+                too. `target_states` [token, hidden] may be among them and spares the target's forward; `p_ids` and
+                `p_probs` [token, support], laws that somebody else told, spare the target.
             with_hidden: return `drawn`.
             progress: a function that is called with the rows of each batch.
 
@@ -83,7 +86,7 @@ class Labeller:
                 refuse_training(model)
         layout = layout_of(exchanges)
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns = {} if exchanges else self._no_columns(with_hidden)
+        columns = {} if exchanges else self._no_columns(with_hidden, is_told="p_ids" in inputs)
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
@@ -102,12 +105,13 @@ class Labeller:
             } | broken
         return Labelled(columns, broken)
 
-    def _no_columns(self, with_hidden: bool) -> dict[str, Tensor]:
+    def _no_columns(self, with_hidden: bool, *, is_told: bool) -> dict[str, Tensor]:
         """The columns of a shard without rows, because every prompt was skipped."""
         has_draft, has_target = self.draft is not None, self.target is not None
         wanted = (
             (NUMBERS_OF_DRAFT, has_draft),
             (NUMBERS_OF_TARGET, has_target),
+            (NUMBERS_TOLD, is_told),
             (NUMBERS_OF_BOTH, has_draft and has_target),
         )
         columns = {name: torch.empty(0) for names, is_wanted in wanted if is_wanted for name in names}
@@ -202,6 +206,8 @@ class Labeller:
                 labels, q = label_known(q_logits, draft_ids, self.sampling)
             columns |= labels
             draft_ids, log_q = labels["draft_ids"], labels["log_q"]
+            if "p_ids" in inputs:
+                columns |= label_told(q, inputs["p_ids"], inputs["p_probs"], labels=labels)
         if self.target is not None:
             assert draft_ids is not None, "without the draft, its labels come from the stage before"
             assert log_q is not None

@@ -9,6 +9,7 @@
 
 With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob
 needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
+Where a server told p (`labels: server`), all is at hand but cross_entropy, which is of the untruncated p.
 """
 
 import torch
@@ -27,6 +28,9 @@ NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
 """Labels that need the target, and what the draft's left."""
 NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
 """Labels that need both distributions at once."""
+
+NUMBERS_TOLD = (*NUMBERS_OF_TARGET, "acceptance_rate")
+"""Labels that need the draft, and a law p that somebody else told."""
 
 
 def label_draft(
@@ -53,6 +57,30 @@ def label_target(
     """log p(Y); also p, for `label_joint`."""
     p = sampling.probs(p_logits.float())
     return _at(p, draft_ids).log(), p
+
+
+def label_told(
+    q: Float[Tensor, "position vocab"],
+    ids: Int[Tensor, "position support"],
+    probs: Float[Tensor, "position support"],
+    *,
+    labels: Labels,
+) -> Labels:
+    """log_p, acceptance_prob and acceptance_rate from a law p that is known by its support.
+
+    Args:
+        q: the draft's law.
+        ids: tokens that have a probability under p, and any with probability 0.
+        probs: their probabilities.
+        labels: those of `label_draft`.
+    """
+    p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))
+    log_p = _at(p, labels["draft_ids"]).log()
+    return {
+        "log_p": log_p,
+        "acceptance_prob": acceptance_prob_of(log_p, labels["log_q"]),
+        "acceptance_rate": acceptance_rate(q, p),
+    }
 
 
 def label_joint(

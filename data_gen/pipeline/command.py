@@ -17,6 +17,7 @@ from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of,
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.prompts.hub import load, set_of
 from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.source import check_labels
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
@@ -78,6 +79,11 @@ def _asked(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage,
         )
     if retry_errors:
         raise ValueError(f"--retry_errors goes through all stages, and --stages is {stages}; leave one of them out")
+    if stages not in stages_of(data):
+        raise ValueError(
+            f"--stages is {stages}, and with data.labels server there are {' and '.join(stages_of(data))} alone: the "
+            "server tells what that stage is for"
+        )
     return tuple(stage for stage in stages_of(data) if stage == stages)
 
 
@@ -183,9 +189,13 @@ def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """`engine: local`: one worker in this process makes one shard after the other; `bar` counts prompts."""
     worker = Worker(job)
     share = 1 / steps_of(job.stage)
-    for spec in specs:
+
+    def tell(count: int) -> None:
+        bar.update(count * share)
+
+    for spec, answers in worker.asked(specs, tell):
         bar.set_description(f"{job.stage}: {name_of(spec)}")
-        worker.make(spec, lambda count: bar.update(count * share))
+        worker.make(spec, tell, answers)
     del worker
     free_memory()  # the next stage loads models of its own
 
@@ -206,8 +216,11 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
         )
     if data.engine == "ray":
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
+    check_labels(pair, data)
     if data.source == "server":
         _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
+    elif data.labels == "server":
+        _needs("openai", "data.labels is server", extra="serving", instead="labels: target")
 
 
 def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:

@@ -185,6 +185,8 @@ def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
 
 
 def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
+    if data.labels == "server":
+        return [_labels("labels of the draft", {"draft": pair["draft"]}, data)]
     if data.mode == "together":
         answering, labels = pair, [_labels("labels", pair, data)]
     else:

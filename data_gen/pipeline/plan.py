@@ -142,7 +142,7 @@ def _totals(data: DataConfig, shards: Sequence[int], estimate: Estimate) -> dict
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
         "response_tokens": round(num_rows * estimate.response_tokens),
         "target_decode_forwards": round(effort.num_steps),
-        "target_sequence_forwards": num_rows,
+        "target_sequence_forwards": num_rows if data.labels == "target" else 0,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
         "disk_bytes": round(disk_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
@@ -228,7 +228,10 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
             f"  target forwards   {totals['target_decode_forwards']:>15,} decoding steps of up to {data.batch_size} "
             "sequences"
         ),
-        f"                    {totals['target_sequence_forwards']:>15,} whole sequences",
+        (
+            f"                    {totals['target_sequence_forwards']:>15,} whole sequences"
+            + (", as the server tells the labels" if data.labels == "server" else "")
+        ),
         f"  draft forwards    {totals['draft_sequence_forwards']:>15,} whole sequences",
         f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
     ]

@@ -7,7 +7,8 @@ one model at a time (`sequential`), which leave their results in DIR/stages unti
     target      log p, acceptance_prob                       target
 
 Hidden states are written once: the stage `draft` leaves each feature shard with room for what the target decides, and
-the stage `target` fills it in and gives the file its name.
+the stage `target` fills it in and gives the file its name. With `labels: server` the responses come with the target's
+laws, and there is no stage `target`.
 
 Every random number of a shard comes from seeds of (run seed, stage, split, shard index), and nothing else of the run
 reaches its bytes: so the same shard is the same on any engine, in any order, and after any interruption.
@@ -29,8 +30,9 @@ from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import Layout, layout_of
 from data_gen.prompts.pool import sources_of
-from data_gen.responses.conversation import ShardSpec, row_id
-from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Response
+from data_gen.responses.conversation import ShardSpec, without
+from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Response
+from data_gen.responses.top_logprobs import joined
 from data_gen.store import features, rows
 from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
@@ -39,8 +41,9 @@ from store.shards import complete_shard, features_path, is_whole, rows_path, sid
 from store.sums import CHECKED
 
 Stage = Literal["together", "respond", "draft", "target"]
-_SUFFIXES = {"respond": "responses", "draft": "safetensors", "fed": "safetensors", "drawn": "safetensors"}
-"""What stages leave -> the ending of its file; `fed` and `drawn` are feature shards of the stage draft, without labels.
+_SUFFIXES = {"respond": "responses"} | dict.fromkeys(("laws", "draft", "fed", "drawn"), "safetensors")
+"""What stages leave -> the ending of its file; `laws` are of the stage respond, with `labels: server`, `fed` and
+`drawn` feature shards of the stage draft, without labels.
 """
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
@@ -48,7 +51,9 @@ _OF_EVERY_MIXING = ("from_target", "fed")
 
 def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     """The stages of a run, in order."""
-    return ("together",) if data.mode == "together" else ("respond", "draft", "target")
+    if data.mode == "together":
+        return ("together",)
+    return ("respond", "draft") if data.labels == "server" else ("respond", "draft", "target")
 
 
 def name_of(spec: ShardSpec) -> str:
@@ -61,8 +66,9 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
     if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
-    left = ("draft", *data.feature_sets) if stage == "draft" else (stage,)
-    return stage in _SUFFIXES and all(is_whole(_stage_path(spec, data, name)) for name in left)
+    laws = ("laws",) if data.labels == "server" else ()
+    left = {"respond": ("respond", *laws), "draft": ("draft", *data.feature_sets)}.get(stage, ())
+    return bool(left) and all(is_whole(_stage_path(spec, data, name)) for name in left)
 
 
 def label_and_mix(
@@ -86,7 +92,8 @@ def label_and_mix(
         labeller: a labeller that has the draft, and perhaps the target.
         data: the section of the config.
         progress: a function that is called with the rows of each batch.
-        known_columns: `target_states`, which spare the target's forward, and `draft_ids`, where Y was drawn elsewhere.
+        known_columns: `target_states`, which spare the target's forward, `p_ids` and `p_probs`, which spare the target,
+            and `draft_ids`, where Y was drawn elsewhere.
     """
     layout = layout_of(exchanges)
     inputs = {
@@ -125,22 +132,9 @@ def without_broken(
     once = layout.positions(sound)
     repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
     positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
-    return _failed(spec, answers, labelled.broken), {
+    return without(spec, answers, labelled.broken), {
         name: values[positions[name]] for name, values in labelled.columns.items()
     }
-
-
-def _failed(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers, of which these rows became problems, in the order of the shard."""
-    problems = {problem.id: problem for problem in answers.problems}
-    problems |= {
-        answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()
-    }
-    names = (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns)))
-    return Answers(
-        [exchange for exchange in answers.exchanges if exchange.id not in problems],
-        [problems[name] for name in names if name in problems],
-    )
 
 
 def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
@@ -173,7 +167,7 @@ def write_drafts(
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
     chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
     drafts = labeller.label(answers.exchanges, chance, timings=data.feature_sets, progress=progress)
-    answers = _failed(spec, answers, drafts.broken)
+    answers = without(spec, answers, drafts.broken)
     num_tokens = sum(map(sum, drafts.lengths))
     for timing in data.feature_sets:
         path = features_path(data.dir, timing, spec.split, spec.index)
@@ -204,7 +198,11 @@ def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
 
 
 def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
-    """The result of the stage `respond`, without the target's states."""
+    """The result of the stage `respond`, without the target's states; its laws first, so that a stage that is there
+    has them.
+    """
+    if data.labels == "server":
+        write_shard(_stage_path(spec, data, "laws"), safetensors.torch.save(joined(answers.laws)._asdict()))
     content = {
         "exchanges": [exchange._asdict() for exchange in answers.exchanges],
         "problems": [problem._asdict() for problem in answers.problems],
@@ -219,10 +217,15 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
         remedy="delete it and run the same command again",
         keys=("exchanges", "problems"),
     )
-    return Answers(
+    answers = Answers(
         [Exchange(**exchange) for exchange in content["exchanges"]],
         [Problem(**problem) for problem in content["problems"]],
     )
+    if data.labels == "target":
+        return answers
+    laws, lengths = safetensors.torch.load_file(_stage_path(spec, data, "laws")), layout_of(answers.exchanges).lengths
+    parts = zip(laws["ids"].split(lengths), laws["probs"].split(lengths), strict=True) if lengths else ()
+    return answers._replace(laws=[Laws(ids, probs) for ids, probs in parts])
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:

@@ -4,7 +4,7 @@ ray`).
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
+from data_gen.pipeline.ahead import asked_ahead
 from data_gen.pipeline.stages import Stage
-from data_gen.responses.conversation import ShardSpec, ask
+from data_gen.responses.conversation import ShardSpec, ask, with_laws
 from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
 from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.responses.source import make_source
+from data_gen.responses.source import make_server, make_source
+from data_gen.responses.top_logprobs import joined
 from lm import (
     Pair,
     Sampling,
@@ -54,8 +56,9 @@ class Job:
 
 def models_of(job: Job) -> tuple[str, ...]:
     """The models of their own that a worker loads."""
+    both = ("draft",) if job.data.labels == "server" else ("draft", "target")
     return {
-        "together": ("draft", "target") if released_layout_of(job.pair.draft) is None else ("target",),
+        "together": both if released_layout_of(job.pair.draft) is None else ("target",),
         "respond": ("target",) if job.data.source == "transformers" else (),
         "draft": ("draft",),
         "target": ("target",),
@@ -69,12 +72,15 @@ class Worker:
         """Load the tokenizer and the models that the stage needs.
 
         Raises:
-            ValueError: models that do not fit each other or the tokenizer; lengths are checked by `check_lengths`.
+            ValueError: models that do not fit each other or the tokenizer, or a server that does not do what it is
+                asked to; lengths are checked by `check_lengths`.
         """
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
+        asks = job.stage in ("together", "respond")
+        self._server = make_server(pair, data, tokenizer=self.tokenizer) if asks else None
         models = {
             name: load_model(getattr(pair, name), trust_remote_code=pair.trust_remote_code) for name in models_of(job)
         }
@@ -95,7 +101,9 @@ class Worker:
         self.source: ResponseSource | None = None
         self.chains: ChainLabeller | None = None
         if self.stage in ("together", "respond"):
-            self.source = make_source(pair, data, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size)
+            self.source = make_source(
+                pair, data, server=self._server, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size
+            )
         settings: dict[str, Any] = {
             "sampling": Sampling(**vars(pair.sampling)),
             "vocab_size": vocab_size,
@@ -110,12 +118,26 @@ class Worker:
             settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
             self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
 
-    def make(self, spec: ShardSpec, progress: Progress) -> None:
-        """Run the stage on one shard; `progress` is called with the number of requests that a step has dealt with
-        (`steps_of`).
+    def asked(self, specs: Sequence[ShardSpec], progress: Progress) -> Iterator[tuple[ShardSpec, Answers | None]]:
+        """Each shard, with its answers where servers tell them, who work on those of the next shards meanwhile."""
+        if self._server is None:
+            yield from ((spec, None) for spec in specs)
+            return
+        num_at_once = self._server.servers.num_at_once
+        yield from asked_ahead(
+            specs, lambda spec: self._ask(spec, progress), num_at_once=num_at_once, close=self._server.close
+        )
+
+    def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
+        """Run the stage on one shard.
 
         Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of
         the shard, not of its batches, so nothing but rounding depends on it.
+
+        Args:
+            spec: the shard.
+            progress: a function that is called with the number of requests that a step has dealt with (`steps_of`).
+            answers: what `asked` yielded with the shard; None: the source is asked here.
 
         Raises:
             ValueError: one sequence is too much for the memory.
@@ -128,7 +150,7 @@ class Worker:
                 progress(count)
 
             try:
-                self._make(spec, tell)
+                self._make(spec, tell, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not _is_out_of_memory(error):
@@ -152,8 +174,10 @@ class Worker:
         tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)
         self._prepare(replace(data, batch_size=size))
 
-    def _make(self, spec: ShardSpec, progress: Progress) -> None:
-        answers, drafted = self._answers(spec, progress)
+    def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
+        drafted: dict[str, Tensor] = {}
+        if answers is None:
+            answers, drafted = self._answers(spec, progress)
         known = set() if isinstance(self.source, TargetInProcess) else {problem.id for problem in _errors(answers)}
         if self.stage == "respond":
             stages.save_responses(spec, answers, self.data)
@@ -177,6 +201,8 @@ class Worker:
             )
         else:
             known_columns = {} if answers.states is None else {"target_states": answers.states}
+            if self.data.labels == "server":
+                known_columns["p_ids"], known_columns["p_probs"] = joined(answers.laws)
             labelled = stages.label_and_mix(
                 spec,
                 answers.exchanges,
@@ -186,7 +212,7 @@ class Worker:
                 known_columns=known_columns,
             )
         answers, columns = stages.without_broken(spec, answers, labelled, mixes=self.data.mixes)
-        if self.stage == "draft":
+        if self.stage == "draft" and self.data.labels == "target":
             stages.save_drafted(spec, answers, columns, self.data)
             return answers
         stages.write_files(spec, answers, columns=columns, data=self.data)
@@ -199,9 +225,18 @@ class Worker:
         """
         data = self.data
         if self.source is not None:
-            kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
-            return ask(spec, self.source, tokenizer=self.tokenizer, data=data, progress=progress, kept=kept), {}
+            return self._ask(spec, progress), {}
         return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
+
+    def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
+        """The source's answers to a shard; with the target's laws, where servers tell these."""
+        assert self.source is not None
+        data = self.data
+        kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
+        answers = ask(spec, self.source, tokenizer=self.tokenizer, data=data, progress=progress, kept=kept)
+        if self._server is None or data.labels == "target":
+            return answers
+        return with_laws(spec, answers, self._server.laws_of)
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:

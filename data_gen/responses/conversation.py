@@ -2,7 +2,7 @@
 turns before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
-from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Request, Response, ResponseSource
+from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Request, Response, ResponseSource
 from lm.uniforms import seed_of
 
 
@@ -71,19 +71,55 @@ def ask(
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
     """The answers, conversation by conversation instead of turn by turn."""
-    result, states = Answers([], []), []
+    exchanges, problems, laws, states = list[Exchange](), list[Problem](), list[Laws | None](), []
     for name in (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns))):
         answer = answers[name]
         if isinstance(answer, Problem):
-            result.problems.append(answer)
+            problems.append(answer)
             continue
         request = requests[name]
-        result.exchanges.append(
-            Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason)
-        )
+        exchanges.append(Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason))
+        laws.append(answer.laws)
         states.append(answer.states)
+    result = Answers(exchanges, problems, laws=laws)
     known = [state for state in states if state is not None]  # a response that was kept from an earlier run has none
     return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
+
+
+def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
+    """The answers, of which these rows became problems with these reasons, in the order of the shard; without states.
+
+    Args:
+        spec: the shard.
+        answers: the answers to its requests.
+        broken: row -> reason.
+    """
+    problems = {problem.id: problem for problem in answers.problems}
+    problems |= {
+        answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()
+    }
+    names = (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns)))
+    return Answers(
+        [exchange for exchange in answers.exchanges if exchange.id not in problems],
+        [problems[name] for name in names if name in problems],
+        laws=[law for row, law in enumerate(answers.laws) if row not in broken],
+    )
+
+
+def with_laws(spec: ShardSpec, answers: Answers, told: Callable[[Sequence[Exchange]], list[Laws | Problem]]) -> Answers:
+    """The answers with the target's laws of every exchange; a row whose laws nobody knows became a problem.
+
+    Args:
+        spec: the shard.
+        answers: the answers to its requests, with the laws that came along.
+        told: what tells the laws of exchanges (`CompletionsServer.laws_of`).
+    """
+    lacking = [row for row, laws in enumerate(answers.laws) if laws is None]
+    found = dict(zip(lacking, told([answers.exchanges[row] for row in lacking]), strict=True))
+    broken = {row: laws.reason for row, laws in found.items() if isinstance(laws, Problem)}
+    laws_of_row = {row: laws for row, laws in found.items() if not isinstance(laws, Problem)}
+    known = [laws_of_row.get(row, laws) for row, laws in enumerate(answers.laws)]
+    return without(spec, answers._replace(laws=known), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

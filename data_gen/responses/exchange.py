@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -20,6 +21,17 @@ class Request(NamedTuple):
     prompt_ids: list[int]
 
 
+class Laws(NamedTuple):
+    """The target's laws p under the run's `Sampling` at the places of a response, by the tokens that have any
+    probability.
+    """
+
+    ids: Int[Tensor, "token support"]
+    """int32; what pads a row is id 0 with probability 0."""
+    probs: Float[Tensor, "token support"]
+    """float32; a row sums to 1."""
+
+
 class Response(NamedTuple):
     """The target's response X to one request."""
 
@@ -30,6 +42,8 @@ class Response(NamedTuple):
     """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the
     source keeps them.
     """
+    laws: Laws | None = None
+    """Laws from which the tokens were drawn, if the source is a server that tells them."""
 
 
 class Problem(NamedTuple):
@@ -69,3 +83,5 @@ class Answers(NamedTuple):
     problems: list[Problem]
     states: Tensor | None = None
     """[response token, hidden] of all exchanges, one after the other; None unless the source kept those of each."""
+    laws: Sequence[Laws | None] = ()
+    """Laws of each exchange, None where they are not known."""

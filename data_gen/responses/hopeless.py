@@ -20,6 +20,7 @@ class LatestRows:
         """
         self._problems: deque[Problem | None] = deque(maxlen=WINDOW)
         self._share = max(HOPELESS_SHARE, max_error_share)
+        self._end = ""
 
     def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
         """Note further rows.
@@ -35,6 +36,7 @@ class LatestRows:
         self._problems.extend(problems)
         failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)
         if num >= FEWEST_ROWS and len(failed) >= self._share * num and self._share < 1:
-            raise ValueError(
+            self._end = self._end or (
                 f"{len(failed)} of the last {num} {subject}, the last {failed[-1].id}: {failed[-1].reason}; {remedy}"
             )
+            raise ValueError(self._end)  # the same to every thread

@@ -1,24 +1,27 @@
-"""`source: server`: responses from an OpenAI-compatible completions server, many requests at once.
+"""`source: server` and `labels: server`: responses from OpenAI-compatible completions servers, many requests at once,
+and the target's laws at their places, which the same answers tell (`data_gen.responses.top_logprobs`).
 
-The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If the server still
-does not answer, or answers nearly every prompt wrongly, the run stops and keeps its whole shards; a wrong answer to one
+The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If no server answers
+any more, or nearly every prompt is answered wrongly, the run stops and keeps its whole shards; a wrong answer to one
 prompt becomes that row's problem. Servers differ in how they are told `top_k`, and in whether they sample at all:
 `server.kind` names the dialect.
+
+The laws at the places of a response that is there already come from `prompt_logprobs` of prompt + X_<n, and that of its
+last place from the token that the server adds to them: one forward, as the labels of this process take.
 """
 
 import json
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Lock
 from typing import Any
 
-import openai
-from openai.types import Completion
-
 from configs.schema import ServerConfig
-from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
+from data_gen.responses.exchange import Exchange, FinishReason, Laws, Problem, Progress, Request, Response
 from data_gen.responses.hopeless import LatestRows
+from data_gen.responses.request_queue import Answer, RefusedError, Servers
 from data_gen.responses.spelling import Spelling
+from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
 from lm import Sampling
 from lm.uniforms import seed_of
 
@@ -28,79 +31,155 @@ _REMEDY = (
     "check data.server, data.template and what stands between here and the server, then run the same command again: it "
     "keeps the whole shards"
 )
+_UNPENALISED = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""What vLLM and SGLang would else take from the model's generation config, and `Sampling` does not have."""
+_PREFIX = "token_id:"
+"""How vLLM writes token ids where OpenAI has their texts."""
+
+
+_NO_IDS = (
+    "no log-probabilities of token ids, which data.labels: server needs and vLLM tells, but {!r}; choose data.labels: "
+    "target"
+)
 
 
 class CompletionsServer:
-    """A server that has loaded the target."""
+    """Servers that have loaded the target."""
 
     def __init__(
-        self, server: ServerConfig, spelling: Spelling, *, model: str, sampling: Sampling, max_new_tokens: int
+        self,
+        server: ServerConfig,
+        spelling: Spelling,
+        *,
+        model: str,
+        sampling: Sampling,
+        max_new_tokens: int,
+        reader: LawReader | None = None,
     ) -> None:
         """Args:
-        server: the address of the server, and how it is spoken to.
+        server: the addresses of the servers, and how they are spoken to.
         spelling: the tokenizer of the pair, and the ids that end a response.
-        model: the target's name on the server.
-        sampling: the transform that the server is to sample with.
+        model: the target's name on the servers.
+        sampling: the transform that they are to sample with.
         max_new_tokens: the longest response.
+        reader: what makes laws of their log-probabilities, where these are wanted.
 
         Raises:
-            ValueError: a `Sampling` that this kind of server cannot be told.
+            ValueError: a `Sampling` that this kind of server cannot be told; several servers of which one does not
+                answer, or a server that does not tell the laws.
         """
-        self._latest = LatestRows()
-        self.server, self.spelling, self.model = server, spelling, model
+        self._latest, self._lock = LatestRows(), Lock()
+        self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
         )
-        self.settings["extra_body"] = self.settings.get("extra_body", {}) | server.extra
-        self.client = openai.OpenAI(
-            base_url=server.url,
-            api_key=os.environ.get(server.api_key_variable, "none"),
-            max_retries=server.max_retries,
-            timeout=server.timeout_s,
-        )
+        extra_body = self.settings.get("extra_body", {})
+        if reader is not None:
+            self.settings["logprobs"] = reader.num_logprobs
+            extra_body |= {"return_tokens_as_token_ids": True}
+        self.settings["extra_body"] = extra_body | server.extra
+        self.servers = Servers(server, model=model)
+        if reader is not None or len(server.urls) > 1:
+            self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request, `concurrency` of them in flight at once.
+        """One answer per request, as many under way at once as the servers take, of several calls together.
 
         Raises:
-            ValueError: the server cannot be reached, refuses the key, does not know the model, or answers nearly every
-                prompt wrongly.
+            ValueError: no server can be reached, one refuses the key or does not know the model, or nearly every prompt
+                is answered wrongly.
         """
 
         def answer(request: Request) -> Response | Problem:
-            result = self._answer(request, seed_of(seed, request.id) % _NUM_SEEDS)
+            try:
+                body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
+                result = self._read(self.servers.ask(body), request)
+            except (RefusedError, NotDeterminedError) as error:
+                result = Problem(request.id, "error", str(error))
             progress(1)
             return result
 
-        answers, subject = [], f"answers of {self.server.url} are no responses"
-        with ThreadPoolExecutor(self.server.concurrency) as pool:
-            try:
-                for result in pool.map(answer, requests):
-                    answers.append(result)
-                    problem = result if isinstance(result, Problem) else None
-                    self._latest.add([problem], subject=subject, remedy=_REMEDY)
-            except BaseException:  # also Ctrl-C: do not send the requests that still wait in the queue
-                pool.shutdown(cancel_futures=True)
-                raise
-        return answers
+        return self._all([partial(answer, request) for request in requests])
 
-    def _answer(self, request: Request, seed: int) -> Response | Problem:
+    def laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
+        """The target's laws at the places of responses that are there already.
+
+        Raises:
+            ValueError: as `respond`.
+        """
+
+        def read(exchange: Exchange) -> Laws | Problem:
+            try:
+                return self._laws_along(exchange)
+            except (RefusedError, NotDeterminedError) as error:
+                return Problem(exchange.id, "error", str(error))
+
+        return self._all([partial(read, exchange) for exchange in exchanges])
+
+    def close(self) -> None:
+        """Send no request that still waits."""
+        self.servers.close()
+
+    def _all(self, works: Sequence[Callable[[], Answer]]) -> list[Answer]:
+        """The results of some requests, in their order."""
+        results, subject = [], f"answers of {self.servers.name} are no responses"
+        futures = [self.servers.submit(work) for work in works]
         try:
-            completion = self.client.completions.create(model=self.model, seed=seed, **self._settings_for(request))
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            return Problem(request.id, "error", f"refused: {error}")
-        except openai.APIConnectionError as error:  # also time-outs
-            raise ValueError(
-                f"{self.server.url} does not answer after {self.server.max_retries} retries ({error}): start the "
-                "server or raise data.server.timeout_s, then run the same command again: it keeps the whole shards"
-            ) from error
-        except openai.APIStatusError as error:
-            raise ValueError(
-                f"{self.server.url} answers {error.status_code} for model {self.model!r}: {error.message}"
-            ) from error
-        except (openai.APIError, json.JSONDecodeError) as error:
-            return Problem(request.id, "error", f"garbage from the server: {getattr(error, 'doc', str(error))[:160]!r}")
-        return self._read(completion, request)
+            for future in futures:
+                results.append(result := future.result())
+                with self._lock:
+                    self._latest.add([result if isinstance(result, Problem) else None], subject=subject, remedy=_REMEDY)
+        finally:  # also at Ctrl-C: do not send the requests that still wait in the queue
+            for future in futures:
+                future.cancel()
+        return results
+
+    def _try_each(self) -> None:
+        """A first request to each server, so that what it cannot do is known before anything large begins.
+
+        Raises:
+            ValueError: names the server, and what it lacks.
+        """
+        body = self._settings_for(Request("", "one", self.spelling.ids_of("one"))) | {"seed": 0, "max_tokens": 1}
+        hint = "" if self.reader is None else f"; start the server with --max-logprobs {self.reader.num_logprobs}"
+        answers = self.servers.try_each(body, hint=hint)
+        if self.reader is None:
+            return
+        plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
+        for url, plain_answer in self.servers.try_each(plain).items():
+            try:
+                places = _told_places(_choice(answers[url]))
+                self.reader.laws(places)
+                if _is_tempered(places, _told_places(_choice(plain_answer)), self.sampling.temperature):
+                    raise NotDeterminedError(
+                        "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
+                        "raw_logprobs, or choose data.labels: target"
+                    )
+            except (RefusedError, NotDeterminedError) as error:
+                raise ValueError(f"{url}, at its first request: {error}") from error
+
+    def _laws_along(self, exchange: Exchange) -> Laws:
+        """The laws at the places of a response, from one forward over everything before its last token."""
+        assert self.reader is not None
+        num = self.reader.num_logprobs
+        extra_body = self.settings["extra_body"] | {"top_k": -1, "prompt_logprobs": num}
+        body = {
+            "prompt": [*exchange.prompt_ids, *exchange.response_ids[:-1]],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "logprobs": num,
+            "seed": 0,
+            "extra_body": extra_body,
+        }
+        choice = _choice(self.servers.ask(body))
+        places = [*_read_places(choice)[len(exchange.prompt_ids) :], *_told_places(choice)]
+        return self._reader_laws(places, len(exchange.response_ids))
+
+    def _reader_laws(self, places: Sequence[Mapping[int, float]], num_tokens: int) -> Laws:
+        assert self.reader is not None
+        if len(places) != num_tokens:
+            raise NotDeterminedError(f"the server told {len(places)} laws of a response of {num_tokens} tokens")
+        return self.reader.laws(places)
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
         """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into
@@ -130,30 +209,92 @@ class CompletionsServer:
             "data.server.prompt_as to token_ids, data.server.kind to vllm, or say it in data.server.extra"
         )
 
-    def _read(self, completion: Completion, request: Request) -> Response | Problem:
-        """The response in a completion, or why there is none."""
-        choices = completion.choices if isinstance(completion, Completion) else None
-        choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
-        if choice is None or not isinstance(choice.text, str) or choice.finish_reason not in ("stop", "length"):
-            return Problem(
-                request.id, "error", f"garbage from the server, expected one choice: {str(completion)[:160]!r}"
-            )
-        reason: FinishReason = choice.finish_reason
-        token_ids = (choice.model_extra or {}).get("token_ids")
+    def _read(self, completion: Any, request: Request) -> Response | Problem:
+        """The response in a completion, with its laws where these are wanted, or why there is none.
+
+        Raises:
+            RefusedError: the completion has another form.
+            NotDeterminedError: a law is wanted and does not follow.
+        """
+        choice = _choice(completion)
+        text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
+        if not isinstance(text, str) or reason not in ("stop", "length"):
+            raise RefusedError(f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
+        ended: FinishReason = reason
         if token_ids is None:
-            answer = self.spelling.of_text(choice.text, reason, request)
+            answer = self.spelling.of_text(text, ended, request)
         elif isinstance(token_ids, list):
-            answer = self.spelling.of_ids(token_ids, reason, request, text=choice.text)
+            answer = self.spelling.of_ids(token_ids, ended, request, text=text)
         else:
-            return Problem(request.id, "error", f"garbage from the server, token_ids are no list: {token_ids!r:.80}")
-        most = self.settings["max_tokens"]
-        if isinstance(answer, Response) and len(answer.response_ids) > most + (reason == "stop"):
-            return Problem(
-                request.id,
-                "error",
-                f"{len(answer.response_ids)} tokens from the server; it was asked for at most {most}",
-            )
-        return answer
+            raise RefusedError(f"garbage from the server, token_ids are no list: {token_ids!r:.80}")
+        if isinstance(answer, Problem):
+            return answer
+        most, num_tokens = self.settings["max_tokens"], len(answer.response_ids)
+        if num_tokens > most + (ended == "stop"):
+            raise RefusedError(f"{num_tokens} tokens from the server; it was asked for at most {most}")
+        if self.reader is None:
+            return answer
+        return answer._replace(laws=self._reader_laws(_told_places(choice), num_tokens))
+
+
+def _choice(completion: Any) -> dict[str, Any]:
+    """The one choice of a completion.
+
+    Raises:
+        RefusedError: there is not one.
+    """
+    choices = completion.get("choices") if isinstance(completion, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise RefusedError(f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
+    return choices[0]
+
+
+def _told_places(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Log-probabilities by token id at each place that the server wrote.
+
+    Raises:
+        RefusedError: there are none, or of tokens by their texts.
+    """
+    try:
+        return [
+            {_token_id(name): float(value) for name, value in place.items()}
+            for place in choice["logprobs"]["top_logprobs"]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(_NO_IDS.format(str(choice.get("logprobs"))[:80])) from error
+
+
+def _read_places(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """The same at each place that the server read; nothing is known at the first.
+
+    Raises:
+        RefusedError: there are none.
+    """
+    try:
+        return [
+            {int(name): float(entry["logprob"]) for name, entry in (place or {}).items()}
+            for place in choice["prompt_logprobs"]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(_NO_IDS.format(str(choice.get("prompt_logprobs"))[:80])) from error
+
+
+def _token_id(name: str) -> int:
+    if not name.startswith(_PREFIX):
+        raise ValueError(f"{name!r} is the text of a token")
+    return int(name.removeprefix(_PREFIX))
+
+
+def _is_tempered(
+    places: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
+) -> bool:
+    """Whether log-probabilities of one place are nearer to those at this temperature than to those at temperature 1:
+    whether what lies between the likeliest and the least likely of them was divided by it.
+    """
+    if temperature in (0, 1):
+        return False
+    spread, spread_at_1 = (max(found[0].values()) - min(found[0].values()) for found in (places, plain))
+    return abs(spread - spread_at_1) > abs(spread - spread_at_1 / temperature)
 
 
 def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
@@ -172,7 +313,7 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
         "top_p": sampling.top_p or 1.0,
     }
     if kind == "vllm":
-        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True}
+        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True, **_UNPENALISED}
     elif kind == "transformers":
         generation: dict[str, Any] = {
             "do_sample": not sampling.is_greedy,

@@ -1,6 +1,9 @@
-"""Which source of responses a run has: the target in this process, a server, or a file."""
+"""Which source of responses a run has (the target in this process, a server, or a file), and whether a server tells
+the target's laws.
+"""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -9,13 +12,74 @@ from data_gen.responses.exchange import ResponseSource
 from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.spelling import Spelling
-from lm import Sampling, eos_ids_of
+from data_gen.responses.top_logprobs import LawReader, num_logprobs_of
+from lm import Sampling, eos_ids_of, load_config
+from lm.features.released import released_layout_of
+
+if TYPE_CHECKING:
+    from data_gen.responses.server import CompletionsServer
+
+
+def check_labels(pair: PairConfig, data: DataConfig) -> None:
+    """Raise ValueError for settings under which no server can tell the target's laws."""
+    if data.labels == "target":
+        return
+    remedy = "or data.labels: target, which labels with the target in this process"
+    num_logprobs_of(Sampling(**vars(pair.sampling)), data.server.num_logprobs)
+    if data.source == "transformers":
+        raise ValueError(
+            "data.labels is server and data.source transformers, where the target answers in this process; set "
+            f"data.source: server, {remedy}"
+        )
+    if data.server.kind != "vllm":
+        raise ValueError(
+            f"data.labels is server and data.server.kind {data.server.kind}, whose log-probabilities name no token "
+            f"ids; set data.server.kind: vllm, {remedy}"
+        )
+    if released_layout_of(pair.draft):
+        raise ValueError(
+            "data.labels is server and pair.draft a feature draft, which reads the target's states; set data.labels: "
+            "target"
+        )
+
+
+def make_server(
+    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> "CompletionsServer | None":
+    """The servers of a run that asks any, for responses or for laws, tried where they tell laws or are several.
+
+    Raises:
+        ValueError: a server lacks what is asked of it, or does not answer.
+    """
+    if "server" not in (data.source, data.labels):
+        return None
+    from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
+
+    sampling, spelling = Sampling(**vars(pair.sampling)), Spelling(tokenizer, _eos_ids(pair.target, tokenizer))
+    reader = None
+    if data.labels == "server":
+        width = load_config(pair.target, trust_remote_code=pair.trust_remote_code).get_text_config().vocab_size
+        reader = LawReader(
+            sampling=sampling,
+            num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
+            num_ids=spelling.num_ids,
+            is_padded=width > spelling.num_ids,
+        )
+    return CompletionsServer(
+        data.server,
+        spelling,
+        model=data.server.model or pair.target.path,
+        sampling=sampling,
+        max_new_tokens=data.max_new_tokens,
+        reader=reader,
+    )
 
 
 def make_source(
     pair: PairConfig,
     data: DataConfig,
     *,
+    server: "CompletionsServer | None",
     models: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
@@ -25,6 +89,7 @@ def make_source(
     Args:
         pair: the section of the config with the target's name and the sampling.
         data: the section of the config.
+        server: the servers, where the run asks any.
         models: the loaded models; with the draft among them, the target keeps its hidden states for the labels.
         tokenizer: the pair's.
         vocab_size: one more than the largest id that a response may hold.
@@ -35,12 +100,8 @@ def make_source(
     sampling = Sampling(**vars(pair.sampling))
     spelling = Spelling(tokenizer, _eos_ids(pair.target, tokenizer))
     if data.source == "server":
-        from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
-
-        model = data.server.model or pair.target.path
-        return CompletionsServer(
-            data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens
-        )
+        assert server is not None
+        return server
     if data.source == "file":
         return ResponseFile(str(data.responses), spelling, max_new_tokens=data.max_new_tokens)
     return TargetInProcess(

@@ -9,7 +9,7 @@
     row_offsets [rows + 1] int64
 
 With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a
-sequential run.
+sequential run whose labels are the target's.
 
 A row of a feature draft (`data_gen.labels.chains`) has the tokens of all its drafts, draft after draft, and there is
 one tensor more:

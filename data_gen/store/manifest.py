@@ -34,7 +34,7 @@ from store.shards import write_atomic
 FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")
 _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
-_UNCOMPARED |= {"num_train", "num_dev", "num_test"}
+_UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """Settings that the responses of a server depend on."""
 _OBJECTS = ("target", "draft", "sampling", "split", "recorded")
@@ -65,6 +65,7 @@ def make_manifest(
         split: the prompts of the run, as `data_gen.pipeline.growth` describes them.
         num_prompts: path of each file of prompts -> prompts in it.
     """
+    is_served = "server" in (data.source, data.labels)
     return {
         "format": FORMAT,
         "target": describe_model(pair.target, trust_remote_code=pair.trust_remote_code),
@@ -76,7 +77,8 @@ def make_manifest(
         "draft_length": data.draft_length if released_layout_of(pair.draft) else None,
         # null as in directories that were made before there was a choice
         "draft_every": data.draft_every if data.draft_every > 1 and released_layout_of(pair.draft) else None,
-        "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if data.source == "server" else None,
+        "labels": data.labels if data.labels == "server" else None,
+        "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if is_served else None,
         "responses": _file_parts(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,
         "split": dict(split),

@@ -135,7 +135,8 @@ class TraceFolder:
         data = replace(self.data, seed=seed, max_new_tokens=decode.max_new_tokens)
         limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
         source = TargetInProcess(pair.target, self.sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
-        exchanges, problems, _ = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
+        answers = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
+        exchanges, problems = answers.exchanges, answers.problems
         progress(spec.num_requests - len(exchanges))
         categories = {
             row_id(prompt, turn): prompt.category for prompt in spec.prompts for turn in range(len(prompt.turns))

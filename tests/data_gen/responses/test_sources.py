@@ -139,6 +139,8 @@ def test_every_kind_of_server_is_told_the_sampling():
     assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {
         "top_k": 50,
         "return_token_ids": True,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
     }
     generation = json.loads(
         request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"]

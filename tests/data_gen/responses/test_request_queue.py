@@ -1,0 +1,200 @@
+"""One queue over all shards and several servers: nobody waits for the end of a shard, a server that dies is stood in
+for, and the bytes are those of one request at a time.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import ThreadingHTTPServer
+
+import pytest
+
+from data_gen.pipeline.ahead import asked_ahead
+from data_gen.pipeline.command import make
+from data_gen.prompts.prompt import Prompt
+from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import Answers
+from tests.data_gen.on_disk import files_of
+from tests.toys.answering import Answering, close_half_way, completion
+
+
+def echo(body, attempt):
+    """An answer that depends on the request alone."""
+    return completion(f"{body['seed'] % 1000}")
+
+
+@pytest.fixture
+def second():
+    with another() as server:
+        yield server
+
+
+@contextmanager
+def another():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.bodies, server.answer = [], echo
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def url_of(server) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
+def asking(config, *servers, **settings):
+    urls = tuple(map(url_of, servers)) if len(servers) > 1 else url_of(servers[0])
+    server = replace(config.data.server, url=urls, **{"max_retries": 0} | settings)
+    return replace(config, data=replace(config.data, server=server, max_error_share=0.0))
+
+
+@pytest.fixture
+def one_at_a_time(served, server, with_data):
+    """The bytes of the run with one request at a time at one server."""
+    server.answer = echo
+    config = asking(with_data(served, dir=served.data.dir + "-slow"), server, concurrency=1)
+    make(config)
+    server.bodies.clear()
+    return files_of(config.data.dir)
+
+
+def test_a_list_of_servers_shares_the_requests_and_gives_the_bytes_of_one(served, server, second, one_at_a_time):
+    config = asking(served, server, second, concurrency=2)
+    make(config)
+    assert files_of(config.data.dir) == one_at_a_time
+    counts = [sum(body["max_tokens"] > 1 for body in asked.bodies) for asked in (server, second)]
+    assert sum(counts) == 12
+    assert min(counts) > 0
+
+
+def test_no_server_has_more_requests_under_way_than_its_concurrency(served, server, second):
+    most, under_way, lock = Counter(), Counter(), threading.Lock()
+
+    def counted(name):
+        def answer(body, attempt):
+            with lock:
+                under_way[name] += 1
+                most[name] = max(most[name], under_way[name])
+            time.sleep(0.05)
+            with lock:
+                under_way[name] -= 1
+            return echo(body, attempt)
+
+        return answer
+
+    server.answer, second.answer = counted("first"), counted("second")
+    make(asking(served, server, second, concurrency=2))
+    assert most == {"first": 2, "second": 2}
+
+
+@pytest.mark.parametrize("death", [(200, close_half_way), (503, {"error": {"message": "out of memory"}})])
+def test_the_others_take_over_the_requests_of_a_server_that_dies(served, server, second, one_at_a_time, death, capsys):
+    num_answered = iter(range(100))
+    second.answer = lambda body, attempt: echo(body, attempt) if next(num_answered) < 3 else death
+    config = asking(served, server, second, concurrency=2)
+    make(config)
+    assert files_of(config.data.dir) == one_at_a_time
+    assert "1 others take its requests over" in capsys.readouterr().err
+
+
+def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, server, second, one_at_a_time):
+    num_answered = iter(range(100))
+
+    def dies(body, attempt):
+        return echo(body, attempt) if next(num_answered) < 8 else (503, {"error": {"message": "gone"}})
+
+    server.answer = second.answer = dies
+    config = asking(served, server, second, concurrency=1)
+    with pytest.raises(ValueError, match="answers 503 for model"):
+        make(config)
+    server.answer = second.answer = echo
+    make(config)
+    assert files_of(config.data.dir) == one_at_a_time
+
+
+def test_each_server_of_a_list_is_tried_before_the_run(served, server, second):
+    server.answer = echo
+    second.answer = lambda body, attempt: (404, {"error": {"message": "no such model"}})
+    with pytest.raises(ValueError, match=f"{url_of(second)} answers 404 for model"):
+        make(asking(served, server, second))
+    second.answer = lambda body, attempt: (400, {"error": {"message": "no such field"}})
+    with pytest.raises(ValueError, match=f"{url_of(second)}, at its first request: refused: "):
+        make(asking(served, server, second))
+    assert {body["max_tokens"] for body in server.bodies} == {1}
+
+
+def test_the_next_shards_are_asked_for_while_the_last_rows_of_a_shard_are_under_way(served, server, one_at_a_time):
+    """The first request is answered only once requests of the second shard (of three prompts each) have come."""
+    fourth = threading.Event()
+    lock, num_asked = threading.Lock(), iter(range(100))
+
+    def answer(body, attempt):
+        with lock:
+            place = next(num_asked)
+        if place == 0:
+            assert fourth.wait(20)
+        if place == 4:
+            fourth.set()
+        return echo(body, attempt)
+
+    server.answer = answer
+    config = asking(served, server, concurrency=2, timeout_s=30)
+    make(config)
+    assert files_of(config.data.dir) == one_at_a_time
+
+
+@pytest.mark.parametrize("mode", ["together", "sequential"])
+def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, one_at_a_time, with_data, mode):
+    chance = random.Random(5)
+
+    def late(body, attempt):
+        time.sleep(chance.random() / 20)
+        return echo(body, attempt)
+
+    server.answer = second.answer = late
+    made = []
+    for run in range(2):
+        config = asking(with_data(served, mode=mode, dir=f"{served.data.dir}-{run}"), server, second, concurrency=3)
+        make(config)
+        made.append(files_of(config.data.dir))
+    assert made[0] == made[1]
+    if mode == "together":
+        assert made[0] == one_at_a_time
+
+
+def specs(num: int, per_shard: int) -> list[ShardSpec]:
+    return [ShardSpec("train", i, tuple(Prompt(f"{i}-{j}", ("hi",)) for j in range(per_shard))) for i in range(num)]
+
+
+def test_only_the_answers_of_a_few_shards_are_in_memory():
+    asked, lock = [], threading.Lock()
+
+    def ask(spec):
+        with lock:
+            asked.append(spec.index)
+        return Answers([], [])
+
+    for place, (spec, _) in enumerate(asked_ahead(specs(50, 4), ask, num_at_once=8, close=pytest.fail)):
+        assert spec.index == place
+        time.sleep(0.002)
+        assert len(asked) <= place + 4  # this shard, the next, and two shards of four for eight requests at once
+    assert sorted(asked) == list(range(50))
+
+
+def test_an_error_of_one_shard_comes_after_the_shards_before_it_and_ends_what_waits():
+    closed = []
+
+    def ask(spec):
+        if spec.index == 3:
+            raise ValueError("no server is left")
+        return Answers([], [])
+
+    handed_out = asked_ahead(specs(10, 4), ask, num_at_once=8, close=lambda: closed.append(True))
+    assert [next(handed_out)[0].index for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no server is left"):
+        next(handed_out)
+    assert closed == [True]

@@ -1,0 +1,220 @@
+"""`labels: server`: the labels that a server's log-probabilities give are those of the target in this process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.schema import SamplingConfig
+from data_gen.pipeline.command import make
+from data_gen.pipeline.plan import plan
+from data_gen.pipeline.reuse import responses
+from data_gen.pipeline.worker import Job, models_of
+from data_gen.store.manifest import read_manifest
+from tests.data_gen.on_disk import files_of
+from tests.data_gen.served_model import ServedModel
+from tests.toys.answering import all_rows, problems
+
+_OF_FLOATS = ("acceptance_prob", "target_prob", "acceptance_rate", "log_q", "entropy")
+
+
+@pytest.fixture
+def told(served, server, models, tokenizer, with_data):
+    """The toy run with responses and labels from a server that answers as vLLM does, by the toy target."""
+    server.answer = ServedModel(models["target"], tokenizer)
+    return with_data(
+        served, labels="server", mode="together", server=replace(served.data.server, kind="vllm"), max_error_share=0.0
+    )
+
+
+def sampled(config, **sampling):
+    return replace(config, pair=replace(config.pair, sampling=SamplingConfig(**sampling)))
+
+
+def features_of(config) -> dict[str, dict[str, torch.Tensor]]:
+    folder = Path(config.data.dir)
+    return {
+        str(path.relative_to(folder)): load_file(path) for path in sorted((folder / "features").rglob("*.safetensors"))
+    }
+
+
+def assert_same_features(config, other):
+    """The same shards with the same tokens and coins, and the same float32 numbers to 1e-5."""
+    features, others = features_of(config), features_of(other)
+    assert features.keys() == others.keys()
+    assert features
+    for name, tensors in features.items():
+        assert tensors.keys() == others[name].keys()
+        for key in tensors:
+            tolerance = {"rtol": 1e-5, "atol": 1e-5} if key in _OF_FLOATS else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(tensors[key], others[name][key], **tolerance)
+
+
+def relabelled(config, with_data, tmp_path, **changes):
+    """The same responses, from a file, under other settings and in another folder."""
+    path = tmp_path / "responses.jsonl"
+    responses(config, out=str(path))
+    again = with_data(config, source="file", responses=str(path), **{"dir": str(tmp_path / "again")} | changes)
+    make(again)
+    return again
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 50},
+        {"temperature": 0.5, "top_k": 12},
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.8},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_labels_told_with_the_response_are_those_of_the_target_here(told, with_data, tmp_path, sampling):
+    config = sampled(told, **sampling)
+    make(config)
+    here = relabelled(config, with_data, tmp_path, labels="target")
+    assert_same_features(config, here)
+    rows, others = all_rows(config), all_rows(here)
+    assert {row["cross_entropy"] for row in rows.values()} == {None}
+    assert not problems(config)
+    for name, row in rows.items():
+        for column in ("log_p", "log_q", "acceptance_prob", "acceptance_rate", "entropy"):
+            torch.testing.assert_close(
+                torch.tensor(row[column]), torch.tensor(others[name][column]), rtol=1e-3, atol=1e-3
+            )
+
+
+def test_labels_of_responses_that_are_there_already_are_those_that_came_with_them(told, with_data, tmp_path, server):
+    config = sampled(told, temperature=0.7, top_k=20)
+    make(config)
+    server.bodies.clear()
+    again = relabelled(config, with_data, tmp_path)
+    assert_same_features(config, again)
+    read = [body for body in server.bodies if "prompt_logprobs" in body]
+    assert len(read) == len(all_rows(config)) == 12
+    assert all(body["max_tokens"] == 1 for body in server.bodies)
+
+
+def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draft_alone(told, with_data):
+    config = sampled(told, top_k=20)
+    one = with_data(config, mode="sequential", dir=config.data.dir + "-one")
+    staged = with_data(config, mode="sequential", dir=config.data.dir + "-staged")
+    make(config)
+    make(one)
+    make(staged, stages="respond")
+    assert list((Path(staged.data.dir) / "stages" / "laws").glob("*.safetensors"))
+    make(staged, stages="draft")
+    with pytest.raises(ValueError, match=r"--stages is target, and with data\.labels server there are"):
+        make(staged, stages="target")
+    assert files_of(config.data.dir) == files_of(one.data.dir) == files_of(staged.data.dir)
+    assert not (Path(staged.data.dir) / "stages").exists()
+    for config_of_mode in (config, one):
+        stages = ("together",) if config_of_mode is config else ("respond", "draft")
+        jobs = [Job(pair=config.pair, data=config_of_mode.data, stage=stage) for stage in stages]
+        assert {name for job in jobs for name in models_of(job)} == {"draft"}
+
+
+def test_laws_that_a_broken_disk_lost_are_asked_for_again(told, with_data):
+    staged = with_data(sampled(told, top_k=20), mode="sequential")
+    make(staged, stages="respond")
+    laws = sorted((Path(staged.data.dir) / "stages" / "laws").glob("*.safetensors"))
+    laws[0].write_bytes(laws[0].read_bytes()[:-1])
+    make(staged)
+    whole = with_data(staged, dir=staged.data.dir + "-whole")
+    make(whole)
+    assert files_of(staged.data.dir) == files_of(whole.data.dir)
+
+
+def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_keeps_the_others(told, with_data, server):
+    config = with_data(sampled(told, top_k=20), max_error_share=1.0)
+    good, marked = server.answer, []
+
+    def flat(body, attempt):
+        status, reply = good(body, attempt)
+        logprobs = reply["choices"][0]["logprobs"]
+        if len(body["prompt"]) > 25 and body["max_tokens"] > 1 and logprobs:
+            marked.append(body["prompt"])
+            logprobs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in range(10, 44)}
+        return status, reply
+
+    server.answer = flat
+    make(config)
+    reasons = problems(config)
+    assert len(reasons) == len(marked) > 0
+    assert all(
+        "does not follow from log-probabilities: others may be as likely as number 20" in r for r in reasons.values()
+    )
+    server.answer = good
+    make(config, retry_errors=True)
+    whole = with_data(config, dir=config.data.dir + "-whole")
+    make(whole)
+    assert not problems(config)
+    assert_same_features(config, whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"logprobs_mode": "tempered"}, "depend on the temperature; start the server with --logprobs-mode raw_logpr"),
+        ({"logprobs_mode": "processed_logprobs"}, "truncated already; start the server with --logprobs-mode raw"),
+        ({"logprobs_mode": "raw_logits"}, "more than all of the mass; start the server with --logprobs-mode raw"),
+        ({"max_logprobs": 20}, "at its first request: refused: .*greater than max allowed.*--max-logprobs 64"),
+    ],
+)
+def test_a_server_that_tells_other_numbers_is_refused_before_anything_is_loaded(
+    told, server, models, tokenizer, settings, complaint
+):
+    server.answer = ServedModel(models["target"], tokenizer, **settings)
+    config = sampled(told, temperature=0.5, top_k=50)
+    with pytest.raises(ValueError, match=complaint):
+        make(config)
+    assert not (Path(config.data.dir) / "rows").exists()
+
+
+def test_a_server_that_tells_nothing_of_token_ids_is_refused(told, server, models, tokenizer):
+    real = ServedModel(models["target"], tokenizer)
+
+    def by_text(body, attempt):
+        status, reply = real(body, attempt)
+        reply["choices"][0]["logprobs"] = {"top_logprobs": [{"a": -1.0}]}
+        return status, reply
+
+    server.answer = by_text
+    with pytest.raises(ValueError, match=r"no log-probabilities of token ids, which data\.labels: server needs"):
+        make(sampled(told, top_k=50))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"source": "transformers"}, "data.labels is server and data.source transformers"),
+        ({"kind": "openai"}, "data.labels is server and data.server.kind openai, whose log-probabilities name no"),
+        ({"top_k": None}, "every token of the vocabulary counts"),
+    ],
+)
+def test_settings_under_which_no_server_can_tell_are_refused_at_once(told, with_data, server, changes, complaint):
+    config = sampled(told, top_k=changes.get("top_k", 50))
+    kind = replace(config.data.server, kind=changes.get("kind", "vllm"))
+    config = with_data(config, source=changes.get("source", "server"), server=kind)
+    with pytest.raises(ValueError, match=complaint):
+        make(config)
+    with pytest.raises(ValueError, match=complaint):
+        plan(config, sample=0)
+    assert not server.bodies
+
+
+def test_the_manifest_says_who_labels_and_older_ones_agree_with_the_target(told, toy_config, with_data):
+    config = sampled(told, top_k=50)
+    make(config)
+    assert read_manifest(config.data.dir)["labels"] == "server"
+    with pytest.raises(ValueError, match="differs in labels: 'server' there, None in this run"):
+        make(with_data(config, labels="target"))
+    make(toy_config if toy_config.data.dir != config.data.dir else with_data(toy_config, dir=config.data.dir + "-here"))
+
+
+def test_plan_reckons_without_the_target(told, with_data, capsys):
+    totals = plan(sampled(told, top_k=50), sample=4)
+    assert totals["target_sequence_forwards"] == 0
+    assert "labels " in capsys.readouterr().out

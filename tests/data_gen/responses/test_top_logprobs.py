@@ -1,0 +1,128 @@
+"""Laws from the likeliest tokens' log-probabilities: those of `Sampling` over all logits, or none."""
+
+import pytest
+import torch
+
+from data_gen.responses.top_logprobs import LawReader, NotDeterminedError, num_logprobs_of
+from lm import Sampling
+
+NUM_IDS, NUM_PADDED = 300, 316
+
+
+def logits_of(num_places: int = 40, *, width: int = NUM_IDS, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_places, width, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def told(logits: torch.Tensor, num: int) -> list[dict[int, float]]:
+    """What a server tells of each place: the likeliest, and a token that was drawn besides."""
+    log_probs = logits.double().log_softmax(-1)
+    likeliest = log_probs.topk(min(num, log_probs.shape[-1]))
+    return [
+        {7: float(row[7])} | dict(zip(ids.tolist(), values.tolist(), strict=True))
+        for row, ids, values in zip(log_probs, likeliest.indices, likeliest.values, strict=True)
+    ]
+
+
+def dense(laws) -> torch.Tensor:
+    return torch.zeros(len(laws.ids), NUM_IDS).scatter_add_(-1, laws.ids.long(), laws.probs)
+
+
+def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> LawReader:
+    return LawReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS, is_padded=is_padded)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0),
+        Sampling(top_k=50),
+        Sampling(temperature=0.6, top_k=50),
+        Sampling(temperature=1.7, top_k=20),
+        Sampling(temperature=0.8, top_k=30, top_p=0.9),
+        Sampling(top_p=0.9),
+        Sampling(top_p=1e-6),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [NUM_IDS, NUM_PADDED])
+def test_the_law_is_that_of_all_logits(sampling, width):
+    logits = logits_of(width=width)
+    num = 64 if sampling.top_k or sampling.is_greedy else 400  # all of a padded vocabulary for top-p alone
+    laws = reader(sampling, num, is_padded=width > NUM_IDS).laws(told(logits, num))
+    torch.testing.assert_close(dense(laws), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
+
+
+def test_top_p_alone_is_known_from_few_where_no_id_is_padded():
+    logits, sampling = logits_of() * 1.5, Sampling(top_p=0.8)
+    laws = reader(sampling, 100).laws(told(logits, 100))
+    torch.testing.assert_close(dense(laws), sampling.probs(logits), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(temperature):
+    """bfloat16 has many equals. Every place is either the law of all logits or an error, and both occur."""
+    logits, sampling = logits_of(400).bfloat16().float(), Sampling(temperature=temperature, top_k=50)
+    num_determined = 0
+    for place in range(len(logits)):
+        try:
+            laws = reader(sampling, 52).laws(told(logits[place : place + 1], 52))
+        except NotDeterminedError:
+            assert (logits[place] >= logits[place].topk(52).values[-1]).sum() >= 52
+            assert logits[place].topk(52).values[-1] == logits[place].topk(50).values[-1]
+            continue
+        num_determined += 1
+        torch.testing.assert_close(dense(laws), sampling.probs(logits[place : place + 1]), rtol=1e-5, atol=1e-7)
+    assert 0 < num_determined < 400
+
+
+@pytest.mark.parametrize(("place_of_ties", "expected"), [((3, 9, 200), 3)])
+def test_the_greedy_law_of_equals_is_the_least_id_as_argmax_has_it(place_of_ties, expected):
+    logits = logits_of(1)
+    logits[0, list(place_of_ties)] = 50.0
+    laws = reader(Sampling(temperature=0), 15).laws(told(logits, 15))
+    assert (laws.ids.tolist(), laws.probs.tolist()) == ([[expected]], [[1.0]])
+
+
+def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
+    logits = logits_of(3, width=NUM_PADDED)
+    logits[:, NUM_IDS : NUM_IDS + 10] = 30.0
+    sampling = Sampling(top_k=50)
+    laws = reader(sampling, 64, is_padded=True).laws(told(logits, 64))
+    torch.testing.assert_close(dense(laws), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
+    with pytest.raises(NotDeterminedError, match=r"others may be as likely as number 50; raise data\.server"):
+        reader(sampling, 59, is_padded=True).laws(told(logits, 59))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "places", "reason"),
+    [
+        (Sampling(top_p=0.999), told(logits_of(1) / 9, 64), "at place 0 .* the 64 likeliest hold less than top_p"),
+        (Sampling(top_k=5), told(logits_of(2), 64)[:1] + told(logits_of(2), 20)[1:], "at place 1 .* fewer than 64"),
+        (Sampling(top_k=5), [dict(enumerate(logits_of(1)[0].topk(64).values.tolist()))], "more than all of the mass"),
+        (Sampling(top_k=5), [{id: -9999.0 if id > 4 else -1.61 for id in range(64)}], "truncated already"),
+        (Sampling(top_k=5), [dict.fromkeys(range(64), float("nan"))], "no token has any"),
+    ],
+)
+def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, places, reason):
+    with pytest.raises(NotDeterminedError, match=reason):
+        reader(sampling, 64).laws(places)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num", "complaint"),
+    [
+        (Sampling(), None, "every token of the vocabulary counts; set pair.sampling.top_k"),
+        (Sampling(top_p=1.0), None, "every token"),
+        (Sampling(temperature=0.7, top_p=0.9), None, "is known at temperature 1 alone"),
+        (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 64\)"),
+    ],
+)
+def test_a_sampling_that_no_number_determines_is_refused(sampling, num, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        num_logprobs_of(sampling, num)
+
+
+def test_as_many_are_asked_for_as_determine_the_law_where_few_are_equal():
+    assert num_logprobs_of(Sampling(top_k=50), None) == 64
+    assert num_logprobs_of(Sampling(top_p=0.9), None) == 64
+    assert num_logprobs_of(Sampling(top_k=50), 51) == 51
