@@ -12,6 +12,7 @@ import pytest
 
 from configs.schema import Config, SamplingConfig
 from data_gen.pipeline.command import make
+from data_gen.store import manifest
 from store import shards
 from store.shards import features_path, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, in_a_child
@@ -37,7 +38,7 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
     assert files_of(toy_config.data.dir) == whole
 
 
-def make_and_die(config: Config, write: int) -> None:
+def make_and_die(config: Config, write: int, **flags: int) -> None:
     """`make`, with a SIGKILL in the middle of its `write`-th file."""
     write_atomic, count = shards.write_atomic, [0]
 
@@ -49,8 +50,8 @@ def make_and_die(config: Config, write: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write_atomic(path, content)
 
-    shards.write_atomic = write_or_die
-    make(config)
+    shards.write_atomic = manifest.write_atomic = write_or_die
+    make(config, **flags)
 
 
 @pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
