@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config, DataConfig, PairConfig
+from configs.schema import Config, DataConfig, PairConfig, RayStage
 from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
@@ -230,9 +230,20 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
             f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file"
         )
     if data.engine == "ray":
+        _refuse_stages_of_ray(data)
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
     if data.source == "server":
         _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
+
+
+def _refuse_stages_of_ray(data: DataConfig) -> None:
+    """Raise ValueError for resources of a stage that the run does not have."""
+    for stage in ("respond", "draft", "target"):
+        if data.mode == "together" and getattr(data.ray, stage) != RayStage():
+            raise ValueError(
+                f"data.ray.{stage} has resources of its own and data.mode is together, which has no stages; set "
+                "data.mode: sequential, or give data.ray itself the resources"
+            )
 
 
 def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
