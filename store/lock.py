@@ -12,9 +12,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -59,13 +60,29 @@ def only_writer(
         lock.release()
 
 
-def holder_of(path: Path) -> str | None:
-    """The process that holds a lock, in words; None where nobody does (its file was left by one that was killed)."""
+def state(path: Path, **facts: str) -> None:
+    """Write facts into the file of a lock that this process holds, beside who holds it, for others to read."""
+    path.write_text(json.dumps(_facts(path) | facts))
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """What the holder of a lock says of itself; None where nobody holds it, and the file, left by a process that was
+    killed, is gone then.
+    """
     try:
         with FileLock(path, timeout=0, fallback_to_soft=False):
+            _remove(path)
             return None
     except Timeout:
-        return _holder(path)
+        return _facts(path)
+
+
+def in_words(holder: Mapping[str, Any]) -> str:
+    """The process that says this of itself."""
+    names = ("pid", "host", "since")
+    if not all(name in holder for name in names):  # it has not said yet, or has just ended
+        return "another process"
+    return "process {} on {} since {}".format(*(holder[name] for name in names))
 
 
 def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
@@ -77,10 +94,11 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
             lock.acquire(timeout=wait)
         except Timeout as error:
             if (wait := next(waits, 0)) > 0:
-                print(f"{path.parent} is in use by {_holder(path)}; waiting for its turn", file=sys.stderr)
+                print(f"{path.parent} is in use by {in_words(_facts(path))}; waiting for its turn", file=sys.stderr)
                 continue
+            who = in_words(_facts(path))
             raise ValueError(
-                f"{path.parent} is in use by {_holder(path)}; wait until it ends, stop it, or choose another {setting}"
+                f"{path.parent} is in use by {who}; wait until it ends, stop it, or choose another {setting}"
             ) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _ATTEMPTS:
@@ -109,9 +127,8 @@ def _remove(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _holder(path: Path) -> str:
+def _facts(path: Path) -> dict[str, Any]:
     try:
-        holder = json.loads(path.read_text())
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not said yet, or has just ended
-        return "another process"
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # it has not said yet, or has just ended
+        return {}

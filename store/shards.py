@@ -231,7 +231,7 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
     Args:
         directory: the folder, to which this process alone writes.
         folders: patterns of the folders in it that hold shards; others may belong to another process, or to the user.
-        names: the shards whose files alone are this process's to remove; None: all.
+        names: names without endings of the files whose partial ones are this process's to remove; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")

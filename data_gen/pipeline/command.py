@@ -3,28 +3,35 @@ prompt.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.growth import order_of
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import Config, DataConfig, PairConfig, RayStage
+from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.prompts.hub import load, set_of
+from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.source import check_labels
 from data_gen.store.errors import account, has_errors, write_errors
-from data_gen.store.manifest import make_manifest, settle
+from data_gen.store.manifest import Parts, make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from store.sums import forget_broken, shards_in
+
+_OF_ALL = ("manifest", "errors")
+"""Files that every process writes, each in its turn."""
 
 
 def make(
@@ -44,28 +51,55 @@ def make(
         rank: this process makes shards rank, rank + world_size, …; taken from torchrun or srun where they started it.
         world_size: processes that make the data together.
     """
+    share = _share(config.data, rank, world_size)
     check_settings(config.pair, config.data)
     pair, data = config.pair, settled(config.data, config.heads)
-    share, asked = share_of(rank, world_size), _asked(stages, data, retry_errors=retry_errors)
+    asked = _asked(stages, data, retry_errors=retry_errors)
     tokenizer = load_pair_tokenizer(pair)
-    with share.writing(data.dir):
-        with share.turn(data.dir):
-            share.refuse_others(data.dir)
-            order = order_of(data)
-            num_prompts = {
-                source.path: len(load(set_of(source), "train"))
-                for source in data.prompt_sources
-                if Path(source.path).is_file()
-            }
-            manifest = make_manifest(pair, data, tokenizer=tokenizer, split=order.split, num_prompts=num_prompts)
-            check_lengths(
-                pair, data
-            )  # first: the remedy changes the manifest, and one that was settled would refuse it
+    with ExitStack() as work:
+        work.enter_context(share.writing(data.dir))
+        order = order_of(data)
+        manifest = _manifest(pair, data, tokenizer=tokenizer, split=order.split)
+        check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
+        with share.turn(data.dir):  # what takes long, prompts and hashes, is done before: others wait for this
+            share.refuse_others(data.dir, data)
+            clean_partial(data.dir, names=_OF_ALL)
             settle(data.dir, manifest)
-        others = [spec for spec in order.others if is_done(spec, data)]
-        num_made = _complete(pair, data, share, [*order.specs, *others], stages=asked, retry_errors=retry_errors)
-        with share.turn(data.dir):
-            _account(data, order.specs, others, num_made=num_made, share=share, stages=asked)
+        specs = [*share.of(order.specs), *(spec for spec in share.of(order.others) if is_done(spec, data))]
+        if not share.is_whole:
+            print(f"{data.dir}: {share} makes {len(specs)} shards of {len(order.specs) + len(order.others)}")
+        pair = share.on_its_gpu(pair)
+        num_made = _complete(pair, data, share, specs, stages=asked, retry_errors=retry_errors)
+        with share.last_turn(data.dir, work) as num_others:
+            done = f"{num_made} shards went through {', '.join(asked)}"
+            if num_others:
+                print(f"{data.dir}: {share}: {done}; {num_others} other processes are at work, and the last accounts")
+            else:
+                _account(data, order, num_made=num_made, done=done if share.is_whole else f"{share}: {done}")
+
+
+def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
+    """The share of this process.
+
+    Raises:
+        ValueError: several processes, and Ray, which shares the shards out by itself.
+    """
+    share = share_of(rank, world_size)
+    if data.engine == "ray" and not share.is_whole:
+        raise ValueError(
+            f"data.engine is ray, whose one driver shares the shards out, and this process is {share}; set "
+            "data.engine: local, or start one process (--rank 0 --world_size 1)"
+        )
+    return share
+
+
+def _manifest(
+    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[Split, Parts]
+) -> dict[str, Any]:
+    """The manifest of this run, with the number of prompts of each file."""
+    files = [source for source in data.prompt_sources if Path(source.path).is_file()]
+    num_prompts = {source.path: len(load(set_of(source), "train")) for source in files}
+    return make_manifest(pair, data, tokenizer=tokenizer, split=split, num_prompts=num_prompts)
 
 
 def _asked(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
@@ -96,8 +130,7 @@ def _complete(
     stages: Sequence[Stage],
     retry_errors: bool,
 ) -> int:
-    """Make this share's shards that are missing or not what was written; how many were made."""
-    specs = share.of(specs)
+    """Make those of this share's shards that are missing or not what was written; how many were made."""
     names = None if share.is_whole else {name_of(spec) for spec in specs}
     clean_partial(data.dir, *SHARD_FOLDERS, names=names)
     forget_broken(path for path in shards_in(data.dir) if names is None or path.stem in names)
@@ -130,27 +163,19 @@ def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> N
         )
 
 
-def _account(
-    data: DataConfig,
-    specs: Sequence[ShardSpec],
-    others: Sequence[ShardSpec],
-    *,
-    num_made: int,
-    share: Share,
-    stages: Sequence[Stage],
-) -> None:
-    """Say what was made; where every shard is there, write the account of all prompts.
+def _account(data: DataConfig, order: Order, *, num_made: int, done: str) -> None:
+    """Say what was made; where every shard is there, write the account of all prompts. No other process is at work.
 
     Raises:
         ValueError: more prompts ended in an error than the config bears.
     """
-    missing = sum(not is_done(spec, data) for spec in (*specs, *others))
+    missing = [spec for spec in order.specs if not is_done(spec, data)]
     if missing:
-        whose = "" if share.is_whole else f"rank {share.rank} of {share.world_size}: "
-        print(f"{whose}{data.dir}: {num_made} shards went through {', '.join(stages)}; {missing} are not whole yet")
+        print(f"{data.dir}: {done}; {len(missing)} are not whole yet, {name_of(missing[0])} first")
         return
-    forget_all_stages([*specs, *others], data)
-    paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*specs, *others)]
+    others = [spec for spec in order.others if is_done(spec, data)]
+    forget_all_stages([*order.specs, *others], data)
+    paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*order.specs, *others)]
     totals = account(paths)
     write_errors(data.dir, paths)
     if others:
@@ -215,12 +240,23 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
             f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file"
         )
     if data.engine == "ray":
+        _refuse_stages_of_ray(data)
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
     check_labels(pair, data)
     if data.source == "server":
         _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
     elif data.labels == "server":
         _needs("openai", "data.labels is server", extra="serving", instead="labels: target")
+
+
+def _refuse_stages_of_ray(data: DataConfig) -> None:
+    """Raise ValueError for resources of a stage that the run does not have."""
+    for stage in ("respond", "draft", "target"):
+        if data.mode == "together" and getattr(data.ray, stage) != RayStage():
+            raise ValueError(
+                f"data.ray.{stage} has resources of its own and data.mode is together, which has no stages; set "
+                "data.mode: sequential, or give data.ray itself the resources"
+            )
 
 
 def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:

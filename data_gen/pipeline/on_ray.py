@@ -1,8 +1,10 @@
-"""`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors that hold the models.
+"""`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each of which holds the models of one
+stage and the resources that data.ray gives to it.
 
 A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another
 actor and gives it that shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that
-all of them see, and so must every path.
+all of them see, and so must every path. The prompts of each shard are put into the object store once, and read once, by
+the actor that makes the shard.
 
 What a user can cause comes back from an actor as a value and not as an exception, which Ray would wrap in tracebacks of
 its own.
@@ -12,7 +14,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +51,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             address=job.data.ray.address or "local",
             log_to_driver=False,
             configure_logging=False,
-            **_session(job.data.ray),
+            **_session(job.data.ray.of(job.stage)),
         )
     num_done = 0
     try:
@@ -81,20 +83,22 @@ def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
     import ray
     import ray.data
 
-    resources, num_workers = job.data.ray, min(job.data.ray.num_workers, len(specs))
+    resources = job.data.ray.of(job.stage)
+    num_workers = min(resources.num_workers, len(specs))
     machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-    _check_room(resources, num_workers, machines)
+    _check_room(job.stage, resources, num_workers, machines)
     _check_gpus(job, machines)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs))
     reports = rows.map_batches(
         _Actor,
-        fn_constructor_args=(_same_everywhere(job), list(specs), running()),
+        fn_constructor_args=(_same_everywhere(job), [ray.put(spec) for spec in specs], running()),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_workers),
         num_cpus=resources.num_cpus,
         num_gpus=resources.num_gpus,
+        resources=resources.resources,
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
     )
@@ -102,18 +106,20 @@ def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
 
 
 class _Actor:
-    """A worker in an actor's process."""
+    """A worker in an actor's process; `specs` are the shards in the object store."""
 
-    def __init__(self, job: Job, specs: list[ShardSpec], driver: dict[str, str]) -> None:
+    def __init__(self, job: Job, specs: Sequence[Any], driver: dict[str, str]) -> None:
         self.specs, self.error, self.reason = specs, "", ""
         with self._errors_as_values():
             refuse_other_code(driver, machine=platform.node())
             self.worker = Worker(job)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        import ray
+
         with self._errors_as_values():
             for index in batch["index"] if not self.error else ():
-                self.worker.make(self.specs[int(index)], lambda count: None)
+                self.worker.make(ray.get(self.specs[int(index)]), lambda count: None)
         return {"index": batch["index"], "error": [self.error], "reason": [self.reason]}
 
     @contextmanager
@@ -126,9 +132,9 @@ class _Actor:
             self.reason = " ".join(str(error).split())
 
 
-def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
+def _check_room(stage: str, resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
     """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
-    needs = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    needs = {"CPU": resources.num_cpus, "GPU": resources.num_gpus, **resources.resources}
     wanted = {name: count for name, count in needs.items() if count > 0}
     room = [
         min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
@@ -138,14 +144,19 @@ def _check_room(resources: RayConfig, num_workers: int, machines: Sequence[dict[
         math.floor(num_of_node + 1e-6) if math.isfinite(num_of_node) else num_workers for num_of_node in room
     )
     if num_fitting < num_workers:
-        machines_in_words = "; ".join(
-            f"{machine.get('CPU', 0.0):g} CPUs and {machine.get('GPU', 0.0):g} GPUs" for machine in machines
-        )
+        there = "; ".join(_in_words({name: machine.get(name, 0.0) for name in needs}) for machine in machines)
+        section = "data.ray" if stage == "together" else f"data.ray or data.ray.{stage}"
         raise ValueError(
-            f"data.ray asks for {num_workers} workers of {resources.num_cpus:g} CPUs and {resources.num_gpus:g} GPUs "
-            f"each, and the cluster has room for {num_fitting} of them (its machines have {machines_in_words}); lower "
-            "data.ray.num_workers, num_cpus or num_gpus, or add machines to the cluster first"
+            f"data.ray asks for {num_workers} workers of {_in_words(needs)} each, for the stage {stage}, and the "
+            f"cluster has room for {num_fitting} of them (its machines have {there}); lower num_workers, num_cpus, "
+            f"num_gpus or resources of {section}, or add machines to the cluster first"
         )
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    """Resources as a person lists them: 2 CPUs, 0 GPUs and 1 h100."""
+    *most, last = (f"{count:g} {name}{'s' if name in ('CPU', 'GPU') else ''}" for name, count in resources.items())
+    return f"{', '.join(most)} and {last}"
 
 
 def _check_gpus(job: Job, machines: Sequence[dict[str, float]]) -> None:
@@ -154,7 +165,7 @@ def _check_gpus(job: Job, machines: Sequence[dict[str, float]]) -> None:
     """
     num_gpus = sum(machine.get("GPU", 0.0) for machine in machines)
     names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
-    if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
+    if job.data.ray.of(job.stage).num_gpus == 0 and num_gpus > 0 and names:
         device = getattr(job.pair, names[0]).device_map
         raise ValueError(
             f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster "
@@ -206,10 +217,12 @@ def _session(resources: RayConfig) -> dict[str, Any]:
     """Arguments of Ray's session.
 
     On a cluster, workers are sent the project's packages as the driver has them. On this machine they import the
-    driver's, and room is made for them, as Ray counts cores, and workers may be more.
+    driver's, and room is made for them, as Ray counts cores, and workers may be more; it has the custom resources that
+    they ask for.
     """
     if resources.address is not None:
         modules = [str(folder) for folder in folders()]
         return {"runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]}}
     needed = int(resources.num_workers * resources.num_cpus) + 1
-    return {"num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}
+    custom = {name: count * resources.num_workers for name, count in resources.resources.items()}
+    return {"num_cpus": max(needed, os.cpu_count() or 1), "resources": custom, "include_dashboard": False}

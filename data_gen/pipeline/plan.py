@@ -219,7 +219,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
 
 def _report(data: DataConfig, totals: dict[str, Any]) -> str:
     """The totals as text, with a warning when the disk is too small."""
-    workers = data.ray.num_workers if data.engine == "ray" else 1
+    workers = min(data.ray.of(stage).num_workers for stage in stages_of(data)) if data.engine == "ray" else 1
     lines = [
         f"  rows              {totals['rows']:>15,}",
         f"  prompt tokens     {totals['prompt_tokens']:>15,}",

@@ -1,7 +1,13 @@
 """Processes by their parents: a test may kill only those that it started."""
 
 import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_DEADLINE_S = 30.0
 
 
 def parents() -> dict[int, int]:
@@ -40,3 +46,24 @@ def ray_actors(ancestor: int | None = None) -> list[int]:
         if name.startswith("ray::MapWorker"):
             actors.append(pid)
     return actors
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None], *, until: Callable[[], bool]) -> Iterator[int]:
+    """While the block runs, a forked child does `work`; the block begins when `until` is true, and ends the child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    try:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not until():
+            assert time.monotonic() < deadline, f"not within {_DEADLINE_S} s"
+            time.sleep(0.005)
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

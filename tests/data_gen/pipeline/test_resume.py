@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from configs.schema import Config, SamplingConfig
 from data_gen.pipeline.command import make
+from data_gen.store import manifest
 from store import shards
 from store.shards import features_path, list_shards, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, in_a_child
@@ -65,7 +66,7 @@ def test_hidden_states_are_written_once(toy_config, with_data):
                 torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
 
 
-def make_and_die(config: Config, write: int) -> None:
+def make_and_die(config: Config, write: int, **flags: int) -> None:
     """`make`, with a SIGKILL in the middle of its `write`-th file."""
     write_atomic, count = shards.write_atomic, [0]
 
@@ -77,8 +78,8 @@ def make_and_die(config: Config, write: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write_atomic(path, content)
 
-    shards.write_atomic = write_or_die
-    make(config)
+    shards.write_atomic = manifest.write_atomic = write_or_die
+    make(config, **flags)
 
 
 @pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
