@@ -8,7 +8,7 @@ it ends here as one line on stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -116,15 +116,7 @@ def run(
     else:
         name = default
     parser = parser_for(commands[name], trainer=trainer)
-    try:
-        parsed = parser.parse_args(["--help" if argument == "--help.all" else argument for argument in argv])
-    except ArgumentError as error:
-        hint = (
-            "--help.all lists every option"
-            if "--config" in argv or not takes_config(commands[name])
-            else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
-        )
-        _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
+    parsed = _parsed(parser, argv, commands[name])
     kinds = get_type_hints(commands[name])
     flags = {
         key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
@@ -142,6 +134,47 @@ def run(
     except KeyboardInterrupt:
         print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def refuse_wrong(command: Command, argv: list[str]) -> None:
+    """End the process if a setting is wrong; those of `trainer` are let pass, as their class takes seconds to import.
+
+    Args:
+        command: a function with a `config`.
+        argv: flags of the command.
+    """
+    if {"--print_config", "--help"} & set(argv):
+        return
+    parser = parser_for(command)
+    parsed = _parsed(parser, list(_without_trainer(argv)), command)
+    try:
+        config_of(parser, parsed)
+    except (ValueError, OSError) as error:
+        _fail(_in_one_line(error))
+
+
+def _without_trainer(argv: Iterable[str]) -> Iterator[str]:
+    """Flags but those of `trainer`, written --trainer.x=VALUE or --trainer.x VALUE."""
+    is_left_out = False
+    for argument in argv:
+        if argument.startswith("--"):
+            is_left_out = argument.startswith("--trainer")
+        if not is_left_out:
+            yield argument
+
+
+def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
+    """What `parser` reads; ends the process, with a hint, where it cannot."""
+    argv = ["--help" if argument == "--help.all" else argument for argument in argv]
+    try:
+        return parser.parse_args(argv)
+    except ArgumentError as error:
+        hint = (
+            "--help.all lists every option"
+            if "--config" in argv or not takes_config(command)
+            else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
+        )
+        _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does not accept option '(?P<key>\w+)'"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from configs.hints import meant
 from configs.schema import Config
 from configs.screens import SHELLS, TRAINING, completion_of, screen_of, summary_of
+from configs.signatures import command_of
 
 STEPS = ("data", "train", "export", "evaluate", "tune")
 """What `all` runs."""
@@ -65,7 +66,7 @@ COMMANDS: dict[str, Entry] = {
 
 
 class Commands(Mapping[str, Any]):
-    """The commands of a room, as `python -m ROOM` names them; a function is imported when it is asked for."""
+    """The commands of a room, as `python -m ROOM` names them; a command is imported when it is called."""
 
     def __init__(self, **names: str) -> None:
         """Args:
@@ -74,7 +75,7 @@ class Commands(Mapping[str, Any]):
         self.names = names
 
     def __getitem__(self, name: str) -> Any:
-        return _imported(self.names[name])
+        return _command(self.names[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -116,9 +117,8 @@ def _listed(commands: Commands) -> str:
     return "\n".join([*lines, "", "  --help after a command lists its options"])
 
 
-def _imported(name: str) -> Any:
-    module, function = COMMANDS[name].target.split(":")
-    return getattr(import_module(module), function)
+def _command(name: str) -> Any:
+    return command_of(COMMANDS[name].target)
 
 
 def _with_all_help(argv: list[str]) -> list[str]:
@@ -165,7 +165,7 @@ def all_steps(config: Config) -> None:
     """
     for number, name in enumerate(STEPS, start=1):
         print(f"== {number} of {len(STEPS)}: {name}", flush=True)
-        _imported(name)(config)
+        _command(name)(config)
 
 
 def overview() -> str:
@@ -191,7 +191,10 @@ def _shortest(summary: str) -> str:
 
 
 def _call(name: str, argv: list[str]) -> None:
-    from configs.command import run
+    from configs.command import refuse_wrong, run
 
-    trainer = import_module("pytorch_lightning").Trainer if name in TRAINING else None
-    run({name: _imported(name)}, default=name, argv=_with_all_help(argv), trainer=trainer)
+    command, argv, trainer = _command(name), _with_all_help(argv), None
+    if name in TRAINING:
+        refuse_wrong(command, argv)
+        trainer = import_module("pytorch_lightning").Trainer
+    run({name: command}, default=name, argv=argv, trainer=trainer)

@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from configs.schema import Config
 
 
@@ -160,9 +158,15 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
         devices = int(devices)
     if isinstance(devices, int) and (devices == 0 or devices < -1):
         raise ValueError(f"trainer.devices is {devices}; it must be at least 1, -1 for all, auto, or a list of devices")
-    is_on_cpu = trainer.get("accelerator") in (None, "auto", "cpu") and not torch.cuda.is_available()
-    if is_on_cpu and isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores:
+    is_many = isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores
+    if is_many and trainer.get("accelerator") in (None, "auto", "cpu") and not _has_gpu():
         raise ValueError(
             f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it "
             f"to at most {_PROCESSES_PER_CORE * cores}"
         )
+
+
+def _has_gpu() -> bool:
+    import torch  # here, since seconds would go before a setting is refused
+
+    return torch.cuda.is_available()

@@ -45,7 +45,7 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
         target: the place of its function, as module:function.
         settings: dotted names of the settings to show.
     """
-    function = _function(target)
+    function = function_of(target)
     takes_config = _takes_config(function)
     flags = _flags(function)
     lines = [f"usage: {usage_of(name, target)}", ""]
@@ -70,12 +70,12 @@ def usage_of(name: str, target: str) -> str:
         name: the command, as a user types it.
         target: the place of its function, as module:function.
     """
-    return f"acceptance-heads {name} {'--config FILE ' if _takes_config(_function(target)) else ''}[options]"
+    return f"acceptance-heads {name} {'--config FILE ' if _takes_config(function_of(target)) else ''}[options]"
 
 
 def summary_of(target: str) -> str:
     """The first sentence of a command's docstring, which may go over several lines."""
-    text = ast.get_docstring(_function(target)) or ""
+    text = ast.get_docstring(function_of(target)) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
@@ -85,7 +85,7 @@ def options_of(target: str) -> list[Option]:
     Args:
         target: the place of its function, as module:function.
     """
-    return _flags(_function(target))
+    return _flags(function_of(target))
 
 
 def settings_of(section: str) -> list[Option]:
@@ -122,7 +122,7 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
             _complete(shared, flag, node.annotation, text)
     chosen = parser.add_subparsers()
     for name, target in commands.items():
-        function = _function(target)
+        function = function_of(target)
         summary = summary_of(target)
         parents = [shared] if _takes_config(function) else []
         command = chosen.add_parser(name, help=_escaped(summary), parents=parents)
@@ -179,11 +179,20 @@ def _takes_config(function: ast.FunctionDef) -> bool:
     return any(argument.arg == "config" for argument in function.args.args)
 
 
-def _function(target: str) -> ast.FunctionDef:
-    module, name = target.split(":")
+def tree_of(module: str) -> ast.Module:
+    """The syntax of a module of the project."""
     path = _ROOT.joinpath(*module.split("."))
-    tree = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
-    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
+
+
+def function_of(target: str) -> ast.FunctionDef:
+    """The syntax of a function.
+
+    Args:
+        target: the place of the function, as module:function.
+    """
+    module, name = target.split(":")
+    return next(node for node in tree_of(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def _flags(function: ast.FunctionDef) -> list[Option]:

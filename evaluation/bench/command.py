@@ -43,15 +43,15 @@ from evaluation.bench.lengths import (
 )
 from evaluation.bench.overheads import overhead_verdict, overheads_of
 from evaluation.bench.plots import race_plot
-from evaluation.bench.race import SAMPLINGS, Race, RaceRules, RaceTerms
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
 from evaluation.bench.standings import records_of, standing_sheet, standings_of, summary_sheet, verdict_of
-from evaluation.contest.in_batches import Sizes, sizes_of
+from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
+from evaluation.flags import Part, RaceRules, Sizes
 from evaluation.sheet import announce, printing, say, wide_console
 from store.shards import write_atomic
 
 _WIDTH = 240
-Part = Literal["policies", "lengths", "overheads"]
 _PLAIN = {name: SAMPLINGS[name] for name in ("greedy", "sampled")}
 """Without warpers, which transformers applies to the draft twice: it would lose for another reason than its loop."""
 _VERDICTS = {"lengths": length_verdict, "overheads": overhead_verdict, "hierarchies": hierarchy_verdict}

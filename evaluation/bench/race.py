@@ -42,6 +42,7 @@ from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
+from evaluation.flags import RaceRules
 from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_model
 from store.keyed import KeyedStore
@@ -54,24 +55,6 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaceRules:
-    """Rules of a race, on the command line `--race.NAME`."""
-
-    datasets: tuple[str, ...] = ()
-    """Names of the sets of decode.datasets to race on, one cell each; empty: the first."""
-    num_fixed: int = 1
-    """Fixed lengths that run, those that are fastest on dev; gains are over the fastest on the timed prompts."""
-    cycles: int = 1
-    """Times that every prompt is run, each with another seed and another first arm."""
-    run: int = 0
-    """Number of an independent repetition with other seeds, which is kept beside the others."""
-    ignore_eos: bool = True
-    """Every generation has `num_tokens` tokens; false: at most so many, ending at EOS."""
-    assistant: str | None = None
-    """Directory of a language model that drafts for transformers beside a feature draft."""
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,13 @@ from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
+from evaluation.flags import Sizes
 from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import batch_auto_for
 from heads.model.head import AcceptanceHead, Timing
-
-Sizes = tuple[int, ...] | int | str
-"""Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
 
 
 @dataclass(frozen=True, kw_only=True)

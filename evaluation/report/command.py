@@ -24,13 +24,14 @@ from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.contest.arms import Replays, replay_dataset
 from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
-from evaluation.contest.in_batches import Sizes, compare_in_batches, setups_of, sizes_of
+from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.results import parallel_results, results_of, yardstick_of
 from evaluation.contest.tables import NAMES, ordered, result_frame, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
+from evaluation.flags import Sizes
 from evaluation.hierarchies.runs import resumable_loop
 from evaluation.intervals import Splits
 from evaluation.report.gains import speed_up_bars, verification_curve

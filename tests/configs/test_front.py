@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from configs.command import parser_for
 from configs.front import COMMANDS, all_steps, main, overview, run_room
 from configs.schema import ModelSource, PairConfig
 from configs.screens import _schema, completion_of, options_of, screen_of
+from configs.signatures import command_of
 
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
 
@@ -49,6 +51,34 @@ def test_help_and_version_import_nothing_heavy():
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "[]"
     assert shown.splitlines()[-2].startswith("acceptance-heads 0.")
+
+
+HEAVY = {"torch", "transformers", "pytorch_lightning", "datasets", "numpy", "scipy", "sympy", "pandas", "pyarrow"}
+HEAVY |= {"matplotlib", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "rich", "jinja2", "openai", "ray"}
+
+
+def test_settings_are_checked_before_anything_heavy_is_imported():
+    script = (
+        "import sys\nfrom configs.front import COMMANDS, main\n"
+        "for argv in [[name, '--nosuch', '1'] for name in COMMANDS] + [['data', '--config', 'tiny', '--data.num_dev', "
+        "'-5'], ['train', '--config', 'tiny', '--trainer.max_epochs', '2', '--heads.dropout', '7']]:\n"
+        "    try: main(argv)\n    except SystemExit as stop: assert stop.code == 2\n"
+        f"print(sorted({HEAVY} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    *unknown, data, train = done.stderr.splitlines()
+    assert len(unknown) == len(COMMANDS)
+    assert data.startswith("error: data.num_dev is -5; it must be a number")
+    assert train.startswith("error: heads.dropout is 7")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_signature_read_from_the_source_is_that_of_the_command(name):
+    module, function = COMMANDS[name].target.split(":")
+    command, light = getattr(importlib.import_module(module), function), command_of(COMMANDS[name].target)
+    parameters, of_light = (list(signature(each).parameters.values()) for each in (command, light))
+    assert (of_light, light.__doc__) == (parameters, command.__doc__)
 
 
 def test_help_of_train_py_is_that_of_the_command_and_imports_nothing_heavy(capsys):
@@ -131,7 +161,7 @@ def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
     def stopped(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("configs.front._imported", stopped)
+    monkeypatch.setattr("configs.front._command", stopped)
     with pytest.raises(SystemExit, match="130"):
         main(["plan", "--config", "tiny"])
     assert capsys.readouterr().err == "stopped before anything was begun\n"
@@ -177,7 +207,7 @@ def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):
 
 def test_all_runs_every_step_in_order_with_one_experiment(monkeypatch, capsys):
     called = []
-    monkeypatch.setattr("configs.front._imported", lambda name: lambda config: called.append((name, config.data.dir)))
+    monkeypatch.setattr("configs.front._command", lambda name: lambda config: called.append((name, config.data.dir)))
     all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
     assert called == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")]
     assert capsys.readouterr().out.splitlines()[0] == "== 1 of 5: data"
@@ -190,7 +220,7 @@ def test_all_stops_at_the_first_step_that_fails_with_its_exit_status(monkeypatch
         called.append(name)
         return lambda config: sys.exit(7) if name == "train" else None
 
-    monkeypatch.setattr("configs.front._imported", step)
+    monkeypatch.setattr("configs.front._command", step)
     with pytest.raises(SystemExit, match="7"):
         all_steps(Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))))
     assert called == ["data", "train"]

@@ -7,11 +7,12 @@ import pytest
 from evaluation.bench.abroad import abroad_sheets, gains_over, mean_gain
 from evaluation.bench.arms import Racer, Written
 from evaluation.bench.plots import race_plot
-from evaluation.bench.race import Race, RaceRules, RaceTerms
+from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.schedules import UNASSISTED, assisted
 from evaluation.bench.standings import standings_of
 from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
+from evaluation.flags import RaceRules
 from evaluation.intervals import Gain
 from lm import Sampling
 from store.keyed import KeyedStore

@@ -1,0 +1,27 @@
+"""Types of the commands' flags, which are read before anything heavy is imported (`configs.signatures`)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sizes = tuple[int, ...] | int | str
+"""Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
+Part = Literal["policies", "lengths", "overheads"]
+"""Measurements of a bench."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceRules:
+    """Rules of a race, on the command line `--race.NAME`."""
+
+    datasets: tuple[str, ...] = ()
+    """Names of the sets of decode.datasets to race on, one cell each; empty: the first."""
+    num_fixed: int = 1
+    """Fixed lengths that run, those that are fastest on dev; gains are over the fastest on the timed prompts."""
+    cycles: int = 1
+    """Times that every prompt is run, each with another seed and another first arm."""
+    run: int = 0
+    """Number of an independent repetition with other seeds, which is kept beside the others."""
+    ignore_eos: bool = True
+    """Every generation has `num_tokens` tokens; false: at most so many, ending at EOS."""
+    assistant: str | None = None
+    """Directory of a language model that drafts for transformers beside a feature draft."""
