@@ -29,8 +29,8 @@ from lm import Pair, Sampling
 
 LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed; None: no assistant."""
-BUDGET_S = 20.0
-_FEWEST_TURNS = 6
+BUDGET_S = 40.0
+_FEWEST_TURNS = 12
 _PASSES, _LEAST_S = 3, 1e-9
 _ASKED = {"assistant_confidence_threshold": 1e-9}
 
@@ -80,12 +80,13 @@ def cost_of(runs: Sequence[Run]) -> CostModel:
     """The times that fit these runs best."""
     counts = np.array([run[:3] for run in runs], dtype=np.float64)
     seconds = np.array([run.seconds for run in runs])
-    columns = np.column_stack([counts, np.ones(len(runs))])
-    fitted, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
+    # relative to what each run took: a slow moment of the machine stretches all of it
+    columns, wanted = np.column_stack([counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
+    fitted, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
     for _ in range(_PASSES):  # the scale of small residuals shows once large ones have lost their pull
-        residuals = columns @ fitted - seconds
+        residuals = columns @ fitted - wanted
         fitted = least_squares(
-            lambda times: columns @ times - seconds,
+            lambda times: columns @ times - wanted,
             np.maximum(fitted, _LEAST_S),
             bounds=(0.0, np.inf),
             x_scale=np.maximum(fitted, _LEAST_S),
@@ -93,7 +94,7 @@ def cost_of(runs: Sequence[Run]) -> CostModel:
             f_scale=max(_typical(residuals), _LEAST_S),
         ).x
     draft_s, verify_s, plain_s, _ = (float(value) for value in fitted)
-    errors = _errors(columns, columns @ fitted - seconds)
+    errors = _errors(columns, columns @ fitted - wanted)
     return CostModel(
         draft_s,
         (plain_s, verify_s),
