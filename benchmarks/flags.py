@@ -40,7 +40,7 @@ from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns
 
 _SEARCHED: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "llama_cpp": {"n_max": (2, 3, 4, 6, 8, 12, 16, 20), "n_min": (0, 2), "p_min": (0.0, 0.2, 0.4, 0.6, 0.8)},
+    "llama_cpp": {"n_max": (2, 3, 4, 6, 8, 12, 20), "n_min": (0, 2), "p_min": (0.0, 0.2, 0.4, 0.6, 0.8)},
     "assisted": {
         "num_assistant_tokens": (2, 4, 8, 20),
         "assistant_confidence_threshold": (0.0, 0.2, 0.4, 0.6, 0.8),

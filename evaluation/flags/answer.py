@@ -149,7 +149,11 @@ def batch_line(name: EngineName, chosen: Sequence[BatchChoice]) -> str:
     """The numbers as the engine takes them: vLLM for every size in one setting, others one server for each."""
     if name != "vllm":
         return "; ".join(f"{choice.size} sequences: {choice.number}" for choice in chosen)
-    firsts = [1, *(choice.size + 1 for choice in chosen[:-1])]
-    ranges = [[first, choice.size, choice.number] for first, choice in zip(firsts, chosen, strict=True)]
+    ranges: list[list[int]] = []
+    for choice in chosen:
+        if ranges and ranges[-1][2] == choice.number:
+            ranges[-1][1] = choice.size
+        else:
+            ranges.append([ranges[-1][1] + 1 if ranges else 1, choice.size, choice.number])
     most = max(choice.number for choice in chosen)
     return f'"num_speculative_tokens": {most}, "num_speculative_tokens_per_batch_size": {ranges}'

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from decode.policies import FixedLength
 from decode.policies.registry import registered
@@ -20,6 +20,7 @@ from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
 from evaluation.traces.trace import Trace
 
 Traces = Mapping[Drafting, Splits[Trace]]
+Counted = Int[np.ndarray, "setting prompt"]
 NONE, DEFAULT, FIXED, FLAGS = "no speculation", "the engine's default", "best fixed length", "these flags"
 
 
@@ -96,11 +97,7 @@ class Contest:
     @cached_property
     def options(self) -> list[Option]:
         """Every setting of the engine."""
-        return [
-            option
-            for drafting, arm in self.arms.items()
-            for option in options_of(arm, self.times.speculating, drafting)
-        ]
+        return [option for drafting, arm in self.arms.items() for option in self._options(arm, drafting)]
 
     @cached_property
     def none(self) -> Option:
@@ -118,7 +115,7 @@ class Contest:
         default = self.engine.default
         same = [] if default is None else self._at(default)
         lengths = Grid(FIXED, FIXED, FixedLength(self._lengths), tuple({"k": int(k)} for k in self._lengths))
-        fixed = options_of(arm_of(lengths, self.home), self.times.speculating, next(iter(self.traces)))
+        fixed = self._options(arm_of(lengths, self.home), next(iter(self.traces)))
         groups = {NONE: [self.none], DEFAULT: same, FIXED: fixed, FLAGS: [self.none, *self.options]}
         return {what: self.choice(what, options) for what, options in groups.items() if options}
 
@@ -129,7 +126,33 @@ class Contest:
     def _at(self, setting: Setting) -> list[Option]:
         """The setting under the default way of drafting."""
         policy = make_grid(DEFAULT, self.engine.rule, {name: [value] for name, value in setting.items()})
-        return options_of(arm_of(policy, self.home), self.times.speculating, next(iter(self.traces)))
+        return self._options(arm_of(policy, self.home), next(iter(self.traces)))
+
+    def _options(self, arm: Arm, drafting: Drafting) -> list[Option]:
+        """The engine's settings, with what it pays for their drafts."""
+        cost, options = self.times.speculating, options_of(arm, self.times.speculating, drafting)
+        if not self.engine.drafts_whole:
+            return options
+        rounds = Splits(*(each.per_prompt(each.counts.num_target) for each in (arm.dev, arm.test)))
+        texts = Splits(*(each.per_prompt(np.ones_like(each.counts.num_target)) for each in (arm.dev, arm.test)))
+        return [
+            option._replace(
+                work=Splits(
+                    whole(option.work.dev, int(option.setting["k"]), cost, rounds.dev[[place]], texts.dev[[place]]),
+                    whole(option.work.test, int(option.setting["k"]), cost, rounds.test[[place]], texts.test[[place]]),
+                )
+            )
+            for place, option in enumerate(options)
+        ]
+
+
+def whole(work: Work, k: int, cost: CostModel, rounds: Counted, texts: Counted) -> Work:
+    """The work of an engine that drafts and verifies its full number in every round, whatever room a text has left, and
+    drafts once more for each text.
+    """
+    return work._replace(
+        drafting_s=cost.t_draft_s * k * (rounds + texts), verifying_s=float(cost.target_s(np.array(k))) * rounds
+    )
 
 
 def arm_of(grid: Grid, traces: Splits[Trace]) -> Arm:

@@ -51,6 +51,10 @@ class Engine:
     """Draft forwards that a round pays beyond those of its draft: llama.cpp's draft reads each verification's tokens
     again.
     """
+    drafts_whole: bool = False
+    """Whether every round drafts the full number, also where a text has no room for it, and each text once more, in the
+    step that reads its prompt (vLLM, by its counters).
+    """
     has_batches: bool = False
     """Whether many sequences draft in lockstep, each its fixed number."""
     warps_drafts: bool = False
@@ -141,6 +145,7 @@ ENGINES: dict[EngineName, Engine] = {
         line=_vllm,
         off="vllm serve TARGET",
         remark="Its adaptive verification is for DSpark drafts alone.",
+        drafts_whole=True,
         has_batches=True,
     ),
     "sglang": Engine(
