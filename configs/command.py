@@ -62,9 +62,15 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
 
 
 def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
-    """Take `--json` for `--json true`, as everybody writes it."""
+    """Take `--json` for `--json true`, as everybody writes it; and `--for` for the parameter `for_`, whose own name is
+    Python's.
+    """
     kinds = get_type_hints(command)
     for action in parser._actions:
+        if action.dest in kinds and action.dest.endswith("_"):
+            written = f"--{action.dest.rstrip('_')}"
+            action.option_strings = [written]
+            parser._option_string_actions[written] = parser._option_string_actions.pop(f"--{action.dest}")
         if kinds.get(action.dest) is bool:
             action.nargs, action.const = "?", True
 

@@ -127,7 +127,9 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
         parents = [shared] if _takes_config(function) else []
         command = chosen.add_parser(name, help=_escaped(summary), parents=parents)
         command.add_argument("--help.all", action="store_true", help="every option")
-        arguments = {argument.arg: argument for argument in (*function.args.args, *function.args.kwonlyargs)}
+        arguments = {
+            written_as(argument.arg): argument for argument in (*function.args.args, *function.args.kwonlyargs)
+        }
         for option in _flags(function):
             _complete(command, option.flag, arguments[option.flag.removeprefix("--")].annotation, option.text)
         for option in _trainer_flags() if name in TRAINING else []:
@@ -201,7 +203,15 @@ def _flags(function: ast.FunctionDef) -> list[Option]:
     positional = [argument for argument in function.args.args if argument.arg != "config"]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
     pairs += list(zip(positional, [*defaults, *function.args.defaults], strict=True))
-    return [Option(f"--{argument.arg}", _shown(default), texts.get(argument.arg, "")) for argument, default in pairs]
+    return [
+        Option(f"--{written_as(argument.arg)}", _shown(default), texts.get(argument.arg, ""))
+        for argument, default in pairs
+    ]
+
+
+def written_as(parameter: str) -> str:
+    """A parameter as a flag has it: without the underscore behind a word that is Python's own, such as for_."""
+    return parameter.rstrip("_")
 
 
 def _described(docstring: str) -> dict[str, str]:

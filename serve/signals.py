@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from data_gen.labels.scalars import scalars_of
-from decode.loop.reading import nothing_of
+from decode.loop.reading import nothing_of, top_prob
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 
@@ -72,6 +72,8 @@ class BatchSignals:
         }
         if "max_prob" in wanted:
             columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        if "top_prob" in wanted:
+            columns["top_prob"] = top_prob(logits)
         for head in dict.fromkeys(head for policy in policies for head in policy.heads):
             if head.timing != "fed":
                 columns[head] = self._scored(head, hidden, scalars, token)
@@ -100,4 +102,5 @@ def _seen(policy: Policy, position: int, row: int, numbers: dict[str | Acceptanc
         prefix_logit=numbers[prefix][row] if prefix is not None and prefix in numbers else 0.0,
         token_prob=numbers["token_prob"][row],
         drawn_logit=numbers[drawn][row] if drawn is not None and drawn in numbers else 0.0,
+        top_prob=numbers["top_prob"][row] if "top_prob" in numbers else 0.0,
     )

@@ -34,6 +34,7 @@ class _Step(NamedTuple):
     fed_logit: float = 0.0
     prefix_logit: float = 0.0
     drawn_logit: float = 0.0
+    top_prob: float = 0.0
 
 
 class FusedStep(Reader):
@@ -79,12 +80,13 @@ class FusedStep(Reader):
             prefix_logit=step.prefix_logit,
             token_prob=exp(step.log_token_prob),
             drawn_logit=step.drawn_logit,
+            top_prob=step.top_prob,
         )
         return token_id, drawn, law
 
     def _tail(
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
-    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 7"]]:
+    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " 8"]]:
         """The law, and a `_Step` of numbers."""
         law = self._sampling.laws_after(logits, ())[0]
         token = greedy_token(law) if self._sampling.is_greedy else inverted(law, self._uniform)

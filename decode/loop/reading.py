@@ -28,7 +28,9 @@ class OfToken(NamedTuple):
     """log q(y)."""
 
 
-_OF_DISTRIBUTION = frozenset({"entropy", "max_prob", "token_prob"})
+_OF_DISTRIBUTION = frozenset({"entropy", "max_prob", "token_prob", "top_prob"})
+_NUM_TOP = 10
+"""Tokens that llama.cpp's draft sampler keeps."""
 
 
 @runtime_checkable
@@ -108,6 +110,12 @@ def softmax(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*positio
     return (logits if logits.itemsize >= 4 else logits.float()).softmax(-1)
 
 
+def top_prob(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position"]:
+    """max_v q(v) / (sum of the ten largest q(v)), of q = softmax(logits)."""
+    largest = logits.topk(min(_NUM_TOP, logits.shape[-1]), dim=-1).values
+    return (largest - largest[..., :1]).exp().sum(-1).reciprocal()
+
+
 def numbers_of(
     logits: Float[Tensor, " vocab"], token: Int[Tensor, " 1"], wanted: frozenset[str]
 ) -> dict[str, Float[Tensor, " 1"]]:
@@ -119,6 +127,8 @@ def numbers_of(
         columns["token_prob"] = columns["log_token_prob"].exp()
     if "max_prob" in wanted:
         columns["max_prob"] = log_probs.amax(0, keepdim=True).exp()
+    if "top_prob" in wanted:
+        columns["top_prob"] = top_prob(logits[None])
     if "entropy" in wanted:
         columns["entropy"] = -torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).view(1)
     return columns

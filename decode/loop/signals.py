@@ -26,7 +26,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from data_gen.labels.scalars import scalars_of
-from decode.loop.reading import OfToken, Reader, nothing_of, numbers_of, others_among, places_of, scored, softmax
+from decode.loop.reading import (
+    OfToken,
+    Reader,
+    nothing_of,
+    numbers_of,
+    others_among,
+    places_of,
+    scored,
+    softmax,
+    top_prob,
+)
 from decode.policies.base import AfterDraw, Policy
 from heads.model.on_host import HostHead
 from lm import DraftModel, Draws, array_of
@@ -40,6 +50,7 @@ _ABSENT = {
     "prefix_logit": 0.0,
     "token_prob": 0.0,
     "drawn_logit": 0.0,
+    "top_prob": 0.0,
 }
 
 
@@ -64,7 +75,7 @@ class HostSignals(Reader):
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
-        self._has_entropy = "entropy" in self.wanted
+        self._has_entropy, self._has_top = "entropy" in self.wanted, "top_prob" in self.wanted
         self._others = others_among(self.wanted)
         scores = [
             None if head is None else HostHead(head, names=(*OfToken._fields, *self._others)).score
@@ -106,7 +117,10 @@ class HostSignals(Reader):
             if self._score_drawn is not None:
                 drawn_logit = self._score_drawn(hidden, read, token_id)
         token_prob = math.exp(numbers.log_token_prob)
-        return AfterDraw(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit)
+        of_top = top_prob(logits if logits.itemsize >= 4 else logits.float()).item() if self._has_top else 0.0
+        return AfterDraw(
+            position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit, of_top
+        )
 
     def _by_formula(self, logits: Tensor, token_id: int) -> list[float]:
         logits = logits if logits.itemsize >= 4 else logits.float()

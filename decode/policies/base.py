@@ -63,6 +63,8 @@ class BeforeDraw(NamedTuple):
     """
     prefix_logit: Number
     """The prefix head's logit for the token that is to be drawn, whichever it will be."""
+    top_prob: Number = 0.0
+    """max_v q(v) over the sum of the ten largest q(v), which is what llama.cpp takes for it."""
 
 
 class AfterDraw(NamedTuple):
@@ -77,11 +79,12 @@ class AfterDraw(NamedTuple):
     """q(y) of the drawn token y."""
     drawn_logit: Number
     """The drawn-time head's logit for y."""
+    top_prob: Number = 0.0
 
     @property
     def before(self) -> BeforeDraw:
         """The signals among these that were known before the draw."""
-        return BeforeDraw(self.position, self.entropy, self.max_prob, self.fed_logit, self.prefix_logit)
+        return BeforeDraw(self.position, self.entropy, self.max_prob, self.fed_logit, self.prefix_logit, self.top_prob)
 
 
 class Outcome(NamedTuple):
@@ -133,6 +136,16 @@ class Policy:
         Signals and heads in their order, with JOINT between them.
         """
         return JOINT.join(sorted(self.signals & frozenset(AfterDraw._fields)))
+
+    @property
+    def least(self) -> Number:
+        """The fewest tokens of a draft that is verified: a shorter one is given up, its forwards paid for nothing.
+
+        Above 0 it is legal (law 4.3) only where the draft's distributions are point masses, of which no drawn token
+        tells more than the text before it; the loop and replay refuse it elsewhere. A draft that an EOS ends is never
+        given up.
+        """
+        return 0
 
     def start(self) -> State:
         """State at the start of a generation."""

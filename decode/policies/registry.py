@@ -12,7 +12,7 @@ my_module:Unsure:floor=0.2                  a policy of one's own: the class of 
 Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string.
 
 A new built-in policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its
-line in POLICIES.
+line in POLICIES; an engine's rule is its class in `decode.policies.engines` and its line in RULES.
 """
 
 import os
@@ -28,6 +28,7 @@ import numpy as np
 from configs.hints import meant
 from decode.policies.base import Policy
 from decode.policies.confidence import CumulativeTokenProb, LearnedMaxProb, LearnedProb, MaxProb, TokenProb
+from decode.policies.engines import Assisted, LlamaCpp
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
@@ -35,6 +36,7 @@ from heads.model.head import AcceptanceHead
 
 __all__ = [
     "AdaEDL",
+    "Assisted",
     "CumulativeTokenProb",
     "Entropy",
     "FixedLength",
@@ -42,6 +44,7 @@ __all__ = [
     "Heuristic",
     "LearnedMaxProb",
     "LearnedProb",
+    "LlamaCpp",
     "MaxProb",
     "SelfVerify",
     "TokenProb",
@@ -58,6 +61,11 @@ class Registered(NamedTuple):
     """Settings that evaluations compare, made from the longest draft: parameter -> values, published defaults among or
     next to them.
     """
+
+
+def _within(longest: int) -> tuple[int, ...]:
+    """The lengths of `_SOME` up to the longest, which is among them."""
+    return (*(length for length in _SOME if length < longest), longest)
 
 
 def _spaced(first: float, last: float, num: int) -> tuple[float, ...]:
@@ -88,6 +96,26 @@ POLICIES: dict[str, Registered] = {
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
 """All policies, in the order of tables."""
+_COARSE = (0.0, *_spaced(0.05, 0.95, 19))
+_SOME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
+"""Draft lengths, the more of them the shorter."""
+RULES: dict[str, Registered] = {
+    "llama_cpp": Registered(
+        LlamaCpp,
+        "llama.cpp's rule",
+        lambda longest: {"n_max": _within(longest), "n_min": (0, 1, 2, 3, 5), "p_min": _COARSE},
+    ),
+    "assisted": Registered(
+        Assisted,
+        "transformers' rule",
+        lambda longest: {
+            "num_assistant_tokens": _within(longest),
+            "assistant_confidence_threshold": _COARSE,
+            "is_heuristic": (False, True),
+        },
+    ),
+}
+"""Engines' rules, which compete only where they are named."""
 _HEADS = ("head", "also")
 """Parameters that name an exported head."""
 _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
@@ -95,15 +123,17 @@ _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
 
 
 def registered(name: str) -> Registered:
-    """The entry of a policy; one written module:Class is imported and becomes an entry of POLICIES.
+    """The entry of a policy or rule; one written module:Class is imported and becomes an entry of POLICIES.
 
     Raises:
         ValueError: an unknown name; a module that cannot be imported, or has no such policy.
     """
+    if name in RULES:
+        return RULES[name]
     if name not in POLICIES:
         written = _IMPORTED.fullmatch(name)
         if written is None:
-            known = [*POLICIES, "auto", "or one of your own as module:Class"]
+            known = [*POLICIES, *RULES, "auto", "or one of your own as module:Class"]
             raise ValueError(f"there is no policy {name!r}; {meant(name, known)}")
         kind = _imported(written[1], written[2])
         POLICIES[name] = Registered(kind, f"{written[2]} ({written[1]})", lambda _: kind.grid)
@@ -122,7 +152,7 @@ def _imported(module: str, name: str) -> type[Policy]:
         is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         problem = f"there is no module {module!r} in {here} or among the installed ones" if is_absent else error
         raise ValueError(
-            f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join(POLICIES)}"
+            f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
     kind = getattr(found, name, None)
     if kind is None:

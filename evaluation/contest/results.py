@@ -16,11 +16,11 @@ from evaluation.intervals import Gain, Resamples, Spent, Splits, gain_of, gain_o
 from evaluation.traces.trace import Array, Trace
 
 TRAINING_FREE, HEADS = "training-free", "heads"
-"""Groups of families, of which the best are compared."""
-_GROUPS: dict[str, Callable[[str], bool]] = {
+GROUPS: dict[str, Callable[[str], bool]] = {
     TRAINING_FREE: lambda family: family in POLICIES,
     HEADS: lambda family: family.startswith(("head_", "auto_")),
 }
+"""Groups of families, of which the best are compared: whether a family belongs to each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def yardstick_of(arms: Sequence[Arm], cost: CostModel, *, num_home: int = 0) -> 
     resamples = Resamples(num_dev, num_test, cost.errors, num_home=num_home)
     reached = {family: resamples.throughput(members) for family, members in competitors.items()}
     champions = {}
-    for group, belongs in _GROUPS.items():
+    for group, belongs in GROUPS.items():
         members = [family for family in families if belongs(family)]
         if members:
             champions[group] = max(members, key=lambda family: picks[family].tokens_per_s_on_dev(cost))

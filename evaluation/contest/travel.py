@@ -101,14 +101,19 @@ def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
 
 def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
     """Heads that were trained under another `Sampling`, slope and offset refitted on the path of these prompts, by new
-    names.
+    names; where drafts are drawn by a sampling of their own, every head but fed-time ones, on what a round from each
+    position drafts first.
     """
     here, first = np.arange(dev.num_positions), dev.offsets[:-1]
     calibrated = {}
     for name, head in heads.items():
-        if not is_of_other_sampling(head, dev.sampling):
+        if not is_of_other_sampling(head, dev.sampling) and dev.draft_sampling is None:
             continue
-        if head.timing == "fed":  # it has scored a token once the next one is drawn
+        if dev.draft_sampling is not None:
+            if head.timing == "fed":
+                continue
+            tokens, labels = dev.first_drawn, dev.signals["acceptance_prob"][dev.first_drawn]
+        elif head.timing == "fed":  # it has scored a token once the next one is drawn
             tokens = np.delete(here, first)
             labels = dev.signals["acceptance_prob"][dev.before[tokens]]
         else:

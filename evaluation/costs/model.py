@@ -83,7 +83,7 @@ class CostModel:
     @property
     def where(self) -> str:
         """The same as the first words of a sentence."""
-        place = "On this machine" if self.origin == "measured" else "At the times given"
+        place = "On this machine" if self.origin.startswith("measured") else "At the times given"
         place = "On other hardware" if self.origin.startswith("ratio") else place
         return f"{place} (a target forward costs {self.ratio:.1f} draft forwards)"
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from data_gen.labels.scalars import SCALARS, scalars_of
+from decode.loop.reading import top_prob
 from lm import Sampling
 from lm.branches.branched import Branched
 from lm.finite import refuse_non_finite
@@ -24,9 +25,9 @@ class DrawnTokens(NamedTuple):
 
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
-    """Under the run's Sampling."""
+    """Under the sampling that the draft draws by."""
     signals: Float[Tensor, "draw signal"]
-    """max_prob, then every scalar that heads may read: `signal_names`."""
+    """max_prob, top_prob, then every scalar that heads may read: `signal_names`."""
     hidden: Float[Tensor, "draw hidden"]
     """The state that produced the distribution."""
 
@@ -48,14 +49,18 @@ def read_signals(
 ) -> DrawnTokens:
     """The signals of tokens and of the logits that they were drawn from."""
     logits = logits if logits.itemsize >= 4 else logits.float()
-    columns = {"max_prob": (logits.amax(-1) - logits.logsumexp(-1)).exp(), **scalars_of(logits, token)}
+    columns = {
+        "max_prob": (logits.amax(-1) - logits.logsumexp(-1)).exp(),
+        "top_prob": top_prob(logits),
+        **scalars_of(logits, token),
+    }
     signals = torch.stack([columns[name] for name in signal_names()], -1)
     return DrawnTokens(token, q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log(), signals, hidden)
 
 
 def signal_names() -> tuple[str, ...]:
     """The names of the numbers that a trace keeps of a token and of the distribution that it was drawn from."""
-    return "max_prob", *SCALARS
+    return "max_prob", "top_prob", *SCALARS
 
 
 class Branches(NamedTuple):
@@ -82,7 +87,7 @@ def grow(
         first: the rejected draws.
         limits: the most tokens of each branch, the first included.
         chance: uniforms that tokens are drawn by, on the CPU.
-        sampling: the sampling of the run.
+        sampling: the sampling that the draft draws by.
         eos_ids: a branch ends with one.
     """
     device = first.device

@@ -114,7 +114,7 @@ class ChainRecorder(Recorder):
                 return
             hidden = chains.feed(drafts.token[alive], alive)
             logits = self.draft_logits(hidden, "along a draft of a trace")
-            q = self.sampling.probs(logits)
+            q = self.drafting.probs(logits)
             token, prob = torch.empty_like(alive), torch.full_like(hidden[:, 0], float("nan"), dtype=torch.float32)
             on_path = drafts.is_on_path[alive]
             off_path, off = alive[~on_path], (~on_path).nonzero().squeeze(-1)

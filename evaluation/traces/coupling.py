@@ -87,6 +87,8 @@ class Recorder:
         max_draft_length: the longest draft that a replayed policy may make.
         has_target_branches: run the target over the branches too, which the perfect head needs.
         chunk_mb: bound of one float32 [positions, vocabulary] chunk.
+        draft_sampling: the draft's own sampling, where it is not the target's. At temperature 0 each q is a point mass:
+            its token is accepted with probability p of it, and the coin is whether the response has that very token.
     """
 
     draft: PreTrainedModel | FeatureDraft
@@ -97,11 +99,17 @@ class Recorder:
     max_draft_length: int
     has_target_branches: bool = True
     chunk_mb: int = 64
+    draft_sampling: Sampling | None = None
 
     @property
     def num_uniforms(self) -> int:
         """Uniforms per response position: acceptance, the rejected draw, the steps of its branch."""
         return 2 + max(0, self.max_draft_length - 1)
+
+    @property
+    def drafting(self) -> Sampling:
+        """The sampling that drafted tokens are drawn by."""
+        return self.draft_sampling or self.sampling
 
     @torch.inference_mode()
     def record(
@@ -164,7 +172,7 @@ class Recorder:
 
     def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> Path:
         q_logits, p = self.draft_logits(draft_hidden), self.target_probs(target_hidden).to(draft_hidden.device)
-        q = self.sampling.probs(q_logits)
+        q = self.drafting.probs(q_logits)
         chance = chance.to(q.device)
         # the coupling runs backwards: the response's token was drawn from p, so q and p change places
         is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
@@ -198,7 +206,7 @@ class Recorder:
         self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor
     ) -> tuple[DrawnTokens, Tensor]:
         """Every branch with its first token, and their lengths."""
-        rest = grow(tree, first.token, limits, chance, sampling=self.sampling, eos_ids=self.eos_ids)
+        rest = grow(tree, first.token, limits, chance, sampling=self.drafting, eos_ids=self.eos_ids)
         tree.cut()
         owners = torch.arange(len(first.token), device=limits.device)
         order = torch.cat([owners, owners.repeat_interleave(rest.lengths)]).argsort(stable=True)
@@ -232,6 +240,7 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
     return Trace(
         rows=(row,),
         sampling=recorder.sampling,
+        draft_sampling=recorder.draft_sampling,
         max_draft_length=recorder.max_draft_length,
         token=token,
         is_eos=np.isin(token, sorted(recorder.eos_ids)),

@@ -130,6 +130,7 @@ def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) ->
     return Trace(
         rows=tuple(rows),
         sampling=Sampling(**manifest["sampling"]),
+        draft_sampling=Sampling(**manifest["draft_sampling"]) if "draft_sampling" in manifest else None,
         max_draft_length=manifest["max_draft_length"],
         token=arrays["token"],
         is_eos=np.isin(arrays["token"], manifest["eos_ids"]),

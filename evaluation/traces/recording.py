@@ -58,6 +58,8 @@ class TraceFolder:
     """Scored while recording, where hidden states are not stored."""
     data: DataConfig
     decode: DecodeConfig
+    draft_sampling: Sampling | None = None
+    """The sampling that the draft draws by, where it is not the target's."""
 
     def refuse_other(self) -> None:
         """Raise ValueError where a trace of other settings lies here, before something is timed that takes minutes."""
@@ -161,7 +163,7 @@ class TraceFolder:
         decode = self.decode
         models = (pair.drafting, pair.target, self.sampling, pair.vocab_size, pair.eos_ids)
         kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
-        return kind(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb)
+        return kind(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb, self.draft_sampling)
 
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts that have no row, with the reason."""
@@ -184,6 +186,7 @@ class TraceFolder:
             "format": 1,
             **self.models,
             "sampling": self.sampling.as_dict(),
+            **({"draft_sampling": self.draft_sampling.as_dict()} if self.draft_sampling else {}),
             "eos_ids": list(eos_ids),
             "prompts": prompts,
             "template": self.data.template,
@@ -194,8 +197,14 @@ class TraceFolder:
         }
 
 
-def trace_folder(experiment: Experiment) -> TraceFolder:
+def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
     """The trace of an experiment.
+
+    Args:
+        experiment: models, sampling, prompts and settings.
+        draft_sampling: the sampling that the draft draws by, as some engines have it: at temperature 0 its likeliest
+            token, whatever the target's sampling. Such a trace lies beside the ordinary one, of the same responses.
+            None, or what comes to the target's own: the ordinary one.
 
     Raises:
         ValueError: a setting that is out of range.
@@ -219,8 +228,11 @@ def trace_folder(experiment: Experiment) -> TraceFolder:
             for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
         ]
 
+    greedy = experiment.sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
+    other = None if greedy or draft_sampling == experiment.sampling else draft_sampling
     return TraceFolder(
-        directory=experiment.directory / "trace",
+        directory=experiment.directory / ("trace" if other is None else f"trace-{_name_of(other)}"),
+        draft_sampling=other,
         shards={dataset: shards(dataset) for dataset in experiment.datasets},
         models={"target": experiment.described("target"), "draft": experiment.described("draft")},
         pair=lambda: experiment.pair,
@@ -229,6 +241,13 @@ def trace_folder(experiment: Experiment) -> TraceFolder:
         data=data,
         decode=decode,
     )
+
+
+def _name_of(sampling: Sampling) -> str:
+    """A sampling in a folder's name."""
+    if sampling.is_greedy:
+        return "likeliest"
+    return "-".join(f"{name}{value:g}" for name, value in sampling.as_dict().items() if value is not None)
 
 
 def record_trace(

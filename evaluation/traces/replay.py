@@ -68,7 +68,8 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
         policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
 
     Raises:
-        ValueError: array parameters of several lengths.
+        ValueError: array parameters of several lengths; a policy that gives short drafts up, on a trace of drafts
+            that chance decides.
     """
     shape = (_num_settings(policy), len(trace.rows))
     totals = _totals(trace, policy, keeps_rounds=False)
@@ -95,6 +96,12 @@ def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
 
 
 def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
+    if np.any(np.asarray(policy.least) > 0) and not trace.has_point_masses:
+        raise ValueError(
+            f"{type(policy).__name__} gives drafts of fewer than {np.max(policy.least)} tokens up, which keeps the "
+            "law only where the draft proposes its likeliest token (law 4.3); replay it on such a trace, or at "
+            "temperature 0"
+        )
     num_rows = len(trace.rows)
     num_lanes = _num_settings(policy) * num_rows
     totals, tokens = Totals.of(num_lanes, trace.max_draft_length, keeps_rounds=keeps_rounds), Tokens.of(trace, policy)
@@ -131,6 +138,7 @@ class Lockstep:
 
     def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
+        self.gives_up = bool(np.any(np.asarray(policy.least) > 0))
         self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
         size = len(lanes.index)
         # a state may hold one number for all lanes; compaction needs one of each
@@ -153,6 +161,8 @@ class Lockstep:
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
         limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
         allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
+        if self.gives_up:
+            allowed = np.where(allowed < self.policy.least, 0, allowed)
         first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
         if begins.all():  # with a fixed length always, and cheaper than the masks
             lanes.position, lanes.allowed, lanes.stop, lanes.fork = (
@@ -203,10 +213,11 @@ class Lockstep:
         """Verify the lanes whose draft ended."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
-        index, start, drafted = lanes.index[over], lanes.start[over], lanes.position[over]
+        index, start, drawn = lanes.index[over], lanes.start[over], lanes.position[over]
+        drafted = np.where(self._is_given_up()[over], 0, drawn) if self.gives_up else drawn
         accepted = np.minimum(drafted, lanes.stop[over] - start)
         emitted = np.minimum(accepted + 1, lanes.end[over] - start)
-        amounts = (emitted, drafted, 1, accepted, drafted + has_unused_forward[over])
+        amounts = (emitted, drafted, 1, accepted, drawn + has_unused_forward[over])
         for name, amount in zip(_COUNTED, amounts, strict=True):
             totals.counts[name][index] += amount
         totals.lengths[index, drafted] += 1
@@ -215,6 +226,13 @@ class Lockstep:
         state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
         lanes.start[over] += emitted
         self._begin(ended, state)
+
+    def _is_given_up(self) -> Array:
+        """Whether each lane's draft, if it ends here, is too short to be verified; one that an EOS ended never is."""
+        lanes = self.lanes
+        path = lanes.start + lanes.position - 1
+        last = np.clip(np.where(path < lanes.fork, path, path + lanes.shift), 0, len(self.tokens.is_eos) - 1)
+        return (lanes.position < self.policy.least) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
 
     def _outcome(self) -> Outcome:
         """Outcome of each lane's round, if it ends here; where it does not, nobody reads it."""

@@ -31,6 +31,8 @@ from lm import Sampling
 
 Array = np.ndarray
 _LATER_TURN = re.compile(r"#\d+$")
+_SHARED = ("sampling", "max_draft_length", "draft_sampling")
+"""What traces that are joined have in common."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Trace:
     token: Int[Array, " drafts"]
     is_eos: Bool[Array, " drafts"]
     signals: dict[str, Float[Array, " drafts"]]
-    """max_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
+    """max_prob, top_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
     is_rejected: Bool[Array, " positions"]
     acceptance_rate: Float[Array, " positions"]
     branch_lengths: Int[Array, " rejected"]
@@ -69,6 +71,13 @@ class Trace:
     num_passing: Int[Array, " positions"] | None = None
     """Tokens of a feature draft that verification accepts of the whole draft of a round that starts at each position.
     """
+    draft_sampling: Sampling | None = None
+    """The sampling that the draft draws by, where it is not the target's."""
+
+    @property
+    def has_point_masses(self) -> bool:
+        """Whether a drafted token follows from the tokens before it, so that no chance decides how long a draft is."""
+        return (self.draft_sampling or self.sampling).is_greedy
 
     @cached_property
     def offsets(self) -> Int[Array, " row_offsets"]:
@@ -162,8 +171,19 @@ class Trace:
         return before
 
     def signal(self, name: str) -> Float[Array, " drafts"]:
-        """A signal as policies read it."""
-        return np.exp(self.signals["log_token_prob"]) if name == "token_prob" else self.signals[name]
+        """A signal as policies read it.
+
+        Raises:
+            ValueError: one that there was not when the trace was recorded.
+        """
+        if name == "token_prob":
+            return np.exp(self.signals["log_token_prob"])
+        if name not in self.signals:
+            raise ValueError(
+                f"the trace was recorded before there was the signal {name}; delete its folder and record it again "
+                "(`acceptance-heads trace`)"
+            )
+        return self.signals[name]
 
     def logit(self, head: AcceptanceHead | PerfectHead) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
@@ -207,6 +227,7 @@ class Trace:
             inputs=inputs,
             scores={name: values[positions] for name, values in self.scores.items()},
             num_passing=None if self.num_passing is None else self.num_passing[path],
+            draft_sampling=self.draft_sampling,
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
@@ -228,7 +249,7 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         raise ValueError("no rows: a trace has at least one")
     first = traces[0]
     for trace in traces:
-        if (trace.sampling, trace.max_draft_length) != (first.sampling, first.max_draft_length):
+        if any(getattr(trace, name) != getattr(first, name) for name in _SHARED):
             raise ValueError(f"traces of {first.sampling} and of {trace.sampling} cannot be joined")
 
     def drafts(arrays: Sequence[Array]) -> Array:
@@ -243,7 +264,11 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         max_draft_length=first.max_draft_length,
         token=drafts([trace.token for trace in traces]),
         is_eos=drafts([trace.is_eos for trace in traces]),
-        signals={name: drafts([trace.signals[name] for trace in traces]) for name in first.signals},
+        signals={
+            name: drafts([trace.signals[name] for trace in traces])
+            for name in first.signals
+            if all(name in trace.signals for trace in traces)
+        },
         is_rejected=np.concatenate([trace.is_rejected for trace in traces]),
         acceptance_rate=np.concatenate([trace.acceptance_rate for trace in traces]),
         branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
@@ -253,6 +278,7 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
             for name in first.scores
             if all(name in t.scores for t in traces)
         },
+        draft_sampling=first.draft_sampling,
         num_passing=None
         if first.num_passing is None
         else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),

@@ -240,6 +240,7 @@ def test_commands_stand_in_the_order_in_which_one_needs_them():
         "generate",
         "evaluate",
         "tune",
+        "flags",
         "replay",
         "costs",
         "bench",

@@ -25,6 +25,7 @@ from decode.policies import (
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.registry import POLICIES as REGISTERED
+from decode.policies.registry import RULES
 from heads import AcceptanceHead
 from lm import Draws, Sampling
 from lm.models.seats import Ask
@@ -97,8 +98,10 @@ POLICIES: dict[str, Policy] = {
     "recalling": Recalling(),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
-POLICIES |= {name: each.kind() for name, each in REGISTERED.items() if name not in POLICIES and name != "head"}
-"""Every registered policy, so that the laws are proven for a new one at once."""
+POLICIES |= {
+    name: each.kind() for name, each in (REGISTERED | RULES).items() if name not in POLICIES and name != "head"
+}
+"""Every registered policy and engine's rule, so that the laws are proven for a new one at once."""
 
 RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
 AUTOS = {

@@ -45,11 +45,19 @@ class Words(PreTrainedTokenizerBase):
         return {str(token): token for token in range(VOCAB)}
 
 
-def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
-    return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
+def recorder(sampling: Sampling, length: int = LENGTH, draft_sampling: Sampling | None = None) -> Recorder:
+    models = model(2), model(1, 2)
+    return Recorder(*models, sampling, VOCAB, frozenset({EOS}), length, draft_sampling=draft_sampling)
 
 
-def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH) -> Trace:
+def trace(
+    sampling: Sampling,
+    *,
+    copies: int = 1,
+    seed: int = 0,
+    length: int = LENGTH,
+    draft_sampling: Sampling | None = None,
+) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
     prompts = PROMPTS * copies
     source = TargetInProcess(
@@ -60,4 +68,4 @@ def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = L
         Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
         for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    return record_trace(recorder(sampling, length), exchanges, max_new_tokens=LIMIT, seed=seed + 1)
+    return record_trace(recorder(sampling, length, draft_sampling), exchanges, max_new_tokens=LIMIT, seed=seed + 1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from decode.loop.reading import top_prob
 from evaluation.traces.inputs import TokenInputs
 from evaluation.traces.trace import Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
@@ -26,7 +27,16 @@ Variant = tuple[float, tuple[Draw, ...]]
 class Toys:
     """Every trace of the toys 1 (target) and 2 (draft)."""
 
-    def __init__(self, sampling: Sampling, *, limit: int, length: int, eos_ids: Sequence[int] = (EOS,)) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        limit: int,
+        length: int,
+        eos_ids: Sequence[int] = (EOS,),
+        draft_sampling: Sampling | None = None,
+    ) -> None:
+        self.draft_sampling = draft_sampling
         self.sampling, self.limit, self.length, self.eos_ids = sampling, limit, length, frozenset(eos_ids)
         self.models = {"p": ToyModel(1), "q": ToyModel(2)}
 
@@ -40,7 +50,8 @@ class Toys:
         return logits, model.hidden[-1]
 
     def probs(self, name: str, prefix: tuple[int, ...]) -> torch.Tensor:
-        return self.sampling.probs(self.row(name, prefix)[0])
+        sampling = self.draft_sampling or self.sampling if name == "q" else self.sampling
+        return sampling.probs(self.row(name, prefix)[0])
 
     def responses(self, prefix: tuple[int, ...] = ()) -> Iterator[tuple[float, tuple[int, ...]]]:
         if len(prefix) == self.limit or (prefix and prefix[-1] in self.eos_ids):
@@ -102,12 +113,14 @@ class Toys:
         signals = {
             "entropy": entropy(logits),
             "max_prob": log_probs.exp().amax(-1),
+            "top_prob": top_prob(logits),
             "log_token_prob": log_probs.gather(-1, tokens[:, None])[:, 0],
             "acceptance_prob": acceptance_prob(tokens, q, p),
         }
         return Trace(
             rows=tuple(rows),
             sampling=self.sampling,
+            draft_sampling=self.draft_sampling,
             max_draft_length=self.length,
             token=tokens.numpy()[index],
             is_eos=np.isin(tokens.numpy()[index], sorted(self.eos_ids)),

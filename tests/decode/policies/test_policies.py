@@ -197,7 +197,7 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
     policy, generator = POLICIES[name], np.random.default_rng(0)
-    columns = AfterDraw(*generator.uniform(0.01, 1.5, (7, 8)))
+    columns = AfterDraw(*generator.uniform(0.01, 1.5, (len(AfterDraw._fields), 8)))
     outcome = Outcome(
         np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8)
     )

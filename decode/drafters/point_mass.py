@@ -1,0 +1,48 @@
+"""A draft that proposes its likeliest token whatever the sampling, as engines draft by default (law 4.2).
+
+The law of each drafted token is a point mass at y = argmax q: it is accepted with probability p(y), and after a
+rejection the token comes from p without y, norm(max(0, p - q)). A target that draws its own token and compares, as
+llama.cpp's does, has the same law: the drawn token is y with probability p(y), and is else drawn from p without y. At
+temperature 0 this is the ordinary drafter.
+
+How long such a draft is depends on no chance, so that a policy may give a short one up (`Policy.least`).
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from decode.loop.drafter import ModelDrafter, Proposal
+from decode.loop.session import Session
+from decode.policies.base import AfterDraw
+from lm import Sampling
+
+_LIKELIEST = Sampling(temperature=0)
+
+
+class PointMassDrafter(ModelDrafter):
+    """One model drafts its likeliest tokens until its policy says stop."""
+
+    has_point_masses = True
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self._fused, self.reads_at_end = None, False  # both draw from the session's own law
+
+    def begin(self, committed: list[int], max_tokens: int) -> int:
+        num_tokens = super().begin(committed, max_tokens)
+        self._num_tokens = num_tokens if num_tokens >= self.policy.least else 0
+        return self._num_tokens
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        proposal = super().propose(committed, max_tokens)
+        if len(proposal.tokens) < self.policy.least and proposal.stop_reason != "eos":
+            proposal.tokens, proposal.laws, proposal.entropies = [], [], []
+            proposal.stop_reason, self._seen = "policy", []
+        return proposal
+
+    def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        logits = self.model.forward(ids)
+        greedy = self._session.sampling.is_greedy  # where laws are logits, and the largest is taken
+        law: Tensor = logits[0] if greedy else _LIKELIEST.probs(logits[0])
+        token, drawn = self._signals.draw(position, logits[0], law, self._session.draws)
+        return token, drawn, law

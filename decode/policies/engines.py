@@ -1,0 +1,144 @@
+"""Rules by which engines end a draft, as their sources have them: what `flags` chooses settings of.
+
+They compete where they are named (`--policy llama_cpp:n_max=8,p_min=0.6`, decode.policies) and nowhere else. A stop
+costs them nothing: it is part of the engine's own draft step (law 4.9), hence the empty `stop_kind`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
+from decode.policies.confidence import check_unit
+from decode.policies.learning import logit_of, sigmoid
+
+
+def check_count(name: str, value: Number, least: int) -> None:
+    """Raise unless every value is a whole number of at least `least`."""
+    numbers = np.asarray(value)
+    if np.any(numbers < least) or np.any(numbers % 1):
+        raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
+
+
+@dataclass(frozen=True)
+class LlamaCpp(Policy):
+    """llama.cpp's drafting from a draft model (0.5.0-dev of 2026-10-01, `common/speculative.cpp`, draft-simple).
+
+    At most `n_max` tokens, and at least 1; the draft ends before a token whose probability is below `p_min`, the
+    forward that gave it paid; a draft of fewer than `n_min` tokens is given up, and none is begun where fewer are
+    allowed. The token is the likeliest one, and its probability is that among the ten likeliest, since the draft's
+    sampler is top-k 10 alone: at temperature 1, not cumulative along the draft.
+
+    Departure: llama.cpp goes on drafting beyond an end-of-text token, whose followers verification never reaches; here
+    it ends the draft, which is then never given up.
+    """
+
+    n_max: Number = 3
+    n_min: Number = 0
+    p_min: Number = 0.0
+    signals = frozenset({"top_prob"})
+    stop_kind: ClassVar[str] = ""  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_count("n_max", self.n_max, 1)
+        check_count("n_min", self.n_min, 0)
+        check_unit("p_min", self.p_min)
+
+    @property
+    def least(self) -> Number:
+        return self.n_min
+
+    def limit(self, state: State) -> Number:
+        return self.n_max
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        return seen.top_prob < self.p_min
+
+
+@dataclass(frozen=True)
+class Assisted(Policy):
+    """transformers' assisted generation (5.23.0, `generation/candidate_generator.py` and `stopping_criteria.py`).
+
+    At most `num_assistant_tokens` tokens; the draft ends after a token with q(y) < `assistant_confidence_threshold`,
+    which is kept; 0 switches that off. With `is_heuristic` (num_assistant_tokens_schedule: heuristic_transient, which
+    begins anew with each generation) the number grows by 2 after a draft that was accepted whole, and else falls by 1,
+    to at least 1; a round that could draft nothing counts as accepted whole.
+
+    q(y) is that of the scores that transformers draws from: with a temperature, top-k or top-p they are warped, and the
+    draft's even twice, so that this is its rule only at temperature 0 and at temperature 1 without truncation. With
+    scikit-learn installed transformers moves a threshold above 0 by what was accepted; here it stays.
+    """
+
+    num_assistant_tokens: Number = 20
+    assistant_confidence_threshold: Number = 0.4
+    is_heuristic: Number = False
+    signals = frozenset({"token_prob"})
+    stop_kind: ClassVar[str] = ""  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_count("num_assistant_tokens", self.num_assistant_tokens, 1)
+        check_unit("assistant_confidence_threshold", self.assistant_confidence_threshold)
+
+    def start(self) -> State:
+        return (self.num_assistant_tokens,)
+
+    def limit(self, state: State) -> Number:
+        return state[0]
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return state, drawn.token_prob < self.assistant_confidence_threshold
+
+    def end(self, state: State, outcome: Outcome) -> State:
+        (k,) = state
+        is_whole = outcome.num_accepted == outcome.num_drafted
+        changed = np.where(is_whole, k + 2, np.maximum(k - 1, 1))
+        return (np.where(self.is_heuristic, changed, k),)
+
+
+@dataclass(frozen=True)
+class CalibratedTopProb(Policy):
+    """llama.cpp's confidence, calibrated by place in the draft: which no engine has yet.
+
+    With c the largest probability among the ten likeliest, P_j = sigmoid(offsets[j] + slopes[j] logit(c)) at place j,
+    the last of them from there on. The draft ends before the token with which the product of P falls below 1 -
+    max_rejection_prob; without `is_cumulative` before the first token whose own P does, which is a p-min of its own for
+    each place, sigmoid((logit(1 - max_rejection_prob) - offsets[j]) / slopes[j]). At most `n_max` tokens.
+    """
+
+    offsets: tuple[float, ...]
+    slopes: tuple[float, ...]
+    max_rejection_prob: Number = 0.5
+    n_max: Number = 20
+    is_cumulative: bool = True
+    signals = frozenset({"top_prob"})
+    stop_kind: ClassVar[str] = ""  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_unit("max_rejection_prob", self.max_rejection_prob)
+        check_count("n_max", self.n_max, 1)
+        if not self.offsets or len(self.offsets) != len(self.slopes):
+            raise ValueError(
+                f"offsets and slopes are {self.offsets} and {self.slopes}; give one of each for every place"
+            )
+
+    def start(self) -> State:
+        return (1.0,)
+
+    def begin(self, state: State) -> State:
+        return (1.0 + 0.0 * state[0],)
+
+    def limit(self, state: State) -> Number:
+        return self.n_max
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        return self._survival(state, seen) < 1.0 - self.max_rejection_prob
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return (self._survival(state, drawn) if self.is_cumulative else state[0],), False
+
+    def _survival(self, state: State, seen: BeforeDraw | AfterDraw) -> Number:
+        """P of the newest token, times that of those before it where they count."""
+        place = np.minimum(seen.position, len(self.offsets) - 1)
+        offset, slope = np.asarray(self.offsets)[place], np.asarray(self.slopes)[place]
+        return state[0] * sigmoid(offset + slope * logit_of(seen.top_prob))

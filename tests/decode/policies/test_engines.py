@@ -1,0 +1,136 @@
+"""Engines' rules do what the engines do: transformers' against its own generations, draft by draft; llama.cpp's by
+hand.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from configs.schema import ModelSource
+from decode import ModelDrafter, SpeculativeDecoder
+from decode.drafters.point_mass import PointMassDrafter
+from decode.policies import Assisted, LlamaCpp
+from decode.policies.base import BeforeDraw
+from decode.policies.engines import CalibratedTopProb
+from decode.policies.registry import POLICIES, RULES, parse_policy
+from lm import Sampling, load_model
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = [[5, 17, 33, 60 + i, 12, 9 + i] for i in range(4)]
+TOKENS = 40
+SETTINGS = {
+    "default": Assisted(),
+    "constant": Assisted(5, 0.0),
+    "confident": Assisted(8, 0.7),
+    "heuristic": Assisted(3, 0.0, is_heuristic=True),
+    "both": Assisted(4, 0.6, is_heuristic=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    sources = (ModelSource(path=f"checkpoints/tiny/{name}", dtype="float32") for name in ("target", "draft"))
+    target, draft = map(load_model, sources)
+    return target, draft
+
+
+def drafts_of_transformers(pair, policy: Assisted, prompt: list[int]) -> tuple[list[int], list[int]]:
+    """(tokens drafted in each round, the text) of transformers' own greedy assisted generation."""
+    target, draft = pair
+    fed: list[int] = []
+    schedule = "heuristic_transient" if policy.is_heuristic else "constant"
+    before = draft.generation_config.to_dict()
+    draft.generation_config.update(
+        num_assistant_tokens=policy.num_assistant_tokens,
+        num_assistant_tokens_schedule=schedule,
+        assistant_confidence_threshold=policy.assistant_confidence_threshold,
+    )
+    hook = target.register_forward_pre_hook(
+        lambda model, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        ids = torch.tensor([prompt])
+        text = target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=TOKENS, do_sample=False
+        )
+    finally:
+        hook.remove()
+        draft.generation_config.update(**{name: before.get(name) for name in draft.generation_config.to_dict()})
+    fed[0] -= len(prompt) - 1
+    return [count - 1 for count in fed], text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_transformers_rule_drafts_what_transformers_drafts(name, pair):
+    target, draft = pair
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft, SETTINGS[name]), sampling=GREEDY)
+    lengths = set()
+    for prompt in PROMPTS:
+        generation = decoder.generate(prompt, TOKENS)
+        expected, text = drafts_of_transformers(pair, SETTINGS[name], prompt)
+        assert list(generation.token_ids) == text
+        assert [len(played.drafted) for played in generation.rounds] == expected
+        lengths.update(expected)
+    assert len(lengths) > 1
+
+
+def test_a_rule_with_another_threshold_drafts_otherwise(pair):
+    target, draft = pair
+    other = replace(SETTINGS["confident"], assistant_confidence_threshold=0.3)
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft, other), sampling=GREEDY)
+    drafted = [[len(played.drafted) for played in decoder.generate(prompt, TOKENS).rounds] for prompt in PROMPTS]
+    assert drafted != [drafts_of_transformers(pair, SETTINGS["confident"], prompt)[0] for prompt in PROMPTS]
+
+
+def test_llama_cpp_drops_the_token_below_p_min_and_pays_its_forward(pair):
+    """Every kept token is at least p_min likely among the ten likeliest, and the next one is not."""
+    target, draft = pair
+    decoder = SpeculativeDecoder(target, PointMassDrafter(draft, LlamaCpp(n_max=6, p_min=0.7)), sampling=GREEDY)
+    committed, reasons = list(PROMPTS[0]), set()
+    for played in decoder.generate(PROMPTS[0], TOKENS).rounds:
+        with torch.inference_mode():
+            logits = draft(torch.tensor([[*committed, *played.drafted]])).logits[0, len(committed) - 1 :]
+        top = logits.topk(10).values.softmax(-1)[:, 0].tolist()
+        num = len(played.drafted)
+        assert all(prob >= 0.7 for prob in top[:num])
+        if played.stop_reason == "policy":
+            assert top[num] < 0.7
+            assert played.counts.num_draft_forwards == num + 1
+        elif played.stop_reason == "limit" and num:
+            assert played.counts.num_draft_forwards == num
+        reasons.add(played.stop_reason)
+        committed += played.emitted
+    assert {"policy", "limit"} <= reasons
+
+
+def test_a_calibration_of_offset_0_and_slope_1_is_p_min_itself():
+    seen = BeforeDraw(np.zeros(6, int), *(np.zeros(6) for _ in range(4)), np.linspace(0.1, 0.9, 6))
+    own = LlamaCpp(p_min=0.5).stop_before((), seen)
+    calibrated = CalibratedTopProb((0.0,), (1.0,), 0.5, is_cumulative=False)
+    assert np.array_equal(calibrated.stop_before(calibrated.start(), seen), own)
+    at_second = seen._replace(position=np.ones(6, int))
+    shifted = CalibratedTopProb((0.0, 9.0), (1.0, 1.0), 0.5, is_cumulative=False)
+    assert not shifted.stop_before(shifted.start(), at_second)[1:].any()
+
+
+def test_rules_go_by_name_and_compete_only_where_they_are_named():
+    assert parse_policy("llama_cpp:n_max=8,p_min=0.6") == LlamaCpp(8, 0, 0.6)
+    assert parse_policy("assisted:num_assistant_tokens=4") == Assisted(4)
+    assert not RULES.keys() & POLICIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: LlamaCpp(n_max=0), "n_max is 0"),
+        (lambda: LlamaCpp(p_min=1.2), "p_min is 1.2"),
+        (lambda: Assisted(0), "num_assistant_tokens is 0"),
+        (lambda: CalibratedTopProb((0.0,), ()), "offsets and slopes"),
+    ],
+)
+def test_settings_that_no_engine_takes_are_refused(made, problem):
+    with pytest.raises(ValueError, match=problem):
+        made()

@@ -1,0 +1,175 @@
+"""`flags`: the setting it prints is the fastest that decoding finds, and what it refuses."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from configs.command import run
+from decode import SpeculativeDecoder
+from decode.drafters.point_mass import PointMassDrafter
+from decode.policies import LlamaCpp
+from evaluation.__main__ import COMMANDS
+from evaluation.costs.model import CostModel
+from evaluation.flags.answer import Answer, batch_line, sentences_of
+from evaluation.flags.calibration import calibrate
+from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, Times
+from evaluation.flags.engines import ENGINES
+from evaluation.flags.in_batches import BatchChoice
+from evaluation.flags.ours import ours
+from evaluation.intervals import Splits
+from heads import AcceptanceHead
+from lm import Sampling
+from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, trace
+
+GREEDY = Sampling(temperature=0)
+SEARCHED = {"n_max": (1, 2, 3, 5), "n_min": (0, 2), "p_min": (0.0, 0.2, 0.4, 0.6, 0.8)}
+LLAMA = replace(ENGINES["llama.cpp"], values=lambda longest: SEARCHED)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    whole = trace(GREEDY)
+    return {LLAMA.draftings[0]: Splits(whole.select(range(20)), whole.select(range(20, 40)))}
+
+
+def contest_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Contest:
+    return Contest(LLAMA, traces, Times.of(CostModel.constant(t_draft_s, t_target_s), LLAMA))
+
+
+def decoded_speed(policy: LlamaCpp, cost: CostModel) -> float:
+    """Tokens per second of the dev prompts, decoded; a round reads what it verifies once more with the draft."""
+    drafter = PointMassDrafter(model(2), policy, vocab_size=VOCAB)
+    decoder = SpeculativeDecoder(
+        model(1, 2), drafter, sampling=GREEDY, max_draft_length=LENGTH, eos_ids=frozenset({EOS})
+    )
+    counts = [decoder.generate(prompt, LIMIT).counts for prompt in PROMPTS[:20]]
+    tokens, rounds, forwards = (
+        sum(getattr(each, name) for each in counts) for name in ("num_emitted", "num_target", "num_draft_forwards")
+    )
+    return float(tokens / (cost.t_draft_s * (forwards + rounds) + cost.t_target_s[0] * rounds))
+
+
+def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
+    contest = contest_at(traces)
+    chosen = contest.choice(FLAGS, contest.options).option
+    settings = product(*SEARCHED.values())
+    decoded = {values: decoded_speed(LlamaCpp(*values), contest.times.alone) for values in settings}
+    assert chosen.speeds.dev == pytest.approx(max(decoded.values()), rel=1e-9)
+    assert decoded[tuple(chosen.setting.values())] == pytest.approx(max(decoded.values()), rel=1e-9)
+    assert max(decoded.values()) > 1.01 * min(decoded.values())
+
+
+def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):
+    contest = contest_at(traces, t_draft_s=20.0)
+    answer = Answer(name="llama.cpp", engine=LLAMA, choices=contest.choices(), cost=contest.times.alone)
+    assert not answer.speculates
+    assert answer.line == "llama-server -m TARGET.gguf"
+    assert "do not speculate" in next(sentences_of(answer))
+    assert answer.flags.over(answer.choices[NONE]).value == 0
+
+
+def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation(traces):
+    choices = contest_at(traces).choices()
+    assert choices[NONE].tokens_per_s == pytest.approx(1 / 20)
+    assert choices[FIXED].option.setting.keys() == {"k"}
+    assert dict(choices[DEFAULT].option.setting) == {"n_max": 3, "n_min": 0, "p_min": 0.0}
+    gain = choices[FLAGS].over(choices[DEFAULT])
+    assert gain.low <= gain.value <= gain.high
+    assert gain.value == pytest.approx(choices[FLAGS].tokens_per_s / choices[DEFAULT].tokens_per_s - 1)
+
+
+def test_a_calibrated_confidence_is_judged_beside_the_head(traces):
+    contest = contest_at(traces)
+    head = AcceptanceHead(16, 0, "drawn")
+    best = ours(contest, {"plain": head}, drawn=contest.home)
+    assert best.drawn is not None
+    calibrated = calibrate(contest, best.drawn, contest.choices()[FLAGS])
+    before, after = calibrated.divergence
+    assert after < before
+    assert len(calibrated.offsets) == len(calibrated.slopes) == LENGTH
+    assert "Neither is a flag" in calibrated.sentence
+
+
+def test_vllm_has_all_sizes_of_batches_in_one_setting():
+    chosen = [
+        BatchChoice(size=size, number=number, tokens_per_s=1.0, over_none=0.0, over_one=0.0)
+        for size, number in ((1, 5), (4, 3), (8, 3), (32, 0))
+    ]
+    assert batch_line("vllm", chosen) == (
+        '"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": [[1, 1, 5], [2, 8, 3], [9, 32, 0]]'
+    )
+
+
+SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24")
+TIMES = ("--t_draft_ms", "1", "--t_target_ms", "1:6,5:7,9:9")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Options of a run on the embedded pair."""
+    directory = tmp_path_factory.mktemp("run")
+    AcceptanceHead(96, 0, "drawn").save_pretrained(directory / "heads" / "exported" / "plain")
+    folders = ("--decode.dir", str(directory), "--heads.dir", str(directory / "heads"))
+    return ["--config", "configs/tiny.yaml", *folders, *SMALL, "--decode.max_draft_length", "6"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "written"),
+    [
+        ("llama.cpp", "--spec-draft-p-min"),
+        ("vllm", '"num_speculative_tokens": '),
+        ("sglang", "--speculative-num-steps"),
+        ("transformers", "assistant_confidence_threshold="),
+    ],
+)
+@pytest.mark.slow
+def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, capsys):
+    batch = ["--batch", "1,2"] if ENGINES[engine].has_batches else []
+    run(COMMANDS, argv=["flags", *tiny, "--for", engine, *TIMES, *batch, "--json"])
+    out, shown = capsys.readouterr()
+    found = json.loads(out)
+    assert written in found["line"]
+    assert found["line"] in shown
+    assert {choice["what"] for choice in found["choices"]} >= {NONE, FIXED, FLAGS, "our best head"}
+    assert (found["calibration"] is not None) == (engine == "llama.cpp")
+    assert [choice["size"] for choice in found["batches"]] == ([1, 2] if batch else [])
+    assert found["costs"]["t_target_s"][:5] == pytest.approx([0.006, 0.00625, 0.0065, 0.00675, 0.007])
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (["--for", "llama.cpp", "--batch", "4"], "leave it out for llama.cpp"),
+        (["--for", "transformers", "--pair.sampling.temperature", "0.5", *TIMES], "to its draft twice"),
+        (["--for", "vllm", "--t_draft_ms", "1"], "go together"),
+        (["--for", "lama.cpp"], "did you mean llama.cpp"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(asked, problem, tiny, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(COMMANDS, argv=["flags", *tiny, *asked])
+    assert problem in capsys.readouterr().err
+
+
+def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round():
+    times = Times.of(CostModel(1.0, (4.0, 5.0)), LLAMA)
+    assert times.alone.t_target_s == (4.0, 5.0)
+    assert times.speculating.t_target_s == (5.0, 6.0)
+    assert np.array_equal(Times.of(CostModel(1.0, (4.0,)), ENGINES["vllm"]).speculating.t_target_s, (4.0,))
+
+
+def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
+    """Between the two costs lies what drafts that end with their text would save."""
+    cost = CostModel.constant(1.0, 20.0)
+    engine = ENGINES["vllm"]
+    contests = [
+        Contest(changed, traces, Times.of(cost, changed)) for changed in (engine, replace(engine, drafts_whole=False))
+    ]
+    whole, ending = (contest.options[3] for contest in contests)
+    assert whole.setting == ending.setting == {"k": 4}
+    rounds, num_texts = ending.work.dev.verifying_s.sum() / 20.0, 20
+    assert whole.work.dev.drafting_s.sum() == 4 * (rounds + num_texts)
+    assert ending.work.dev.drafting_s.sum() <= 4 * rounds

@@ -1,0 +1,68 @@
+"""Times from outside: numbers, pairs of numbers, an engine's log; and those fitted to runs of transformers."""
+
+import numpy as np
+import pytest
+
+from evaluation.flags.assisted import Run, cost_of
+from evaluation.flags.times import curve_of, given_times
+
+LOG = """\
+prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per token,   500.00 tokens per second)
+       eval time =     900.00 ms /   100 tokens (    9.00 ms per token,   111.11 tokens per second)
+draft acceptance = 0.50000 (   60 accepted /   120 generated), mean len = 2.50
+statistics        draft-simple: #calls(b,g,a) = 1 40 40, #gen drafts = 40, #acc drafts = 30, #gen tokens = 120, \
+#acc tokens = 60, dur(b,g,a) = 0.001, 240.000, 0.002 ms
+"""
+
+
+def test_a_number_is_a_forward_of_any_width_and_pairs_are_a_line_between():
+    assert curve_of("t_target_ms", 30)([1, 5, 40]).tolist() == [0.03, 0.03, 0.03]
+    assert curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11]).tolist() == pytest.approx(
+        [0.03, 0.032, 0.034, 0.042, 0.058]
+    )
+
+
+def test_a_log_of_llama_cpp_tells_both_times(tmp_path):
+    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5."""
+    (tmp_path / "server.log").write_text(LOG)
+    given = given_times(None, None, str(tmp_path / "server.log"))
+    assert float(given.curves.draft(1)) == pytest.approx(0.002)
+    assert float(given.curves.target(4)) == pytest.approx(0.0145)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ((4, None, None), "go together"),
+        ((4, 30, "server.log"), "give one of them"),
+        ((4, "5:30,1:20", None), "t_target_ms is 5:30,1:20"),
+        ((4, -3, None), "t_target_ms is -3"),
+        ((4, "fast", None), "t_target_ms is fast"),
+    ],
+)
+def test_times_that_say_nothing_are_refused(asked, problem):
+    with pytest.raises(ValueError, match=problem):
+        given_times(*asked)
+
+
+@pytest.mark.parametrize("text", ["nothing", LOG.replace("900.00", "250.00")])
+def test_a_log_without_times_is_refused(text, tmp_path):
+    (tmp_path / "server.log").write_text(text)
+    with pytest.raises(ValueError, match="--t_draft_ms"):
+        given_times(None, None, str(tmp_path / "server.log"))
+
+
+def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_say():
+    generator = np.random.default_rng(0)
+    runs = []
+    for number in range(120):
+        drafts, rounds = (
+            (0, 0) if number % 6 == 0 else (int(generator.integers(20, 90)), int(generator.integers(8, 40)))
+        )
+        plain = 0 if rounds else 64
+        seconds = 0.02 + 0.003 * drafts + 0.011 * rounds + 0.008 * plain + 1e-4 * generator.standard_normal()
+        runs.append(Run(drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
+    cost = cost_of(runs)
+    assert cost.t_draft_s == pytest.approx(0.003, rel=0.02)
+    assert cost.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
+    assert 0 < cost.errors.drafting < 0.05
