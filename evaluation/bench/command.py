@@ -47,7 +47,7 @@ from evaluation.bench.race import SAMPLINGS, Race, RaceTerms
 from evaluation.bench.standings import records_of, standing_sheet, standings_of, summary_sheet, verdict_of
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
-from evaluation.flags import Part, RaceRules, Sizes
+from evaluation.flag_types import Part, RaceRules, Sizes
 from evaluation.sheet import announce, printing, say, wide_console
 from store.shards import write_atomic
 

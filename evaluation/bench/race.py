@@ -42,7 +42,7 @@ from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
-from evaluation.flags import RaceRules
+from evaluation.flag_types import RaceRules
 from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_model
 from store.keyed import KeyedStore

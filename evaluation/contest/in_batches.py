@@ -16,7 +16,7 @@ from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.costs.model import CostModel
-from evaluation.flags import Sizes
+from evaluation.flag_types import Sizes
 from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds

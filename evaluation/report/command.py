@@ -31,7 +31,7 @@ from evaluation.contest.travel import Judged, calibrated_on, is_of_other_samplin
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
-from evaluation.flags import Sizes
+from evaluation.flag_types import Sizes
 from evaluation.hierarchies.runs import resumable_loop
 from evaluation.intervals import Splits
 from evaluation.report.gains import speed_up_bars, verification_curve

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
 from configs.command import config_of, parser_for, run
-from evaluation.flags import RaceRules
+from evaluation.flag_types import RaceRules
 
 ROOT = Path(__file__, "../../..").resolve()
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))

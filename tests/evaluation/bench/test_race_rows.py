@@ -12,7 +12,7 @@ from evaluation.bench.schedules import UNASSISTED, assisted
 from evaluation.bench.standings import standings_of
 from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
-from evaluation.flags import RaceRules
+from evaluation.flag_types import RaceRules
 from evaluation.intervals import Gain
 from lm import Sampling
 from store.keyed import KeyedStore
