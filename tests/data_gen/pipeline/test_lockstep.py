@@ -78,7 +78,7 @@ def columns_of(directory: Path) -> dict[str, Any]:
 
 def check_same(ours: Path, theirs: Path) -> None:
     """Fail unless tokens, coins, texts and all that is the draft's are equal to the bit, and what the sliced model
-    computes to 1e-4.
+    computes to a unit of the half precision that rows keep.
     """
     mine, other = columns_of(ours), columns_of(theirs)
     assert len(other) > 20
@@ -86,7 +86,7 @@ def check_same(ours: Path, theirs: Path) -> None:
     for name, values in other.items():
         if name.rpartition(" ")[2] in OF_TARGET:
             rows, others = ([torch.as_tensor(row) for row in column[name]] for column in (mine, other))
-            torch.testing.assert_close(rows, others, rtol=0, atol=1e-4, msg=name)
+            torch.testing.assert_close(rows, others, rtol=2**-9, atol=2**-10)  # rows keep half precision
         elif isinstance(values, torch.Tensor):
             assert torch.equal(mine[name], values), name
         else:
