@@ -23,6 +23,14 @@ class ModelSource:
     """auto: as stored."""
     device_map: str | dict[str, str | int] | None = None
     """Anything accelerate takes: auto, cpu, cuda:0, a map of modules; null: GPU 0 if there is one, else the CPU."""
+    tp_plan: Literal["auto"] | None = None
+    """auto: cut every layer over the processes of torchrun, a GPU each, for `data`; transformers has a plan for most
+    families. Instead of device_map, with which one GPU works at a time."""
+    attn_implementation: str | None = None
+    """Attention by name, as transformers knows it: sdpa, eager, flash_attention_2; null: the model's own choice."""
+    quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None
+    """4bit (NF4) or 8bit, of bitsandbytes, or the fields of another method of transformers, as {quant_method: hqq,
+    nbits: 4}. Another law: data and heads are of the quantised model."""
     extra_layers: int = 0
     """Append so many layers that change no output, to the bit, and take their time: a larger model's times. Data,
     traces and heads of the model stay valid; costs do not."""

@@ -27,10 +27,10 @@ def command_of(target: str) -> Callable[..., Any]:
     function = function_of(target)
     used = {node.id for node in ast.walk(function.args) if isinstance(node, ast.Name)}
     imports = list(_imports_of(tree_of(module), used))
-    bare = ast.FunctionDef(name=name, args=function.args, body=function.body[:1], decorator_list=[], type_params=[])
+    function.body, function.returns, function.decorator_list = function.body[:1], None, []
     names: dict[str, Any] = {"__name__": __name__}  # the parser imports the module that a function says it is of
     # the project's own text, as an import would run it
-    exec(compile(ast.fix_missing_locations(ast.Module([*imports, bare], [])), module, "exec"), names)
+    exec(compile(ast.fix_missing_locations(ast.Module([*imports, function], [])), module, "exec"), names)
 
     @wraps(names[name])
     def command(*args: Any, **flags: Any) -> Any:

@@ -24,7 +24,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from configs.schema import ModelSource, PairConfig
 from lm.eos import eos_ids_of
@@ -33,6 +35,13 @@ from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
+from lm.parallel import refuse_sliced, slicing_of
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
+_BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"},
+    "8bit": {"load_in_8bit": True},
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ def load_pair(config: PairConfig) -> Pair:
         FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
         ValueError: tokenizers that differ, logits narrower than what the target emits, CUDA asked for and absent.
     """
+    refuse_sliced(config, "this")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
@@ -149,23 +159,22 @@ def load_model(
         source: directory or hub repository of the model, and how it is loaded.
         trust_remote_code: run code that comes with the model.
         device: the device that the model goes to, whatever `source.device_map` says.
+
+    Raises:
+        FileNotFoundError: the source has no model.
+        ValueError: weights that lack tensors or cannot be read, too little memory, settings that this model or this
+            machine cannot honour.
     """
-    device_map = source.device_map if device is None else str(device)
-    if device_map is None:
-        device_map = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if "cuda" in str(device_map) and not torch.cuda.is_available():
-        raise ValueError(
-            f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu"
-        )
-    with _reading(source, "config.json or weights"):
+    settings = _settings_of(source, trust_remote_code=trust_remote_code, device=device)
+    with _within_memory(source, trust_remote_code=trust_remote_code), _reading(source, "config.json or weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             revision=source.revision or "main",
             dtype=source.dtype,
-            device_map=device_map,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            **settings,
         )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
@@ -176,6 +185,73 @@ def load_model(
     refuse_offloaded(model, source)
     expand(model.eval(), source.extra_layers)
     return model
+
+
+def _settings_of(source: ModelSource, *, trust_remote_code: bool, device: torch.device | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: where the model goes, whole or as a slice, and how it computes."""
+    settings: dict[str, Any] = {}
+    if source.attn_implementation is not None:
+        settings["attn_implementation"] = source.attn_implementation
+    if source.tp_plan is not None:
+        config = load_config(source, trust_remote_code=trust_remote_code)
+        return settings | {"distributed_config": slicing_of(source, config)}
+    device_map = source.device_map if device is None else str(device)
+    if device_map is None:
+        device_map = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if "cuda" in str(device_map) and not torch.cuda.is_available():
+        raise ValueError(
+            f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu"
+        )
+    if source.quantization is not None:
+        settings["quantization_config"] = _quantization_of(source)
+    return settings | {"device_map": device_map}
+
+
+def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
+    """transformers' settings of a quantisation.
+
+    Raises:
+        ValueError: a method or fields that transformers does not know.
+    """
+    given = source.quantization
+    fields = dict(given) if isinstance(given, dict) else _BITSANDBYTES[str(given)]
+    try:
+        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(fields)
+    except (ValueError, TypeError, ImportError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"quantization {given!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and the fields of "
+            "transformers' class for it"
+        ) from error
+    return config
+
+
+@contextmanager
+def _within_memory(source: ModelSource, *, trust_remote_code: bool) -> Iterator[None]:
+    """Name a lack of memory as that, with what the weights take."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory()
+        need = weight_bytes(source, trust_remote_code=trust_remote_code) / 1e9
+        device = source.device_map or ("cuda" if torch.cuda.is_available() else "cpu")
+        raise ValueError(
+            f"out of memory while {source.path} was loaded (device_map {device}): its weights alone take {need:,.1f} "
+            "GB; `acceptance-heads plan` adds up the rest. Free memory, or choose device_map: auto over more GPUs, "
+            "tp_plan: auto, a smaller dtype, quantization: 4bit, or data.mode: sequential, which loads one model at a "
+            "time"
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's allocator or the CPU's had no more, there or in a cause; torch gives the latter no type of
+    its own.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def free_memory() -> None:
@@ -211,6 +287,38 @@ def without_weights(source: ModelSource, *, trust_remote_code: bool = False) -> 
     return model
 
 
+def weight_bytes(source: ModelSource, *, trust_remote_code: bool = False) -> float:
+    """Bytes of a model's weights, by its config alone: those of the layers as they are quantised, all else in its
+    dtype.
+    """
+    model = without_weights(source, trust_remote_code=trust_remote_code)
+    layers, width = model.config.get_text_config().num_hidden_layers, dtype_bytes(source, model.config)
+    tables = {
+        id(layer.weight): layer.weight.numel()
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    in_layers = model.num_parameters() - sum(tables.values())
+    quantised = width if source.quantization is None else min(width, _quantised_bytes(source.quantization))
+    return float(sum(tables.values()) * width + in_layers * quantised * (layers + source.extra_layers) / layers)
+
+
+def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
+    """Bytes of one number: of the YAML's dtype, or of the stored one."""
+    dtype: object = getattr(torch, source.dtype, None) if source.dtype != "auto" else config.get_text_config().dtype
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+
+
+def _quantised_bytes(quantization: str | dict[str, Any]) -> float:
+    """Bytes of one weight of a layer; half a byte more than an eighth of its bits for each 64 weights' scale."""
+    if isinstance(quantization, str):
+        bits = float(quantization.removesuffix("bit"))
+    else:
+        named = [quantization[name] for name in ("bits", "nbits", "w_bit") if name in quantization]
+        flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if quantization.get(name)]
+        bits = float([*named, *flags, 16][0])
+    return bits / 8 + 4 / 64
+
+
 def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
     """How many parameters a model has, by its config alone."""
     return without_weights(source, trust_remote_code=trust_remote_code).num_parameters()
@@ -227,14 +335,23 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
         enable_progress_bars()
     try:
         yield
+    except ImportError as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(f"{source.path} asks for a package that is not installed: {cause}") from error
     except OSError as error:
+        if is_out_of_memory(error):
+            raise
         where = f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'})"
         raise FileNotFoundError(
             f"{where}: neither a local model directory nor a hub id that can be reached; check the path, or "
             "`hf download` it first"
         ) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         cause = " ".join(str(error).split())[:300]
+        if source.attn_implementation is not None and "attn_implementation" in cause:
+            raise ValueError(f"attn_implementation of {source.path}: {cause}") from error
         raise ValueError(
             f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
             "again, and check the settings of this model"

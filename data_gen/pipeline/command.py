@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config, DataConfig, PairConfig, RayStage
 from data_gen.pipeline.growth import Order, order_of
+from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
@@ -26,6 +27,7 @@ from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import Parts, make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
+from lm.parallel import sliced_models
 from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, rows_path
 from store.sums import forget_broken, shards_in
@@ -51,8 +53,16 @@ def make(
         rank: this process makes shards rank, rank + world_size, …; taken from torchrun or srun where they started it.
         world_size: processes that make the data together.
     """
-    share = _share(config.data, rank, world_size)
     check_settings(config.pair, config.data)
+    if sliced_models(config.pair) and rank is None and world_size is None:
+        rank, world_size = 0, 1  # torchrun's variables count slices
+    share = _share(config.data, rank, world_size)
+    with in_lockstep(config.pair) as is_leader:
+        if is_leader:
+            _make(config, share, retry_errors=retry_errors, stages=stages)
+
+
+def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
     pair, data = config.pair, settled(config.data, config.heads)
     asked = _asked(stages, data, retry_errors=retry_errors)
     tokenizer = load_pair_tokenizer(pair)
@@ -204,6 +214,7 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
     """Run the job's stage on the shards with the configured engine; every engine writes the same bytes."""
+    begin(job, specs)
     engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
     with Bar(total=total, unit="rows", desc=f"{job.stage}: loading models") as bar:
@@ -228,11 +239,19 @@ def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 def check_settings(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
-    if (data.mode, data.mixes) != ("together", 1) and released_layout_of(pair.draft):
+    is_feature_draft = released_layout_of(pair.draft) is not None
+    if (data.mode, data.mixes) != ("together", 1) and is_feature_draft:
         raise ValueError(
             "pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is "
             f"{data.mode}, data.mixes {data.mixes}; set data.mode: together and data.mixes: 1"
         )
+    if names := sliced_models(pair):
+        other = "engine is ray" if data.engine == "ray" else "draft is a feature draft" if is_feature_draft else ""
+        if other:
+            section = "data" if data.engine == "ray" else "pair"
+            raise ValueError(
+                f"pair.{names[0]}.tp_plan is set and {section}.{other}, which takes whole models; take device_map: auto"
+            )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():

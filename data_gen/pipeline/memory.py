@@ -1,7 +1,7 @@
 """How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights,
 no tokenizer.
 
-    weights      parameters x bytes of the dtype
+    weights      parameters x bytes of the dtype; of quantised layers, of the method
     KV cache     sequences x (positions + a few spare) x 2 x layers x KV heads x head width x bytes
     activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP
                  widths; the body keeps nothing for a backward, and attention does not write its matrix out
@@ -11,20 +11,22 @@ no tokenizer.
                  stream and three more of each block's width
 
 GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments
-leave.
+leave. With tp_plan every GPU holds a slice of every layer of the sliced model (attention heads, their cache, a part of
+the MLP and of the output layer), and all of the rest: embeddings, residuals, logits, and models that are not sliced.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig
 
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource
 from data_gen.responses.in_process import SPARE_POSITIONS
-from lm import load_config, num_weights
+from lm import load_config
+from lm.pair import dtype_bytes, weight_bytes
+from lm.parallel import check_slices, sliced_models
 
 GB = 1e9
 _RESERVED_BYTES = 2 * GB
@@ -43,6 +45,19 @@ class Size:
     activations_per_position: float
     hidden_size: int
     vocab_size: int
+    replicated: float
+    """Bytes of the weights that every slice holds: the embeddings."""
+    residuals: float
+    """Bytes of a position's residual stream and its copies."""
+
+    def cut(self, count: int) -> "Size":
+        """One of so many slices; residuals are whole in each."""
+        return replace(
+            self,
+            weights=self.replicated + (self.weights - self.replicated) / count,
+            kv_per_position=self.kv_per_position / count,
+            activations_per_position=self.residuals + (self.activations_per_position - self.residuals) / count,
+        )
 
 
 class Need(NamedTuple):
@@ -73,14 +88,28 @@ class Need(NamedTuple):
         return max(0, int((memory - sum(self.fixed.values())) // sum(self.per_sequence.values())))
 
 
-def needs(config: Config) -> list[Need]:
-    """The stages of data, training and evaluation that this experiment has, in order."""
+def needs(config: Config, num_gpus: int = 1) -> list[Need]:
+    """The stages of data, training and evaluation that this experiment has, in order.
+
+    Args:
+        config: the experiment.
+        num_gpus: processes of a GPU each, into which models with `tp_plan` are cut.
+
+    Raises:
+        ValueError: a model that cannot be cut into so many slices.
+    """
     data, trust = config.data, config.pair.trust_remote_code
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
     sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
-    pair = {name: sizes[name] for name in ("target", "draft")}
+    sliced = sliced_models(config.pair)
+    for name in sliced:
+        source = getattr(config.pair, name)
+        check_slices(source, load_config(source, trust_remote_code=trust), num_gpus)
+    pair = {name: sizes[name].cut(num_gpus) if name in sliced else sizes[name] for name in ("target", "draft")}
     makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
     stages = _data_stages(pair, data) if makes_data else []
+    if sliced:
+        stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
     if data.num_train != 0:  # null is all that there are
         stages.append(_training(sizes["draft"], data, config.heads))
     return [*stages, _decoding(sizes, config)]
@@ -123,7 +152,7 @@ def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str
             remedy = (
                 f"set {need.setting} to at most {fits}"
                 if fits and need.setting
-                else "take more or larger GPUs, or data.mode: sequential"
+                else "take more or larger GPUs, quantization, or data.mode: sequential"
             )
             found.append(
                 f"{need.stage} takes {need.total / GB:,.1f} GB and the GPUs have {_room(need, gpus)}; {remedy}"
@@ -139,25 +168,21 @@ def size_of(source: ModelSource, *, trust_remote_code: bool = False) -> Size:
     """One model's bytes, by its config.json."""
     whole = load_config(source, trust_remote_code=trust_remote_code)
     text, layers = whole.get_text_config(), whole.get_text_config().num_hidden_layers
-    width = _bytes_of(source, text)
+    width, num_in_tables = dtype_bytes(source, whole), text.vocab_size * text.hidden_size
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    all_layers = layers + source.extra_layers
+    all_layers, residuals = layers + source.extra_layers, 4.0 * text.hidden_size * width
     return Size(
-        weights=num_weights(source, trust_remote_code=trust_remote_code) * width * all_layers / layers,
+        weights=weight_bytes(source, trust_remote_code=trust_remote_code),
         kv_per_position=2.0 * all_layers * key_heads * head_width * width,
-        activations_per_position=(4.0 * text.hidden_size + 2 * inner + (heads + 2 * key_heads) * head_width) * width,
+        activations_per_position=residuals + (2 * inner + (heads + 2 * key_heads) * head_width) * width,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
+        replicated=float(num_in_tables * width),
+        residuals=residuals,
     )
-
-
-def _bytes_of(source: ModelSource, config: PretrainedConfig) -> int:
-    """Bytes of one weight: of the YAML's dtype, or of the stored one."""
-    dtype: object = getattr(torch, source.dtype, None) if source.dtype != "auto" else config.dtype
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
 
 
 def _weights(sizes: dict[str, Size]) -> dict[str, float]:

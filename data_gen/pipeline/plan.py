@@ -30,6 +30,7 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from lm import free_memory, load_config
 from lm.features.released import released_layout_of, width_of
+from lm.parallel import refuse_sliced
 from store.shards import rows_path
 
 _ROW_BYTES_PER_TOKEN = 32
@@ -73,6 +74,8 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
         return {"rows": 0}
     if sample:
         check_lengths(pair, data)
+    if sample:
+        refuse_sliced(config.pair, "a measured plan (--sample 0 measures nothing)")
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
     totals = _totals(data, shards, estimate)
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
@@ -89,7 +92,8 @@ def _check_memory(config: Config, *, is_measured: bool) -> None:
     if released_layout_of(config.pair.draft):
         print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
         return
-    needs, gpus = memory.needs(config), memory.gpus_of(config.pair.gpus)
+    gpus = memory.gpus_of(config.pair.gpus)
+    needs = memory.needs(config, max(1, len(gpus)))
     whose = "the GPUs of this machine"
     if config.pair.gpus:
         whose = f"the GPUs that the YAML names, pair.gpus {config.pair.gpus} (null: {whose})"

@@ -37,9 +37,9 @@ from lm import (
 from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_numbers, check_output_layer
 from lm.frequencies import refuse_crossing
-from lm.pair import without_weights
+from lm.pair import is_out_of_memory, without_weights
+from lm.parallel import sliced_models
 
-_OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED")
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -52,6 +52,8 @@ class Job:
     stage: Stage
     keeps_responses: bool = False
     """The shards are there, with errors: only prompts without a row are asked again."""
+    writes: bool = True
+    """False: the forwards alone, beside the process that writes (`data_gen.pipeline.lockstep`)."""
 
 
 def models_of(job: Job) -> tuple[str, ...]:
@@ -63,6 +65,11 @@ def models_of(job: Job) -> tuple[str, ...]:
         "draft": ("draft",),
         "target": ("target",),
     }[job.stage]
+
+
+def is_sliced(job: Job) -> bool:
+    """Whether a worker loads a model of which other processes hold the other slices."""
+    return not set(models_of(job)).isdisjoint(sliced_models(job.pair))
 
 
 class Worker:
@@ -153,7 +160,7 @@ class Worker:
                 self._make(spec, tell, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             progress(-sum(counts))
             self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
@@ -162,6 +169,11 @@ class Worker:
         data = self.data
         size = min(data.batch_size, spec.num_requests) // 2
         where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
+        if is_sliced(self.job):  # the other processes had enough, and wait in a forward of the batch as it was
+            raise ValueError(
+                f"{where} with data.batch_size {data.batch_size}, in one of the processes that hold a slice each; set "
+                f"data.batch_size to at most {max(1, size)} and run the same command again; what was written stays"
+            )
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
@@ -180,7 +192,8 @@ class Worker:
             answers, drafted = self._answers(spec, progress)
         known = set() if isinstance(self.source, TargetInProcess) else {problem.id for problem in _errors(answers)}
         if self.stage == "respond":
-            stages.save_responses(spec, answers, self.data)
+            if self.job.writes:
+                stages.save_responses(spec, answers, self.data)
         else:
             progress(len(answers.problems))  # they have no labels to wait for
             answers = self._label(spec, answers, drafted, progress)
@@ -212,6 +225,8 @@ class Worker:
                 known_columns=known_columns,
             )
         answers, columns = stages.without_broken(spec, answers, labelled, mixes=self.data.mixes)
+        if not self.job.writes:
+            return answers
         if self.stage == "draft" and self.data.labels == "target":
             stages.save_drafted(spec, answers, columns, self.data)
             return answers
@@ -264,11 +279,6 @@ def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("d
 
 def _errors(answers: Answers) -> list[Problem]:
     return [problem for problem in answers.problems if problem.outcome == "error"]
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether the device's allocator or the CPU's had no more; torch gives the latter no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -64,6 +64,8 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
         "config": _configs(folder) if local else None,
         "dtype": source.dtype,
         "hidden_size": width,
+        # left out where there is none, as in what was made before there was a choice
+        **({} if source.quantization is None else {"quantization": source.quantization}),
     }
 
 

@@ -92,10 +92,17 @@ def make_manifest(
             "engine": data.engine,
             "target_path": pair.target.path,
             "draft_path": pair.draft.path,
+            **_of_forwards(pair),
             "command": sys.argv,
             "num_prompts": dict(num_prompts or {}),
         },
     }
+
+
+def _of_forwards(pair: PairConfig) -> dict[str, list[str | None]]:
+    """Settings of target and draft that change the rounding of forwards alone."""
+    names = ("tp_plan", "attn_implementation")
+    return {name: [getattr(source, name) for source in (pair.target, pair.draft)] for name in names}
 
 
 def _file_parts(path: Path, directory: Path) -> Parts:

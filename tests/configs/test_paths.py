@@ -59,9 +59,11 @@ NAMES = (
     "~/run",
     "head:best",
 )
+_OF_FORWARDS = ("attn_implementation", "quantization")
 NO_PATHS = {f"pair.{model}.{name}" for model in ("target", "draft", "micro") for name in ("revision", "device_map")} | {
     "pair.gpus"
 }
+NO_PATHS |= {f"pair.{model}.{name}" for model in ("target", "draft", "micro") for name in _OF_FORWARDS}
 NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", "columns")} | {
     "data.template",
     "data.ray.address",

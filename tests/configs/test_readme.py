@@ -117,6 +117,7 @@ def test_every_command_of_the_readme_parses(program: str, argv: list[str], monke
     monkeypatch.setattr(
         "configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv}))
     )
+    monkeypatch.setattr("configs.command.refuse_wrong", lambda command, argv: None)
     monkeypatch.setattr(
         "jsonargparse.auto_cli", lambda command, **_: parsed.append(parse({"": command}, default="", argv=argv))
     )

@@ -98,6 +98,34 @@ def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, c
     assert "take more or larger GPUs" in problem
 
 
+def test_slices_add_up_on_each_gpu(tmp_path: Path):
+    config = shipped("llama2-7b-70b", tmp_path)
+    sliced = replace(config.pair.target, device_map=None, tp_plan="auto")
+    config = replace(config, pair=replace(config.pair, target=sliced), data=replace(config.data, batch_size=256))
+    whole, gpus = memory.size_of(sliced), memory.gpus_of("8x80")
+    slices = whole.cut(8)
+    assert 8 * slices.weights - 7 * whole.replicated == pytest.approx(whole.weights)
+    assert 8 * slices.kv_per_position == whole.kv_per_position
+    assert slices.hidden_size == whole.hidden_size
+    needs = memory.needs(config, 8)
+    responses, *_, training, decoding = needs
+    assert (responses.stage, responses.is_per_gpu) == ("responses, on each GPU", True)
+    assert (training.is_per_gpu, decoding.is_per_gpu) == (True, False)
+    assert responses.total == pytest.approx(40.1 * GB, rel=0.01)
+    assert memory.problems(needs, gpus) == []
+    assert len(memory.problems(memory.needs(config, 2), gpus)) == 2
+    with pytest.raises(ValueError, match="num_attention_heads 64 is no multiple of 3"):
+        memory.needs(config, 3)
+
+
+def test_a_quantised_70b_fits_one_gpu(tmp_path: Path):
+    config = shipped("llama2-7b-70b", tmp_path)
+    quantised = replace(config.pair.target, quantization="4bit")
+    assert memory.size_of(quantised).weights == pytest.approx((2 * 0.524 + 136.9 * (0.5 + 1 / 16) / 2) * GB, rel=0.01)
+    needs = memory.needs(replace(config, pair=replace(config.pair, target=quantised)))
+    assert memory.problems(needs, memory.gpus_of("1x80")) == []
+
+
 def test_plan_says_whose_gpus_it_reckons_with(toy_config, capsys: pytest.CaptureFixture):
     plan(toy_config, sample=0)
     plan(replace(toy_config, pair=replace(toy_config.pair, gpus="2x80")), sample=0)

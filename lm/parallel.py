@@ -1,0 +1,116 @@
+"""Tensor parallelism: the slices of one model in the processes that torchrun started, each with a GPU of its own
+(`tp_plan: auto`).
+
+transformers slices a model by the plan of its class; every process then runs the same forwards, and each forward waits
+for all of them. Hidden states and logits come out whole and alike in every process, equal to those of the unsliced
+model up to the order of sums.
+"""
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+from transformers import PretrainedConfig
+from transformers.distributed import DistributedConfig
+
+from configs.schema import ModelSource, PairConfig
+
+_FORWARD_TIMEOUT = timedelta(hours=2)
+"""Longest wait of a forward for another process, which may still read its slice from a slow disk."""
+
+
+class Slices(NamedTuple):
+    """This process's place among those that hold slices."""
+
+    rank: int
+    count: int
+
+
+def sliced_models(pair: PairConfig) -> tuple[str, ...]:
+    """The models of a pair that are sliced."""
+    sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
+    return tuple(name for name, source in sources.items() if source is not None and source.tp_plan is not None)
+
+
+def slices_of(environment: Mapping[str, str] = os.environ) -> Slices | None:
+    """The place that torchrun gave this process; None outside torchrun."""
+    rank, count = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+    is_ours = rank.isdigit() and count.isdigit() and environment.get("MASTER_ADDR")
+    return Slices(int(rank), int(count)) if is_ours else None
+
+
+def refuse_alone(pair: PairConfig) -> None:
+    """Raise ValueError where a model is to be sliced and torchrun did not start this process."""
+    if (names := sliced_models(pair)) and slices_of() is None:
+        raise ValueError(_alone(f"pair.{names[0]}"))
+
+
+def _alone(whose: str) -> str:
+    return (
+        f"tp_plan of {whose} is set, and this process was not started by torchrun; start it as torchrun --standalone "
+        "--nproc_per_node GPUS -m data_gen …, or take device_map: auto"
+    )
+
+
+def refuse_sliced(pair: PairConfig, command: str) -> None:
+    """Raise ValueError where a model is to be sliced, and the command runs in one process."""
+    if names := sliced_models(pair):
+        raise ValueError(
+            f"pair.{names[0]}.tp_plan is for making data, and {command} runs in one process; set it to null, and "
+            "device_map: auto for a model that one GPU cannot hold"
+        )
+
+
+def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> None:
+    """Raise ValueError for a model that cannot be cut into so many slices, or a setting that does not go with it."""
+    where = f"tp_plan of {source.path}"
+    for name, value in (("device_map", source.device_map), ("quantization", source.quantization)):
+        if value is not None:
+            raise ValueError(f"{where} is {source.tp_plan} and {name} {value!r}; slices take no {name}, leave one out")
+    if source.extra_layers:
+        raise ValueError(f"{where} is {source.tp_plan} and extra_layers {source.extra_layers}; leave one of them out")
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ValueError(
+            f"{where} is {source.tp_plan}, and transformers has no such plan for {text.model_type}; take device_map: "
+            "auto, which puts whole layers on each GPU"
+        )
+    heads = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, number in heads.items():
+        if number is not None and number % count:
+            raise ValueError(
+                f"{where} is {source.tp_plan} in {count} processes, and {name} {number} is no multiple of {count}; "
+                "start a number of processes that divides it"
+            )
+
+
+def slicing_of(source: ModelSource, config: PretrainedConfig) -> DistributedConfig:
+    """transformers' settings for this process's slice; joins the processes of torchrun, unless they are joined.
+
+    Raises:
+        ValueError: outside torchrun; a model or settings that cannot be sliced (`check_slices`).
+    """
+    slices = slices_of()
+    if slices is None:
+        raise ValueError(_alone(source.path))
+    check_slices(source, config, slices.count)
+    if "tp_plan" not in DistributedConfig.__dataclass_fields__:
+        raise ValueError(
+            "tp_plan needs a newer transformers, whose DistributedConfig has it: pip install -U transformers"
+        )
+    join()
+    return DistributedConfig(tp_plan=source.tp_plan, tp_size=slices.count)
+
+
+def join() -> None:
+    """Make the processes of torchrun one group, and take the GPU of this one: NCCL between GPUs, gloo between CPUs."""
+    if distributed.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    distributed.init_process_group(backend, timeout=_FORWARD_TIMEOUT)

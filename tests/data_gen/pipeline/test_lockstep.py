@@ -1,0 +1,128 @@
+"""Sliced models on two processes of gloo: logits of the whole model, and the rows of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.schema import Config, ModelSource
+from data_gen.pipeline.command import make
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "checkpoints" / "tiny" / "target"
+DRAFT = ROOT / "checkpoints" / "tiny" / "draft"
+OF_TARGET = {"acceptance_prob", "log_p", "acceptance_rate", "cross_entropy", "target_prob"}
+"""Columns that the target's forwards decide."""
+LOGITS = """
+import torch
+from configs.schema import ModelSource
+from lm import load_model
+from lm.forwards import hidden_states, logits_of
+rows = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]]
+def numbers(**settings):
+    model = load_model(ModelSource(path=PATH, dtype="float32", **settings))
+    states = hidden_states(model, rows, [0, 0])
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return states, logits_of(model, states, 1000), sum(p.numel() for p in held)
+sliced, whole = numbers(tp_plan="auto"), numbers()
+assert 2 * sliced[2] < 1.5 * whole[2], (sliced[2], whole[2])
+for ours, theirs in zip(sliced[:2], whole[:2]):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+"""
+
+
+def on_two(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*launch, *map(str, argv)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+@pytest.mark.slow
+def test_a_sliced_model_gives_the_logits_of_the_whole_one(tmp_path: Path):
+    script = tmp_path / "logits.py"
+    script.write_text(f"PATH = {str(TINY)!r}\n{LOGITS}")
+    done = on_two(script)
+    assert done.returncode == 0, done.stderr
+
+
+def yaml_of(config: Config, folder: Path) -> Path:
+    """A YAML of the pair, its target sliced, and of the data of a config, in a directory of its own."""
+    values = json.loads(json.dumps({"pair": asdict(config.pair), "data": asdict(config.data)}))
+    values["pair"]["target"]["tp_plan"], values["data"]["dir"] = "auto", str(folder / "sliced")
+    path = folder / "sliced.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def columns_of(directory: Path) -> dict[str, Any]:
+    """File and column -> values, of every shard."""
+    found: dict[str, Any] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.suffix == ".safetensors":
+            found |= {f"{path.relative_to(directory)} {name}": v for name, v in load_file(path).items()}
+        elif path.suffix == ".parquet":
+            table = pq.read_table(path).to_pydict()
+            found |= {f"{path.relative_to(directory)} {name}": values for name, values in table.items()}
+    return found
+
+
+def check_same(ours: Path, theirs: Path) -> None:
+    """Fail unless tokens, coins, texts and all that is the draft's are equal to the bit, and what the sliced model
+    computes to a unit of the half precision that rows keep.
+    """
+    mine, other = columns_of(ours), columns_of(theirs)
+    assert len(other) > 20
+    assert mine.keys() == other.keys()
+    for name, values in other.items():
+        if name.rpartition(" ")[2] in OF_TARGET:
+            rows, others = ([torch.as_tensor(row) for row in column[name]] for column in (mine, other))
+            torch.testing.assert_close(rows, others, rtol=2**-9, atol=2**-10)  # rows keep half precision
+        elif isinstance(values, torch.Tensor):
+            assert torch.equal(mine[name], values), name
+        else:
+            assert mine[name] == values, name
+
+
+@pytest.fixture
+def config(toy_config: Config) -> Config:
+    """The toy's prompts, answered by the embedded pair, whose heads two processes can share."""
+    pair = replace(
+        toy_config.pair,
+        target=ModelSource(path=str(TINY), dtype="float32"),
+        draft=ModelSource(path=str(DRAFT), dtype="float32"),
+    )
+    return replace(toy_config, pair=pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["together", "sequential"])
+def test_two_slices_make_the_rows_of_one_process(config: Config, with_data, tmp_path: Path, mode: str):
+    whole = with_data(config, mode=mode)
+    make(whole)
+    yaml = yaml_of(whole, tmp_path)
+    if mode == "sequential":  # in two runs, the second of which goes on
+        assert on_two("-m", "data_gen", "--config", yaml, "--stages", "respond").returncode == 0
+    done = on_two("-m", "data_gen", "--config", yaml)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next: acceptance-heads train") == 1
+    check_same(tmp_path / "sliced", Path(whole.data.dir))
+
+
+@pytest.mark.slow
+def test_replicas_of_slices_share_the_shards_by_their_flags(config: Config, tmp_path: Path):
+    make(config)
+    yaml = yaml_of(config, tmp_path)
+    for rank in ("1", "0"):
+        done = on_two("-m", "data_gen", "--config", yaml, "--rank", rank, "--world_size", "2")
+        assert done.returncode == 0, done.stderr
+    check_same(tmp_path / "sliced", Path(config.data.dir))
