@@ -96,7 +96,7 @@ class ServerConfig:
     """Requests in flight at once, at each address."""
     num_logprobs: int | None = None
     """`labels: server` asks for the log-probabilities of so many tokens at each place, more than sampling.top_k; null:
-    14 more (without top_k 64). vLLM is to be started with --max-logprobs as large.
+    30 more (without top_k 80). vLLM is to be started with --max-logprobs as large.
     """
     max_retries: int = 5
     """Retries of a request, with exponential back-off, after time-outs, refused connections, 429 and 5xx."""

@@ -30,8 +30,8 @@ from torch import Tensor
 from data_gen.responses.exchange import Laws
 from lm import Sampling
 
-_MARGIN, _TOP = 14, 50
-"""Tokens beyond top-k that are asked for (in bfloat16 a dozen around the k-th may be equally likely), and the top-k
+_MARGIN, _TOP = 30, 50
+"""Tokens beyond top-k that are asked for (in bfloat16 a dozen around the k-th are often equally likely), and the top-k
 that is reckoned with where there is none.
 """
 _MINUS_INFINITY = -9999.0

@@ -136,7 +136,7 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
         logprobs = reply["choices"][0]["logprobs"]
         if len(body["prompt"]) > 25 and body["max_tokens"] > 1 and logprobs:
             marked.append(body["prompt"])
-            logprobs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in range(10, 44)}
+            logprobs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in range(10, 60)}
         return status, reply
 
     server.answer = flat
@@ -160,7 +160,7 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
         ({"logprobs_mode": "tempered"}, "depend on the temperature; start the server with --logprobs-mode raw_logpr"),
         ({"logprobs_mode": "processed_logprobs"}, "truncated already; start the server with --logprobs-mode raw"),
         ({"logprobs_mode": "raw_logits"}, "more than all of the mass; start the server with --logprobs-mode raw"),
-        ({"max_logprobs": 20}, "at its first request: refused: .*greater than max allowed.*--max-logprobs 64"),
+        ({"max_logprobs": 20}, "at its first request: refused: .*greater than max allowed.*--max-logprobs 80"),
     ],
 )
 def test_a_server_that_tells_other_numbers_is_refused_before_anything_is_loaded(

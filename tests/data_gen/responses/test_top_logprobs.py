@@ -114,7 +114,7 @@ def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, pla
         (Sampling(), None, "every token of the vocabulary counts; set pair.sampling.top_k"),
         (Sampling(top_p=1.0), None, "every token"),
         (Sampling(temperature=0.7, top_p=0.9), None, "is known at temperature 1 alone"),
-        (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 64\)"),
+        (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 80\)"),
     ],
 )
 def test_a_sampling_that_no_number_determines_is_refused(sampling, num, complaint):
@@ -123,6 +123,6 @@ def test_a_sampling_that_no_number_determines_is_refused(sampling, num, complain
 
 
 def test_as_many_are_asked_for_as_determine_the_law_where_few_are_equal():
-    assert num_logprobs_of(Sampling(top_k=50), None) == 64
-    assert num_logprobs_of(Sampling(top_p=0.9), None) == 64
+    assert num_logprobs_of(Sampling(top_k=50), None) == 80
+    assert num_logprobs_of(Sampling(top_p=0.9), None) == 80
     assert num_logprobs_of(Sampling(top_k=50), 51) == 51
