@@ -59,21 +59,39 @@ def flags(
     t_target_ms: Milliseconds | None = None,
     prompts: int = 24,
     split: Literal["dev", "test"] = "dev",
+    every: int = 1,
     clock: int = 0,
 ) -> None:
-    """Print what decoding finds beside what `flags` prints."""
+    """Print what decoding finds beside what `flags` prints.
+
+    Args:
+        config: the experiment.
+        for_: the engine, written --for.
+        t_draft_ms: as of `flags`.
+        t_target_ms: as of `flags`.
+        prompts: on which settings are decoded.
+        split: dev, where the printed setting was chosen, or test.
+        every: decode only every so many-th setting of the grid.
+        clock: prompts on which transformers generates, timed; 0: settings are decoded.
+    """
     experiment, contest = contest_for(config, for_, given_times(t_draft_ms, t_target_ms, None))
     choices = contest.choices()
     found: dict[str, Any] = {"engine": for_, "setting": dict(choices[FLAGS].option.setting)}
     if clock:
         found |= clocked(experiment, choices, num=clock)
     else:
-        found |= searched(experiment, contest, choices[FLAGS], prompts=prompts, split=split)
+        found |= searched(experiment, contest, choices[FLAGS], prompts=prompts, split=split, every=every)
     print(json.dumps(found, default=float))
 
 
 def searched(
-    experiment: Experiment, contest: Contest, chosen: Choice, *, prompts: int, split: Literal["dev", "test"]
+    experiment: Experiment,
+    contest: Contest,
+    chosen: Choice,
+    *,
+    prompts: int,
+    split: Literal["dev", "test"],
+    every: int = 1,
 ) -> dict[str, Any]:
     """The decoded speed of every setting, the printed one first; and replay's of the printed one."""
     drafting = chosen.option.drafting
@@ -81,7 +99,8 @@ def searched(
         raise ValueError("no setting is predicted to be faster than the target alone; there is nothing to search")
     rule, cost = contest.engine.rule, contest.times.speculating
     values = _SEARCHED[rule]
-    settings = [chosen.option.setting, *(dict(zip(values, each, strict=True)) for each in product(*values.values()))]
+    grid = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    settings = [chosen.option.setting, *grid[::every]]
     law = drafting.law(experiment.sampling)
     trace = getattr(contest.traces[drafting], split)
     rows = list(range(min(prompts, len(trace.rows))))

@@ -10,7 +10,8 @@ verified:
     after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in
                  law 4.3)
 
-There is no way to say "drop the token just drawn", which would change the output distribution. Every method is
+There is no way to say "drop the token just drawn", which would change the output distribution; `least` gives a whole
+draft up, and is refused unless no chance decided it. Every method is
 *elementwise*: it works on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per
 setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers,
 or a NamedTuple of them or of such tuples, that each method returns anew; parameters may be arrays.

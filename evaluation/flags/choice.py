@@ -105,6 +105,11 @@ class Contest:
         grid = Grid(NONE, NONE, FixedLength(0), ({},))
         return options_of(arm_of(grid, self.home), self.times.alone, None)[0]
 
+    @property
+    def best_on_test(self) -> float:
+        """The highest throughput on test, whatever dev says."""
+        return max(option.speeds.test for option in [self.none, *self.options])
+
     def choice(self, what: str, options: Sequence[Option]) -> Choice:
         """The fastest of these options on dev."""
         best = max(options, key=lambda option: option.speeds.dev)
