@@ -34,7 +34,7 @@ from benchmarks import injected
 from benchmarks.injected import SAME, Bench
 from benchmarks.stages_under_fault import STAGES, Child, at, differing, experiment, results
 from configs.command import run
-from configs.schema import RayConfig
+from configs.remote import RayConfig
 from data_gen.pipeline.command import make
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter

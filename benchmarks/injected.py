@@ -14,7 +14,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from benchmarks.stages_under_fault import STAGES, Child, Digests, Stage, at, differing, lost, results
-from configs.schema import Config, ServerConfig
+from configs.remote import ServerConfig
+from configs.schema import Config
 from data_gen.pipeline.command import make
 from tests.toys.answering import Answering, close_half_way, completion
 

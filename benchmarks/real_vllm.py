@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.serve.laws import law_of
 from configs.command import run
-from configs.schema import Config, ServerConfig
+from configs.remote import ServerConfig
+from configs.schema import Config
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import Problem, Request, Response, ResponseSource

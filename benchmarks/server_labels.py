@@ -30,7 +30,8 @@ from torch import Tensor
 from benchmarks.real_vllm import first_turns, serve, wait_for
 from benchmarks.where import measured_where
 from configs.command import run
-from configs.schema import Config, ServerConfig
+from configs.remote import ServerConfig
+from configs.schema import Config
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline.command import make
 from data_gen.responses.exchange import Exchange, Problem, Request, Response

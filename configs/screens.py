@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[1]
 SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
+_SCHEMA = ("schema.py", "remote.py")
 _WIDTH, _INDENT = 100, 28
 
 
@@ -237,9 +238,9 @@ def _setting(dotted: str) -> Option:
 
 def _schema() -> dict[str, dict[str, tuple[ast.AnnAssign, str]]]:
     """Class -> field -> its node and docstring."""
-    tree = ast.parse(Path(__file__).with_name("schema.py").read_text(encoding="utf-8"))
+    trees = [ast.parse(Path(__file__).with_name(name).read_text(encoding="utf-8")) for name in _SCHEMA]
     classes: dict[str, dict[str, tuple[ast.AnnAssign, str]]] = {}
-    for node in tree.body:
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
             fields = classes.setdefault(node.name, {})
             for item, after in zip(node.body, [*node.body[1:], None], strict=True):

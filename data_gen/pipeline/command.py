@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config, DataConfig, PairConfig, RayStage
+from configs.remote import RayStage
+from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.growth import Order, order_of
 from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from configs.schema import DataConfig, ModelSource, RayConfig
+from configs.remote import RayConfig
+from configs.schema import DataConfig, ModelSource
 from data_gen.pipeline.code import folders, refuse_other_code, running
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec

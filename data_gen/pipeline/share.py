@@ -104,7 +104,7 @@ class Share(NamedTuple):
             return pair
         own = f"cuda:{self.local_rank % num_gpus}"
         target, draft = (
-            source if source.device_map is not None else replace(source, device_map=own)
+            replace(source, device_map=own) if source.device_map is None and source.tp_plan is None else source
             for source in (pair.target, pair.draft)
         )
         return replace(pair, target=target, draft=draft)

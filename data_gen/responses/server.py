@@ -16,7 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from configs.schema import ServerConfig
+from configs.remote import ServerConfig
 from data_gen.responses.exchange import Exchange, FinishReason, Laws, Problem, Progress, Request, Response
 from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.request_queue import Answer, RefusedError, Servers

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from configs.command import run
-from configs.schema import Config, RayConfig, RayStage
+from configs.remote import RayConfig, RayStage
+from configs.schema import Config
 from data_gen.pipeline import code, on_ray
 from data_gen.pipeline.command import make
 from data_gen.responses.conversation import ShardSpec

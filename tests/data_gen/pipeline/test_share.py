@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import Config, RayConfig, RayStage
+from configs.remote import RayConfig, RayStage
+from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.share import Share, share_of
 from store.lock import LOCK, holder_of, only_writer
