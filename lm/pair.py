@@ -294,8 +294,9 @@ def weight_bytes(source: ModelSource, *, trust_remote_code: bool = False) -> flo
     model = without_weights(source, trust_remote_code=trust_remote_code)
     layers, width = model.config.get_text_config().num_hidden_layers, dtype_bytes(source, model.config)
     tables = {
-        id(layer.weight): layer.weight.numel()
+        id(weight): weight.numel()
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+        for weight in (layer.get_parameter("weight"),)
     }
     in_layers = model.num_parameters() - sum(tables.values())
     quantised = width if source.quantization is None else min(width, _quantised_bytes(source.quantization))

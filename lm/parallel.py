@@ -26,7 +26,7 @@ class Slices(NamedTuple):
     """This process's place among those that hold slices."""
 
     rank: int
-    count: int
+    num: int
 
 
 def sliced_models(pair: PairConfig) -> tuple[str, ...]:
@@ -37,9 +37,9 @@ def sliced_models(pair: PairConfig) -> tuple[str, ...]:
 
 def slices_of(environment: Mapping[str, str] = os.environ) -> Slices | None:
     """The place that torchrun gave this process; None outside torchrun."""
-    rank, count = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    is_ours = rank.isdigit() and count.isdigit() and environment.get("MASTER_ADDR")
-    return Slices(int(rank), int(count)) if is_ours else None
+    rank, num = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+    is_ours = rank.isdigit() and num.isdigit() and environment.get("MASTER_ADDR")
+    return Slices(int(rank), int(num)) if is_ours else None
 
 
 def refuse_alone(pair: PairConfig) -> None:
@@ -96,13 +96,13 @@ def slicing_of(source: ModelSource, config: PretrainedConfig) -> DistributedConf
     slices = slices_of()
     if slices is None:
         raise ValueError(_alone(source.path))
-    check_slices(source, config, slices.count)
+    check_slices(source, config, slices.num)
     if "tp_plan" not in DistributedConfig.__dataclass_fields__:
         raise ValueError(
             "tp_plan needs a newer transformers, whose DistributedConfig has it: pip install -U transformers"
         )
     join()
-    return DistributedConfig(tp_plan=source.tp_plan, tp_size=slices.count)
+    return DistributedConfig(tp_plan=source.tp_plan, tp_size=slices.num)
 
 
 def join() -> None:

@@ -83,19 +83,23 @@ def make_manifest(
         "generator": GENERATOR,
         "split": dict(split),
         "versions": {name: _version(name) for name in _PACKAGES},
-        "recorded": {
-            "git_commit": git_commit(),
-            "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}",
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "num_threads": pair.num_threads or torch.get_num_threads(),
-            "engine": data.engine,
-            "target_path": pair.target.path,
-            "draft_path": pair.draft.path,
-            **_of_forwards(pair),
-            "command": sys.argv,
-            "num_prompts": dict(num_prompts or {}),
-        },
+        "recorded": _recorded(pair, data) | {"num_prompts": dict(num_prompts or {})},
+    }
+
+
+def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
+    """What a manifest says of a run, and no later run is compared with."""
+    return {
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "num_threads": pair.num_threads or torch.get_num_threads(),
+        "engine": data.engine,
+        "target_path": pair.target.path,
+        "draft_path": pair.draft.path,
+        **_of_forwards(pair),
+        "command": sys.argv,
     }
 
 
