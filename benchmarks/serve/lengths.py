@@ -1,139 +1,205 @@
 """The best `num_speculative_tokens` of a real vLLM, on a clock: `VLLM_PYTHON=VENV/bin/python python -m
-benchmarks.serve.lengths --config tiny [--lengths '[1,2,3,5,8]'] [--turns 2]`.
+benchmarks.serve.lengths --config tiny [--lengths '[1,2,3,5,8]'] [--prompts 24]`.
 
-One arm per length and one that does not speculate, each an engine of its own (a length is set when it starts), one
-request at a time, greedy, EOS ignored. In a turn every arm starts, serves one warm-up request and then the same test
-prompts; the next turn begins with another arm and has other prompts. Of each arm the last line, one JSON document, has
-tokens per second of the process's CPU time, which other work on the machine does not lengthen, and of the clock on the
-wall; drafts and accepted tokens are vLLM's own counters.
+One arm per length and one that does not speculate, each an engine of its own (a length is set when it starts), all of
+them up at once; one request at a time, greedy, so that every arm writes the same text, which is checked. Each test
+prompt goes to all arms, one right after the other, and another arm begins on the next. Seconds are CPU seconds of the
+engine's process, which computes with one thread and which other work on the machine lengthens least; what the clock on
+the wall says stands beside. Drafts and accepted tokens are vLLM's own counters. The last line is one JSON document.
 
-Two numbers are what `acceptance-heads flags --for vllm` asks for, and both come from counters that every server has:
+What `acceptance-heads flags --for vllm` asks for comes from the same counters, which every server has. A step is a
+round, or the reading of a prompt, after which there is one token and a draft too; step(K) is the time of one with K
+drafted tokens.
 
-    t_target_ms    time of a step without speculation: one token
-    t_draft_ms     (time of a step with K drafted tokens - t_target_ms) / K: what verifying K more tokens costs is in it
+    two numbers      t_target_ms = step(0);  t_draft_ms = (step(K) - step(0)) / K: all that a round costs more is in it
+    three numbers    t_draft_ms = (step(K) - step(k)) / (K - k);  t_target_ms = step(0) for one token, and
+                     step(k) - k * t_draft_ms for more, so that what speculation costs once a round is apart
 
-A step is a round, or the reading of a prompt, which ends with one token and a draft too. "predicted_ms" of an arm is
-what the two numbers say of its step: t_target_ms + K * t_draft_ms.
+"flags" has both as they are given to the command, and "predicted_ms" of an arm what the three say of its step.
 """
 
 import json
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.serve.clock import EngineProcess, saved
 from benchmarks.serve.loop import interpreter
 from configs.command import run
 from configs.schema import Config
 from decode.experiment import Experiment
+from evaluation.intervals import Spent, gain_over
 from evaluation.turns import in_turns
 
 ALONE = 0
 """Length of the arm that does not speculate."""
-CLOCKS = ("tokens_per_s", "tokens_per_s_on_the_wall")
-Turns = Mapping[int, Sequence[Mapping[str, float]]]
-"""Length -> what each turn came to: seconds, cpu_seconds, tokens, steps, drafts, accepted."""
+SMALL = {"max_num_seqs": 1, "block_size": 32, "num_gpu_blocks_override": 64}
+"""A cache for one request, so that the engines of all arms fit into memory."""
+LONGEST = 21
+"""Tokens of the longest verification that flags looks at, with 20 drafted ones."""
+Seen = Mapping[int, Sequence["Answered"]]
+"""Length -> what it spent on each prompt."""
+
+
+class Answered(NamedTuple):
+    """What one arm spent on one prompt."""
+
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_accepted: int
+    cpu_seconds: float
+    seconds: float
+
+    @property
+    def num_steps(self) -> int:
+        """Number of target forwards: without drafts one for each token, with them one for each draft and one for the
+        prompt.
+        """
+        return self.num_drafts + 1 if self.num_drafts else len(self.token_ids)
+
+
+class Numbers(NamedTuple):
+    """What three steps say of all, in milliseconds."""
+
+    alone_ms: float
+    """A step without speculation."""
+    average_ms: float
+    """What a step with K drafted tokens takes more, for each of them."""
+    t_draft_ms: float
+    """What a further drafted token takes."""
+    round_ms: float
+    """A step that speculates, without its drafted tokens."""
+
+    @classmethod
+    def of(cls, steps: Mapping[int, float], few: int, many: int) -> "Numbers":
+        """From the milliseconds of a step at each length."""
+        t_draft_ms = (steps[many] - steps[few]) / (many - few)
+        average_ms = (steps[many] - steps[ALONE]) / many
+        return cls(steps[ALONE], average_ms, t_draft_ms, steps[few] - few * t_draft_ms)
+
+    @property
+    def two(self) -> str:
+        return f"--t_draft_ms {self.average_ms:.3f} --t_target_ms {self.alone_ms:.3f}"
+
+    @property
+    def three(self) -> str:
+        """The longer forwards are told twice, since what lies beyond the last is extrapolated."""
+        by_tokens = f"1:{self.alone_ms:.3f},2:{self.round_ms:.3f},{LONGEST}:{self.round_ms:.3f}"
+        return f"--t_draft_ms {self.t_draft_ms:.3f} --t_target_ms {by_tokens}"
+
+    def predicted_ms(self, length: int) -> float:
+        """A step of this length."""
+        return self.round_ms + length * self.t_draft_ms if length else self.alone_ms
 
 
 def serve_lengths(
     config: Config,
     *,
     lengths: tuple[int, ...] = (1, 2, 3, 5, 8),
-    measured_at: int = 5,
-    turns: int = 2,
-    prompts: int = 8,
-    max_tokens: int = 96,
+    measured_at: tuple[int, int] = (2, 5),
+    prompts: int = 24,
+    max_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Serve every length in turns.
+    """Serve every length in turns, prompt by prompt.
 
     Args:
         config: the experiment, for its pair and its test prompts.
         lengths: values of num_speculative_tokens.
-        measured_at: the length, among `lengths`, whose steps give t_draft_ms.
-        turns: of every arm.
-        prompts: requests of an arm in a turn.
+        measured_at: k and K, two of the lengths.
+        prompts: test prompts.
         max_tokens: of a request.
     """
-    if measured_at not in lengths:
-        raise ValueError(f"measured_at is {measured_at}, and no arm has that length: lengths are {lengths}")
+    few, many = measured_at
+    if not (few in lengths and many in lengths and few < many):
+        raise ValueError(f"measured_at is {measured_at}; name two of the lengths {lengths}, the shorter one first")
     python, experiment = interpreter(), Experiment(config)
-    ids = experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=turns * prompts)
-    seen = defaultdict[int, list[Mapping[str, float]]](list)
-    report: dict[str, Any] = {}
+    ids = experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=prompts)
+    engines: dict[int, EngineProcess] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pair = {role: saved(getattr(config.pair, role), folder / role) for role in ("target", "draft")}
-        for turn, order in in_turns((ALONE, *lengths), range(turns)):
-            asked = list(islice(cycle(ids), turn * prompts, (turn + 1) * prompts))
-            for length in order:
-                job = pair | {"longest": length, "settings": None, "arguments": {"max_num_seqs": 1}, "batches": []}
-                job["draft"] = pair["draft"] if length else None
-                seen[length].append(served(python, job, asked, max_tokens, folder / "job.json"))
-                print(json.dumps({"turn": turn, "length": length} | seen[length][-1]), flush=True)
-            report = summary(seen, measured_at)
+        try:
+            for length in (ALONE, *lengths):
+                engines[length] = EngineProcess(python, job_of(pair, length), folder / f"{length}.json")
+            seen = timed(engines, ids, max_tokens)
+        finally:
+            for engine in engines.values():
+                engine.close()
+    report = summary(seen, measured_at)
     print(json.dumps(report))
     return report
 
 
-def served(
-    python: str, job: Mapping[str, Any], prompts: Sequence[Sequence[int]], max_tokens: int, path: Path
-) -> dict[str, float]:
-    """Counts and seconds of one engine over these prompts, after one request that warms it up."""
-    engine = EngineProcess(python, dict(job), path)
-    try:
-        engine.served(batch("warm", prompts[:1], max_tokens))
-        result = engine.served(batch("timed", prompts, max_tokens))
-    finally:
-        engine.close()
-    num_tokens = sum(len(answer["token_ids"]) for answer in result["answers"])
-    counters, is_alone = result["counters"], job["draft"] is None
-    num_drafts = counters["spec_decode_num_drafts"]
-    return {
-        "seconds": result["seconds"],
-        "cpu_seconds": result["cpu_seconds"],
-        "num_tokens": num_tokens,
-        "num_steps": num_tokens if is_alone else num_drafts + len(prompts),
-        "num_drafts": num_drafts,
-        "num_accepted": counters["spec_decode_num_accepted_tokens"],
-    }
+def job_of(pair: Mapping[str, str], length: int) -> dict[str, Any]:
+    """An engine as `benchmarks.serve.engine` takes it."""
+    drafts = {} if length else {"draft": None}
+    return {**pair, "longest": length, "settings": None, "arguments": SMALL, "batches": []} | drafts
 
 
-def batch(name: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-    """A batch as `benchmarks.serve.engine` takes it."""
-    requests = [{"prompt_ids": ids, "policy": None, "max_tokens": max_tokens} for ids in prompts]
-    return {"name": name, "requests": requests, "concurrency": 1, "ignore_eos": True}
+def timed(engines: Mapping[int, EngineProcess], prompts: Sequence[Sequence[int]], max_tokens: int) -> Seen:
+    """What every engine spent on each prompt, all of them in turns, after one prompt that warms them up."""
+    seen: dict[int, list[Answered]] = {length: [] for length in engines}
+    for length, engine in engines.items():
+        answered(engine, prompts[0], max_tokens, "warm")
+        print(f"length {length}: ready", flush=True)
+    for place, (prompt, order) in enumerate(in_turns(engines, prompts)):
+        for length in order:
+            seen[length].append(answered(engines[length], prompt, max_tokens, str(place)))
+    return seen
 
 
-def summary(seen: Turns, measured_at: int) -> dict[str, Any]:
-    """Every arm, the two numbers, and the best length by either clock."""
-    t_target_ms = step_ms(seen[ALONE])
-    t_draft_ms = (step_ms(seen[measured_at]) - t_target_ms) / measured_at
+def answered(engine: EngineProcess, prompt: Sequence[int], max_tokens: int, name: str) -> Answered:
+    """What the engine spent on one prompt."""
+    request = {"prompt_ids": prompt, "policy": None, "max_tokens": max_tokens}
+    result = engine.served({"name": name, "requests": [request]})
+    counters = result["counters"]
+    return Answered(
+        token_ids=tuple(result["answers"][0]["token_ids"]),
+        num_drafts=counters["spec_decode_num_drafts"],
+        num_accepted=counters["spec_decode_num_accepted_tokens"],
+        cpu_seconds=result["cpu_seconds"],
+        seconds=result["seconds"],
+    )
+
+
+def summary(seen: Seen, measured_at: tuple[int, int]) -> dict[str, Any]:
+    """The numbers that flags takes, the best length by either clock, and every arm."""
+    numbers = Numbers.of({length: step_ms(each) for length, each in seen.items()}, *measured_at)
+    cpu, wall = ({length: spent(each, clock) for length, each in seen.items()} for clock in ("cpu_seconds", "seconds"))
+    best, best_on_the_wall = (max(arms, key=lambda length: arms[length].tokens_per_s) for arms in (cpu, wall))
     arms = {
         length: {
-            "tokens_per_s": rate(turns, "num_tokens", "cpu_seconds"),
-            "tokens_per_s_on_the_wall": rate(turns, "num_tokens", "seconds"),
-            "of_each_turn": [rate([turn], "num_tokens", "cpu_seconds") for turn in turns],
-            "step_ms": step_ms(turns),
-            "predicted_ms": t_target_ms + length * t_draft_ms,
-            "acceptance_length": 1 + rate(turns, "num_accepted", "num_drafts") if length else 1.0,
+            "tokens_per_s": round(cpu[length].tokens_per_s, 1),
+            "over_none": gain_over(cpu[ALONE], cpu[length]).text,
+            "over_best": gain_over(cpu[best], cpu[length]).text,
+            "tokens_per_s_on_the_wall": round(wall[length].tokens_per_s, 1),
+            "over_best_on_the_wall": gain_over(wall[best_on_the_wall], wall[length]).text,
+            "step_ms": round(step_ms(each), 3),
+            "predicted_ms": round(numbers.predicted_ms(length), 3),
+            "acceptance_length": round(sum(len(one.token_ids) for one in each) / sum(one.num_steps for one in each), 3),
         }
-        for length, turns in sorted(seen.items())
+        for length, each in seen.items()
     }
-    best = {clock: max(arms, key=lambda length: arms[length][clock]) for clock in CLOCKS}
-    return {"t_target_ms": t_target_ms, "t_draft_ms": t_draft_ms, "best": best, "arms": arms}
+    return {
+        "flags": {"two numbers": numbers.two, "three numbers": numbers.three},
+        "best": best,
+        "best_on_the_wall": best_on_the_wall,
+        "same_texts": all(len({one.token_ids for one in prompt}) == 1 for prompt in zip(*seen.values(), strict=True)),
+        "arms": arms,
+    }
 
 
-def step_ms(turns: Sequence[Mapping[str, float]]) -> float:
+def spent(each: Sequence[Answered], clock: str) -> Spent:
+    """Tokens and seconds of each prompt by one of the clocks."""
+    return Spent(np.array([len(one.token_ids) for one in each]), np.array([getattr(one, clock) for one in each]))
+
+
+def step_ms(each: Sequence[Answered]) -> float:
     """CPU milliseconds of a step."""
-    return 1000 * rate(turns, "cpu_seconds", "num_steps")
-
-
-def rate(turns: Sequence[Mapping[str, float]], count: str, over: str) -> float:
-    """The sum of one column over the sum of another."""
-    return sum(turn[count] for turn in turns) / sum(turn[over] for turn in turns)
+    return 1000 * sum(one.cpu_seconds for one in each) / sum(one.num_steps for one in each)
 
 
 if __name__ == "__main__":
