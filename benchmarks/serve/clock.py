@@ -111,10 +111,14 @@ def serve_clock(
 
 
 def slow(role: str, num_layers: int, folder: Path) -> str:
-    """A model of the trio with so many layers that change nothing, and its tokenizer; the directory."""
-    source = str(TRIO / role)
-    load_model(ModelSource(path=source, dtype="float32", extra_layers=num_layers)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    """A model of the trio with so many layers that change nothing; the directory."""
+    return saved(ModelSource(path=str(TRIO / role), dtype="float32", extra_layers=num_layers), folder)
+
+
+def saved(source: ModelSource, folder: Path) -> str:
+    """The model that a source describes and its tokenizer, as vLLM loads them; the directory."""
+    load_model(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.path).save_pretrained(folder)
     return str(folder)
 
 

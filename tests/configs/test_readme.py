@@ -81,7 +81,7 @@ COMMANDS = [
 ]
 FRONT_COMMANDS = front_commands(README)
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
-BENCHMARKS = {"benchmarks.data_gen", "benchmarks.feature_drafts", "benchmarks.serve.clock"}
+BENCHMARKS = {"benchmarks.data_gen", "benchmarks.feature_drafts", "benchmarks.serve.clock", "benchmarks.serve.lengths"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
 [FROM_PROMPTS] = [script for script in SCRIPTS if "make_data" in script]

@@ -1,0 +1,206 @@
+"""The best `num_speculative_tokens` of a real vLLM, on a clock: `VLLM_PYTHON=VENV/bin/python python -m
+benchmarks.serve.lengths --config tiny [--lengths '[1,2,3,5,8]'] [--prompts 24]`.
+
+One arm per length and one that does not speculate, each an engine of its own (a length is set when it starts), all of
+them up at once; one request at a time, greedy, so that every arm writes the same text, which is checked. Each test
+prompt goes to all arms, one right after the other, and another arm begins on the next. Seconds are CPU seconds of the
+engine's process, which computes with one thread and which other work on the machine lengthens least; what the clock on
+the wall says stands beside. Drafts and accepted tokens are vLLM's own counters. The last line is one JSON document.
+
+What `acceptance-heads flags --for vllm` asks for comes from the same counters, which every server has. A step is a
+round, or the reading of a prompt, after which there is one token and a draft too; step(K) is the time of one with K
+drafted tokens.
+
+    two numbers      t_target_ms = step(0);  t_draft_ms = (step(K) - step(0)) / K: all that a round costs more is in it
+    three numbers    t_draft_ms = (step(K) - step(k)) / (K - k);  t_target_ms = step(0) for one token, and
+                     step(k) - k * t_draft_ms for more, so that what speculation costs once a round is apart
+
+"flags" has both as they are given to the command, and "predicted_ms" of an arm what the three say of its step.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.serve.clock import EngineProcess, saved
+from benchmarks.serve.loop import interpreter
+from configs.command import run
+from configs.schema import Config
+from decode.experiment import Experiment
+from evaluation.intervals import Spent, gain_over
+from evaluation.turns import in_turns
+
+ALONE = 0
+"""Length of the arm that does not speculate."""
+SMALL = {"max_num_seqs": 1, "block_size": 32, "num_gpu_blocks_override": 64}
+"""A cache for one request, so that the engines of all arms fit into memory."""
+LONGEST = 21
+"""Tokens of the longest verification that flags looks at, with 20 drafted ones."""
+Seen = Mapping[int, Sequence["Answered"]]
+"""Length -> what it spent on each prompt."""
+
+
+class Answered(NamedTuple):
+    """What one arm spent on one prompt."""
+
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_accepted: int
+    cpu_seconds: float
+    seconds: float
+
+    @property
+    def num_steps(self) -> int:
+        """Number of target forwards: without drafts one for each token, with them one for each draft and one for the
+        prompt.
+        """
+        return self.num_drafts + 1 if self.num_drafts else len(self.token_ids)
+
+
+class Numbers(NamedTuple):
+    """What three steps say of all, in milliseconds."""
+
+    alone_ms: float
+    """A step without speculation."""
+    average_ms: float
+    """What a step with K drafted tokens takes more, for each of them."""
+    t_draft_ms: float
+    """What a further drafted token takes."""
+    round_ms: float
+    """A step that speculates, without its drafted tokens."""
+
+    @classmethod
+    def of(cls, steps: Mapping[int, float], few: int, many: int) -> "Numbers":
+        """From the milliseconds of a step at each length."""
+        t_draft_ms = (steps[many] - steps[few]) / (many - few)
+        average_ms = (steps[many] - steps[ALONE]) / many
+        return cls(steps[ALONE], average_ms, t_draft_ms, steps[few] - few * t_draft_ms)
+
+    @property
+    def two(self) -> str:
+        return f"--t_draft_ms {self.average_ms:.3f} --t_target_ms {self.alone_ms:.3f}"
+
+    @property
+    def three(self) -> str:
+        """The longer forwards are told twice, since what lies beyond the last is extrapolated."""
+        by_tokens = f"1:{self.alone_ms:.3f},2:{self.round_ms:.3f},{LONGEST}:{self.round_ms:.3f}"
+        return f"--t_draft_ms {self.t_draft_ms:.3f} --t_target_ms {by_tokens}"
+
+    def predicted_ms(self, length: int) -> float:
+        """A step of this length."""
+        return self.round_ms + length * self.t_draft_ms if length else self.alone_ms
+
+
+def serve_lengths(
+    config: Config,
+    *,
+    lengths: tuple[int, ...] = (1, 2, 3, 5, 8),
+    measured_at: tuple[int, int] = (2, 5),
+    prompts: int = 24,
+    max_tokens: int = 128,
+) -> dict[str, Any]:
+    """Serve every length in turns, prompt by prompt.
+
+    Args:
+        config: the experiment, for its pair and its test prompts.
+        lengths: values of num_speculative_tokens.
+        measured_at: k and K, two of the lengths.
+        prompts: test prompts.
+        max_tokens: of a request.
+    """
+    few, many = measured_at
+    if not (few in lengths and many in lengths and few < many):
+        raise ValueError(f"measured_at is {measured_at}; name two of the lengths {lengths}, the shorter one first")
+    python, experiment = interpreter(), Experiment(config)
+    ids = experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=prompts)
+    engines: dict[int, EngineProcess] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pair = {role: saved(getattr(config.pair, role), folder / role) for role in ("target", "draft")}
+        try:
+            for length in (ALONE, *lengths):
+                engines[length] = EngineProcess(python, job_of(pair, length), folder / f"{length}.json")
+            seen = timed(engines, ids, max_tokens)
+        finally:
+            for engine in engines.values():
+                engine.close()
+    report = summary(seen, measured_at)
+    print(json.dumps(report))
+    return report
+
+
+def job_of(pair: Mapping[str, str], length: int) -> dict[str, Any]:
+    """An engine as `benchmarks.serve.engine` takes it."""
+    drafts = {} if length else {"draft": None}
+    return {**pair, "longest": length, "settings": None, "arguments": SMALL, "batches": []} | drafts
+
+
+def timed(engines: Mapping[int, EngineProcess], prompts: Sequence[Sequence[int]], max_tokens: int) -> Seen:
+    """What every engine spent on each prompt, all of them in turns, after one prompt that warms them up."""
+    seen: dict[int, list[Answered]] = {length: [] for length in engines}
+    for length, engine in engines.items():
+        answered(engine, prompts[0], max_tokens, "warm")
+        print(f"length {length}: ready", flush=True)
+    for place, (prompt, order) in enumerate(in_turns(engines, prompts)):
+        for length in order:
+            seen[length].append(answered(engines[length], prompt, max_tokens, str(place)))
+    return seen
+
+
+def answered(engine: EngineProcess, prompt: Sequence[int], max_tokens: int, name: str) -> Answered:
+    """What the engine spent on one prompt."""
+    request = {"prompt_ids": prompt, "policy": None, "max_tokens": max_tokens}
+    result = engine.served({"name": name, "requests": [request]})
+    counters = result["counters"]
+    return Answered(
+        token_ids=tuple(result["answers"][0]["token_ids"]),
+        num_drafts=counters["spec_decode_num_drafts"],
+        num_accepted=counters["spec_decode_num_accepted_tokens"],
+        cpu_seconds=result["cpu_seconds"],
+        seconds=result["seconds"],
+    )
+
+
+def summary(seen: Seen, measured_at: tuple[int, int]) -> dict[str, Any]:
+    """The numbers that flags takes, the best length by either clock, and every arm."""
+    numbers = Numbers.of({length: step_ms(each) for length, each in seen.items()}, *measured_at)
+    cpu, wall = ({length: spent(each, clock) for length, each in seen.items()} for clock in ("cpu_seconds", "seconds"))
+    best, best_on_the_wall = (max(arms, key=lambda length: arms[length].tokens_per_s) for arms in (cpu, wall))
+    arms = {
+        length: {
+            "tokens_per_s": round(cpu[length].tokens_per_s, 1),
+            "over_none": gain_over(cpu[ALONE], cpu[length]).text,
+            "over_best": gain_over(cpu[best], cpu[length]).text,
+            "tokens_per_s_on_the_wall": round(wall[length].tokens_per_s, 1),
+            "over_best_on_the_wall": gain_over(wall[best_on_the_wall], wall[length]).text,
+            "step_ms": round(step_ms(each), 3),
+            "predicted_ms": round(numbers.predicted_ms(length), 3),
+            "acceptance_length": round(sum(len(one.token_ids) for one in each) / sum(one.num_steps for one in each), 3),
+        }
+        for length, each in seen.items()
+    }
+    return {
+        "flags": {"two numbers": numbers.two, "three numbers": numbers.three},
+        "best": best,
+        "best_on_the_wall": best_on_the_wall,
+        "same_texts": all(len({one.token_ids for one in prompt}) == 1 for prompt in zip(*seen.values(), strict=True)),
+        "arms": arms,
+    }
+
+
+def spent(each: Sequence[Answered], clock: str) -> Spent:
+    """Tokens and seconds of each prompt by one of the clocks."""
+    return Spent(np.array([len(one.token_ids) for one in each]), np.array([getattr(one, clock) for one in each]))
+
+
+def step_ms(each: Sequence[Answered]) -> float:
+    """CPU milliseconds of a step."""
+    return 1000 * sum(one.cpu_seconds for one in each) / sum(one.num_steps for one in each)
+
+
+if __name__ == "__main__":
+    run({"serve_lengths": serve_lengths}, default="serve_lengths")
