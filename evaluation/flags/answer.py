@@ -6,7 +6,7 @@ from typing import Any
 
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
-from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Choice
+from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Choice, Contest
 from evaluation.flags.engines import Engine, EngineName
 from evaluation.flags.in_batches import BatchChoice
 from evaluation.sheet import Sheet
@@ -25,6 +25,17 @@ class Answer:
     cost: CostModel
     best_on_test: float
     """Tokens per second on test of the setting that is best there."""
+
+    @classmethod
+    def of(cls, name: EngineName, contest: Contest, others: Mapping[str, Choice]) -> "Answer":
+        """The answer of a contest, with what competes beside the engine."""
+        return cls(
+            name=name,
+            engine=contest.engine,
+            choices={**contest.choices(), **others},
+            cost=contest.times.alone,
+            best_on_test=contest.best_on_test,
+        )
 
     @property
     def flags(self) -> Choice:

@@ -61,13 +61,7 @@ def flags(
     with printing(aside=json):
         experiment, contest = contest_for(config, for_, given)
         best = ours(contest, experiment.heads, drawn=traces_of(experiment, None))
-        answer = Answer(
-            name=for_,
-            engine=engine,
-            choices=contest.choices() | best.choices,
-            cost=contest.times.alone,
-            best_on_test=contest.best_on_test,
-        )
+        answer = Answer.of(for_, contest, best.choices)
         answer_sheet(answer).print()
         for sentence in sentences_of(answer):
             say(sentence)

@@ -1,5 +1,6 @@
 """A pair of tiny random Llamas, sharp enough that acceptance varies, and traces of them."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -45,9 +46,8 @@ class Words(PreTrainedTokenizerBase):
         return {str(token): token for token in range(VOCAB)}
 
 
-def recorder(sampling: Sampling, length: int = LENGTH, draft_sampling: Sampling | None = None) -> Recorder:
-    models = model(2), model(1, 2)
-    return Recorder(*models, sampling, VOCAB, frozenset({EOS}), length, draft_sampling=draft_sampling)
+def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
+    return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
 
 
 def trace(
@@ -68,4 +68,5 @@ def trace(
         Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
         for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    return record_trace(recorder(sampling, length, draft_sampling), exchanges, max_new_tokens=LIMIT, seed=seed + 1)
+    recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
+    return record_trace(recording, exchanges, max_new_tokens=LIMIT, seed=seed + 1)

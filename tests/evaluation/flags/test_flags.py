@@ -64,9 +64,8 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
 
 def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):
     contest = contest_at(traces, t_draft_s=20.0)
-    answer = Answer(
-        name="llama.cpp", engine=LLAMA, choices=contest.choices(), cost=contest.times.alone, best_on_test=1.0
-    )
+    answer = Answer.of("llama.cpp", contest, {})
+    assert answer.short_of_hindsight == pytest.approx(0, abs=0.05)
     assert not answer.speculates
     assert answer.line == "llama-server -m TARGET.gguf"
     assert "do not speculate" in next(sentences_of(answer))
