@@ -31,10 +31,11 @@ from evaluation.bench.arms import Timed, Written
 from evaluation.bench.schedules import assisted
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
+from evaluation.flag_types import EngineName, Milliseconds
 from evaluation.flags.choice import DEFAULT, FLAGS, NONE, Choice, Contest
 from evaluation.flags.command import contest_for
-from evaluation.flags.engines import ENGINES, EngineName, of_generation_config
-from evaluation.flags.times import Milliseconds, given_times
+from evaluation.flags.engines import ENGINES, of_generation_config
+from evaluation.flags.times import given_times
 from evaluation.intervals import Spent, gain_over
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns

@@ -54,10 +54,10 @@ def make(
         rank: this process makes shards rank, rank + world_size, …; taken from torchrun or srun where they started it.
         world_size: processes that make the data together.
     """
-    check_settings(config.pair, config.data)
     if sliced_models(config.pair) and rank is None and world_size is None:
         rank, world_size = 0, 1  # torchrun's variables count slices
     share = _share(config.data, rank, world_size)
+    check_settings(config.pair, config.data)
     with in_lockstep(config.pair) as is_leader:
         if is_leader:
             _make(config, share, retry_errors=retry_errors, stages=stages)

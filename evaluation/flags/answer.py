@@ -6,8 +6,9 @@ from typing import Any
 
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
+from evaluation.flag_types import EngineName
 from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Choice, Contest
-from evaluation.flags.engines import Engine, EngineName
+from evaluation.flags.engines import Engine
 from evaluation.flags.in_batches import BatchChoice
 from evaluation.sheet import Sheet
 

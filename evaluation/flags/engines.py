@@ -8,11 +8,11 @@ and docs/flags.md is its page. Every entry was read in the sources of the versio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps as to_json
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from evaluation.flag_types import EngineName
 from lm import Sampling
 
-EngineName = Literal["llama.cpp", "vllm", "sglang", "transformers"]
 Setting = Mapping[str, Any]
 
 

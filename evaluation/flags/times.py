@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from configs.paths import local_path
 from configs.schema import Config
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.model import CostModel
-
-Milliseconds = float | str
-"""A number, or numbers of tokens with theirs: 1:30,5:33."""
+from evaluation.flag_types import Milliseconds
 
 
 class Given(NamedTuple):
@@ -45,7 +44,7 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
     if log is not None and (t_draft_ms is not None or t_target_ms is not None):
         raise ValueError("--log and --t_draft_ms or --t_target_ms both say what forwards take; give one of them")
     if log is not None:
-        return read_log(Path(log))
+        return read_log(local_path(log, "--log"))
     if t_draft_ms is None and t_target_ms is None:
         return None
     if t_draft_ms is None or t_target_ms is None:

@@ -26,6 +26,7 @@ from data_gen.pipeline.reuse import responses
 from data_gen.stats.command import stats
 from decode.generate.command import generate
 from evaluation.__main__ import COMMANDS as EVALUATION
+from evaluation.flags.command import flags
 from evaluation.papers.command import paper_tables
 from evaluation.report.command import evaluate
 from heads.command import export, import_, push
@@ -67,6 +68,7 @@ NO_PATHS |= {f"pair.{model}.{name}" for model in ("target", "draft", "micro") fo
 NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", "columns")} | {
     "data.template",
     "data.ray.address",
+    *(f"data.ray.{stage}resources" for stage in ("", "respond.", "draft.", "target.")),
 }
 NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_key_variable")}
 NO_PATHS |= {"heads.scalars", "heads.architectures", "decode.grid", "decode.policies", "trainer"}
@@ -84,6 +86,7 @@ NO_PATH_FLAGS |= {
 NO_PATH_FLAGS |= {
     "evaluation bench": {"batch", "policies", "families"},
     "evaluation evaluate": {"batch"},
+    "evaluation flags": {"batch", "for_", "t_draft_ms", "t_target_ms"},
     "evaluation paper_tables": {"stops"},
     "evaluation hierarchy": {"level_heads"},
 }
@@ -172,6 +175,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "heads inspect --path": lambda: inspect_head(path=URL),
     "evaluation evaluate --home": lambda: evaluate(CONFIG, home=URL),
     "decode generate --svg": lambda: generate(CONFIG, prompt="Hi", svg=URL),
+    "evaluation flags --log": lambda: flags(CONFIG, for_="llama.cpp", log=URL),
     "evaluation paper_tables --eagle": lambda: paper_tables(CONFIG, paper="hsddw", eagle=URL),
     "AcceptanceHead.save_pretrained": lambda: AcceptanceHead(4, 0).save_pretrained(URL),
     "AcceptanceHead.save_pretrained of a Path": lambda: AcceptanceHead(4, 0).save_pretrained(Path(URL)),

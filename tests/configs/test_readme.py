@@ -82,6 +82,7 @@ COMMANDS = [
 FRONT_COMMANDS = front_commands(README)
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
 BENCHMARKS = {"benchmarks.data_gen", "benchmarks.feature_drafts", "benchmarks.serve.clock", "benchmarks.serve.lengths"}
+BENCHMARKS |= {"benchmarks.flags", "benchmarks.server_labels"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
 [FROM_PROMPTS] = [script for script in SCRIPTS if "make_data" in script]
