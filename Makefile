@@ -5,14 +5,19 @@ PIP = $(VENV)/bin/pip --disable-pip-version-check
 RUN = $(VENV)/bin/python
 CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
+SMOLLM2 ?= checkpoints/smollm2/target
 BACKEND ?= aot_eager
 INSTALLED = $(VENV)/.installed
 # Types and shapes are checked at every call, which makes a test three times as dear.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
 
-.PHONY: help install demo test test-all check conformance test-vllm docs tree clean
+SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d2-w3
+SMOLLM2_SETTINGS = --config smollm2 --pair.target.path $(SMOLLM2) --data.prompts checkpoints/smollm2/prompts.jsonl \
+	--data.num_train null --data.num_dev 8 --data.num_test 16 --decode.num_dev 8 --decode.num_test 16 --decode.dir runs/smollm2
+
+.PHONY: help install demo smollm2 test test-all check conformance test-vllm docs tree clean
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
 install: $(INSTALLED) ## create .venv and install everything into it, versions as in constraints.txt
 
@@ -30,6 +35,12 @@ demo: $(INSTALLED) ## the main job on the embedded trio: data, a sweep of 60 hea
 	$(RUN) train.py --config $(CONFIG)
 	$(RUN) -m heads export --config $(CONFIG)
 	$(RUN) -m evaluation evaluate --config $(CONFIG)
+
+smollm2: $(INSTALLED) ## a published model, SmolLM2-135M: an answer in colour, a short race on a clock (ten minutes; SMOLLM2=DIR if it is here)
+	test -f $(SMOLLM2)/config.json || $(RUN) -m checkpoints.recipes smollm2 --dir $(SMOLLM2)
+	$(RUN) -m decode generate $(SMOLLM2_SETTINGS) --policy $(SMOLLM2_HEAD) --max_new_tokens 80 --prompt "What causes the tides?"
+	$(RUN) -m evaluation bench $(SMOLLM2_SETTINGS) --samplings '[own]' --num_prompts 8 --num_tokens 64 --race.ignore_eos false \
+		--policies '[fixed_length:k=2,cumulative_token_prob:min_token_prob=0.3,$(SMOLLM2_HEAD)]'
 
 test: $(INSTALLED) ## the fast tests, every law among them (three minutes; so does a bare `pytest`)
 	$(RUN) -m pytest -n 2

@@ -112,7 +112,8 @@ def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, 
         if dev.draft_sampling is not None:
             if head.timing == "fed":
                 continue
-            tokens, labels = dev.first_drawn, dev.signals["acceptance_prob"][dev.first_drawn]
+            tokens = dev.first_drawn[dev.is_drafted]
+            labels = dev.signals["acceptance_prob"][tokens]
         elif head.timing == "fed":  # it has scored a token once the next one is drawn
             tokens = np.delete(here, first)
             labels = dev.signals["acceptance_prob"][dev.before[tokens]]
@@ -121,9 +122,9 @@ def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, 
                 here,
                 dev.acceptance_rate if head.timing == "prefix" else dev.signals["acceptance_prob"][here],
             )
-        calibrated[f"{name} calibrated here"] = recalibrated(
-            head, *map(torch.from_numpy, (dev.logit(head)[tokens], labels))
-        )
+        can_be_drawn = np.isfinite(dev.signals["log_token_prob"][tokens])  # by a draft with a reduced vocabulary
+        fitted = (dev.logit(head)[tokens][can_be_drawn], labels[can_be_drawn])
+        calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, fitted))
     return calibrated
 
 

@@ -144,11 +144,11 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
     figure, axes = figure_of(3.8)
     colours = colours_of(())
-    drawn = trace.first_drawn
+    drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for timing, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
-        at, accepted = (drawn, trace.is_first_accepted) if head.timing != "fed" else _scored_later(trace, drawn)
+        at, accepted = (drawn, is_accepted) if head.timing != "fed" else _scored_later(trace, drawn, is_accepted)
         prob = expit(head.calibrated_logit(logit[at]))
         index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
         count = np.bincount(index, minlength=_BINS)
@@ -169,7 +169,8 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
 def entropies(trace: Trace) -> Plot:
     """H(q) where the draft's token was accepted, and where it was rejected."""
     figure, axes = figure_of(3.6)
-    entropy, is_accepted = trace.signals["entropy"][trace.first_drawn], trace.is_first_accepted
+    entropy = trace.signals["entropy"][trace.first_drawn[trace.is_drafted]]
+    is_accepted = trace.is_first_accepted[trace.is_drafted]
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
     for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
         if not mask.any():
@@ -188,7 +189,7 @@ def _meaning(family: str, parameter: str) -> str:
     return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 
-def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
+def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array, Array]:
     """Index of each drawn token's fed-time score (it stands at the token after it), and whether the drawn token was
     accepted.
     """
@@ -196,7 +197,8 @@ def _scored_later(trace: Trace, drawn: Array) -> tuple[Array, Array]:
     fits = following < len(trace.token)
     following = np.where(fits, following, 0)
     fits &= trace.before[following] == drawn  # else the next token in flat order begins another branch or row
-    return following[fits], trace.is_first_accepted[fits]
+    fits &= np.isfinite(trace.signals["log_token_prob"][following])  # else no draft of a reduced vocabulary draws it
+    return following[fits], is_accepted[fits]
 
 
 def _rates(arm: Arm) -> Array:

@@ -150,8 +150,17 @@ class Trace:
 
     @cached_property
     def first_drawn(self) -> Int[Array, " positions"]:
-        """Flat index of the first token that a round drafts which starts at each position."""
+        """Flat index of the first token that a round drafts which starts at each position; where none is drafted
+        (`is_drafted`), of the response's own.
+        """
         return np.where(self.is_rejected, self.branch, np.arange(self.num_positions))
+
+    @property
+    def is_drafted(self) -> Bool[Array, " positions"]:
+        """Whether a round that starts at each position drafts: not where a rejection leaves no room before the limit,
+        nor where a feature draft has not read the target yet.
+        """
+        return ~self.is_rejected | (self.branch != np.arange(self.num_positions))
 
     @property
     def is_first_accepted(self) -> Bool[Array, " positions"]:

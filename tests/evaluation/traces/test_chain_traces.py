@@ -13,6 +13,7 @@ from data_gen.responses.exchange import Exchange
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
+from evaluation.report.plots import reliability_plot
 from evaluation.traces.branches import signal_names
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
@@ -91,6 +92,17 @@ def expected_draft(
         if tokens[-1] == EOS:
             break
     return tokens, len(tokens) if rejected is None else rejected, told
+
+
+def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_bends_no_plot():
+    """A response's token beyond a reduced vocabulary has log q = -inf, and a head's score of it is no number."""
+    trace = traced("reduced", num=40)
+    assert np.isneginf(trace.signals["log_token_prob"][: trace.num_positions]).any()
+    drawn = trace.first_drawn[trace.is_drafted]
+    assert np.isfinite(trace.signals["log_token_prob"][drawn]).all()
+    np.testing.assert_array_equal(trace.is_drafted, trace.branch_lengths > 0)
+    heads = {timing: feature_head(timing) for timing in ("drawn", "fed")}
+    assert reliability_plot(trace, heads).svg.startswith("<svg")
 
 
 @torch.no_grad()
