@@ -8,7 +8,7 @@ Sizes = tuple[int, ...] | int | str
 Part = Literal["policies", "lengths", "overheads"]
 """Measurements of a bench."""
 EngineName = Literal["llama.cpp", "vllm", "sglang", "transformers"]
-Milliseconds = float | str
+Milliseconds = float | int | str
 """A number, or numbers of tokens with theirs: 1:30,5:33."""
 
 

@@ -135,7 +135,7 @@ class _Actor:
 
 def _check_room(stage: str, resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
     """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
-    needs = {"CPU": resources.num_cpus, "GPU": resources.num_gpus, **resources.resources}
+    needs = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
     wanted = {name: count for name, count in needs.items() if count > 0}
     room = [
         min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)

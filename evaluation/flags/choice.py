@@ -156,7 +156,7 @@ def whole(work: Work, k: int, cost: CostModel, rounds: Counted, texts: Counted) 
     drafts once more for each text.
     """
     return work._replace(
-        drafting_s=cost.t_draft_s * k * (rounds + texts), verifying_s=float(cost.target_s(np.array(k))) * rounds
+        drafting_s=cost.t_draft_s * k * (rounds + texts), verifying_s=float(cost.target_s(np.array([k]))[0]) * rounds
     )
 
 

@@ -24,6 +24,7 @@ from decode.policies import (
 )
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from decode.policies.engines import LlamaCpp
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
@@ -96,6 +97,7 @@ POLICIES: dict[str, Policy] = {
     "learning_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, is_learning=True),
     "learned_prob": LearnedProb(0.7),
     "recalling": Recalling(),
+    "llama_cpp": LlamaCpp(p_min=0.6),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
 POLICIES |= {

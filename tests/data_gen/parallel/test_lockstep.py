@@ -84,7 +84,7 @@ def check_same(ours: Path, theirs: Path) -> None:
     assert len(other) > 20
     assert mine.keys() == other.keys()
     for name, values in other.items():
-        if name.rpartition(" ")[2] in OF_TARGET:
+        if name.rpartition(" ")[2] in OF_TARGET and not all(value is None for value in values):
             rows, others = ([torch.as_tensor(row) for row in column[name]] for column in (mine, other))
             torch.testing.assert_close(rows, others, rtol=2**-9, atol=2**-10)  # rows keep half precision
         elif isinstance(values, torch.Tensor):

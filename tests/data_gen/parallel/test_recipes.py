@@ -26,7 +26,7 @@ exec python -c 'from configs.front import main; main()' "$@"
 
 def recipe(name: str) -> str:
     """The block of the page that begins with `# recipe: name`."""
-    [block] = re.findall(rf"^```\w+\n((?:#!.*\n)?# recipe: {name}\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    [block] = re.findall(rf"^```\w+\n((?:#![^\n]*\n)?# recipe: {name}\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return block
 
 

@@ -14,6 +14,7 @@ from configs.remote import RayConfig, RayStage
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.share import Share, share_of
+from data_gen.responses.conversation import ShardSpec
 from store.lock import LOCK, holder_of, only_writer
 from tests.data_gen.processes import meanwhile
 
@@ -85,10 +86,10 @@ def test_resources_of_a_stage_that_the_run_does_not_have_are_refused(toy_config,
 
 
 def test_every_shard_is_of_one_process():
-    specs = list(range(14))
+    specs = [ShardSpec("train", index, ()) for index in range(14)]
     shares = [Share(rank, 4).of(specs) for rank in range(4)]
-    assert shares[1] == [1, 5, 9, 13]
-    assert sorted(chain.from_iterable(shares)) == specs
+    assert [spec.index for spec in shares[1]] == [1, 5, 9, 13]
+    assert sorted(chain.from_iterable(shares), key=lambda spec: spec.index) == specs
     assert Share(5, 6).of(specs[:3]) == []
 
 
