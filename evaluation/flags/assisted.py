@@ -36,7 +36,7 @@ _ASKED = {"assistant_confidence_threshold": 1e-9}
 
 
 class Run(NamedTuple):
-    """One generation."""
+    """Forwards and seconds of one generation of transformers."""
 
     draft_forwards: int
     verifications: int

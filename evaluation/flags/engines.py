@@ -29,7 +29,7 @@ class Drafting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine."""
+    """An engine as `flags` knows it: its rule, its knobs and the line to paste."""
 
     version: str
     """Version whose sources were read."""
