@@ -18,7 +18,6 @@ from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.stats import bootstrap
 
 Kept = TypeVar("Kept")
 _RESAMPLES = 2000
@@ -80,6 +79,8 @@ def gain_over(base: Spent, spent: Spent, *, seed: int = 0) -> Gain:
     # no resample differs; the baseline itself is exactly 0
     if all(np.allclose(*pair) for pair in zip(base, spent, strict=True)):
         return Gain(value, value, value, 0.0)
+    from scipy.stats import bootstrap  # a quarter of a second to import, which every command would start with
+
     resampled = bootstrap(
         (*base, *spent),
         _gain,
