@@ -152,10 +152,11 @@ def clocked(experiment: Experiment, choices: Mapping[str, Choice], *, num: int) 
     prompts = experiment.prompt_ids(dataset, "test", num=max(num, experiment.decode.num_test))[:num]
     default = ENGINES["transformers"].default
     assert default is not None
+    flags = choices[FLAGS].option
     settings = {
         NONE: None,
         DEFAULT: of_generation_config(default),
-        FLAGS: of_generation_config(choices[FLAGS].option.setting),
+        FLAGS: None if flags.drafting is None else of_generation_config(flags.setting),
     }
     limit = experiment.decode.max_new_tokens
     arms: dict[str, Timed] = {

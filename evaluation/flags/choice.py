@@ -16,7 +16,7 @@ from evaluation.contest.arms import Arm, replay_arms
 from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
 from evaluation.flags.engines import Drafting, Engine, Setting
-from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
+from evaluation.intervals import PLAIN, Gain, Resamples, Splits, Work, gain_of
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Trace
 
@@ -120,7 +120,10 @@ class Contest:
         """The target alone."""
         grid = Grid(NONE, NONE, FixedLength(0), ({},))
         arm = arm_of(grid, self.home)
-        return options_of(arm, arm.work(self.times.alone), None)[0]
+        works = arm.work(self.times.alone)
+        if PLAIN in self.times.alone.errors.stopping:
+            works = Splits(works.dev.as_plain(), works.test.as_plain())
+        return options_of(arm, works, None)[0]
 
     @property
     def best_on_test(self) -> float:

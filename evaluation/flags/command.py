@@ -142,7 +142,8 @@ def _of_transformers(experiment: Experiment) -> CostModel:
         times |= {"errors": cost.errors._asdict(), "fit": {}, "stops": {}}
         store.keep([(key, times)])
     ours_ = costs_for(experiment)
-    errors = TimeErrors(times["errors"]["drafting"], times["errors"]["verifying"], ours_.errors.stopping)
+    of_loop = TimeErrors(**times["errors"])
+    errors = of_loop._replace(stopping={**ours_.errors.stopping, **of_loop.stopping})
     return CostModel(
         times["t_draft_s"],
         tuple(times["t_target_s"]),
