@@ -113,9 +113,11 @@ class TimeErrors(NamedTuple):
     drafting: float = 0.0
     verifying: float = 0.0
     stopping: Mapping[str, float] = {}
-    """Relative errors of stops, by kind."""
+    """Relative errors of stops, by kind, and of plain steps (PLAIN) where these have one of their own."""
 
 
+PLAIN = "plain"
+"""Kind of the target's steps without speculation."""
 CERTAIN = TimeErrors()
 
 
@@ -127,6 +129,12 @@ class Work(NamedTuple):
     stopping_s: Float[np.ndarray, "setting prompt"]
     verifying_s: Float[np.ndarray, "setting prompt"]
     stop_kind: str
+
+    def as_plain(self) -> "Work":
+        """The same of a target alone whose steps have an error of their own, apart from verifications'."""
+        return self._replace(
+            stopping_s=self.stopping_s + self.verifying_s, verifying_s=0 * self.verifying_s, stop_kind=PLAIN
+        )
 
     @property
     def seconds(self) -> Float[np.ndarray, "setting prompt"]:
