@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from decode.policies.auto import Auto
-from decode.policies.batch import BatchAuto, BatchCosts
+from decode.policies.batch import BatchAuto, BatchCosts, BlockAuto
 from decode.policies.head import HeadPolicy
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
@@ -70,7 +70,11 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, als
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
-    rule = BatchAuto(head, costs, size, also=also, **_index(trace, head, also))
+    index = _index(trace, head, also)
+    if trace.block_size is not None and head.timing == "prefix":
+        rule: BatchAuto = BlockAuto(head, costs, size, **index, block_size=trace.block_size)
+    else:
+        rule = BatchAuto(head, costs, size, also=also, **index)
     rows = queue_of(len(trace.rows), size)
 
     def reached(rate: float) -> float:
