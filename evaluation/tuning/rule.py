@@ -41,7 +41,7 @@ def auto_for(
     """
     rule = Auto(
         head,
-        **cost.line(HeadPolicy(head, also=also).stop_kind)._asdict(),
+        **cost.line(HeadPolicy(head, also=also).stop_kind, has_blocks=trace.block_size is not None)._asdict(),
         is_online=is_online,
         also=also,
         is_learning=is_learning,
