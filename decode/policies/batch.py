@@ -17,7 +17,8 @@ another drafts on, never whether a token that was drawn is verified: law 4.3 hol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -84,8 +85,10 @@ class BatchCosts(NamedTuple):
 class BatchRule:
     """A policy whose sequences are asked together: the loop hands their `worth` to what `pace` gives."""
 
-    looks_ahead: ClassVar[bool] = False
-    """Whether `worth` is that of a step whose signals before the draw are known."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `worth` is that of a step whose signals before the draw are known."""
+        return False
 
     def worth(self, state: Any, seen: BeforeDraw | None = None) -> Number:
         """Tokens that one more draft step of this sequence is expected to bring, its price not deducted.
@@ -170,35 +173,25 @@ class BatchAuto(ScoringPolicy, BatchRule):
 @dataclass(frozen=True)
 class BlockAuto(BatchAuto):
     """The rule where a draft's block is one forward (DSpark): that forward is paid before the round, so that a further
-    token costs its verification alone, and with a prefix head the next token's acceptance is known before it is drawn.
-
-    With worth_r = S_r * a_r, the next token's own a_r, those sequences go on that together gain most from
+    token costs its verification alone:
 
         the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m))
 
+    With a prefix head, as the draft's own confidence head is one (law 4.8c), the next token's acceptance a_r is known
+    before it is drawn, and worth_r = S_r * a_r without an index.
+
     Attributes:
-        head: a prefix head; the draft's own confidence head is one (law 4.8c).
         block_size: tokens of a block.
     """
 
     block_size: int = 7
-    looks_ahead: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head.timing != "prefix":
-            raise ValueError(
-                f"the rule of blocks asks before the draw, and this head is {self.head.timing}-time; give a prefix head"
-            )
-
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival, worth, learned = state
-        _, carried, _ = self.scored(survival, learned, drawn)
-        return (carried, worth, learned), False
+    @cached_property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self.head.timing == "prefix"
 
     def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
-        assert seen is not None, "the rule looks ahead"
-        return self.scored_before(state[0], state[2], seen)
+        return super().worth(state) if seen is None else self.scored_before(state[0], state[2], seen)
 
     def price_s(self, numbers: Any, num_tokens: int) -> Any:
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)

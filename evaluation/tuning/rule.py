@@ -70,11 +70,9 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, als
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
-    index = _index(trace, head, also)
-    if trace.block_size is not None and head.timing == "prefix":
-        rule: BatchAuto = BlockAuto(head, costs, size, **index, block_size=trace.block_size)
-    else:
-        rule = BatchAuto(head, costs, size, also=also, **index)
+    kind = BatchAuto if trace.block_size is None else BlockAuto
+    of_blocks: dict[str, Any] = {} if trace.block_size is None else {"block_size": trace.block_size}
+    rule = kind(head, costs, size, also=also, **_index(trace, head, also), **of_blocks)
     rows = queue_of(len(trace.rows), size)
 
     def reached(rate: float) -> float:

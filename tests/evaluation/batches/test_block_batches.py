@@ -96,6 +96,12 @@ def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
     assert reached == pytest.approx(rule.throughput, rel=5e-3)
 
 
-def test_a_head_that_scores_what_is_drawn_already_is_refused():
-    with pytest.raises(ValueError, match="give a prefix head"):
-        BlockAuto(feature_head("drawn", draft("rnn").hidden_size), COSTS)
+def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):
+    head = feature_head("drawn", draft("rnn").hidden_size)
+    rule = batch_auto_for(head, trace, COSTS, 4)
+    assert isinstance(rule, BlockAuto)
+    assert not rule.looks_ahead
+    rows, dear = queue_of(len(trace.rows), 4), COSTS._replace(draft=Curve.line(9.0))
+    load = step_through(trace, rule, rows, 4)
+    assert_same_load(load, step_through(trace, replace(rule, costs=dear), rows, 4))
+    assert 4 * len(load.emitted) < load.num_tokens.sum()
