@@ -28,6 +28,8 @@ _BEHIND = {
     "auto_prefix": "auto, prefix head",
     "auto_prefix_online": "auto online, prefix head",
     "auto_prefix_learning": "auto online, prefix, learning",
+    "auto_confidence": "auto, DSpark's confidence",
+    "auto_confidence_learning": "auto online, confidence learning",
     **HIERARCHY_NAMES,
     "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",
