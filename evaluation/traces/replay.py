@@ -200,9 +200,7 @@ class Lockstep:
         drawn).
         """
         lanes, tokens = self.lanes, self.tokens
-        path = lanes.start + lanes.position
-        at = np.where(path < lanes.fork, path, path + lanes.shift)
-        np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
+        path, at = lanes.start + lanes.position, self._places()
         drawn = self._drawn(at)
         draws = wants
         if self.policy.stops_before:
@@ -215,6 +213,13 @@ class Lockstep:
         self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
         return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
+
+    def _places(self) -> Array:
+        """Flat index of the token that each lane would draft next."""
+        path = self.lanes.start + self.lanes.position
+        at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
+        # lanes that wait for the others, or have ended, point anywhere
+        return np.minimum(at, len(self.tokens.is_eos) - 1, out=at)
 
     def _drawn(self, at: Array) -> AfterDraw:
         signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
@@ -230,7 +235,9 @@ class Lockstep:
         drafted = np.where(self._is_given_up()[over], 0, drawn) if self.gives_up else drawn
         accepted = np.minimum(drafted, lanes.stop[over] - start)
         emitted = np.minimum(accepted + 1, lanes.end[over] - start)
-        amounts = (emitted, drafted, 1, accepted, drawn + has_unused_forward[over])
+        # the forward of a block is paid before its first token is looked at
+        forwards = lanes.allowed[over] > 0 if self.tokens.has_blocks else drawn + has_unused_forward[over]
+        amounts = (emitted, drafted, 1, accepted, forwards.astype(np.int64))
         for name, amount in zip(_COUNTED, amounts, strict=True):
             totals.counts[name][index] += amount
         totals.lengths[index, drafted] += 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -41,7 +41,7 @@ class FeatureDraft(nn.Module):
     name_or_path = ""
     """Directory or repository that it was loaded from."""
 
-    def __init__(self, config: LlamaConfig, *, has_embedding: bool, num_logits: int | None) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config, *, has_embedding: bool, num_logits: int | None) -> None:
         """Args:
         config: config of the draft's layer; its vocabulary is the target's.
         has_embedding: has the draft input embeddings? Otherwise the target's serve.
@@ -53,7 +53,7 @@ class FeatureDraft(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = num_logits is not None
         self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # Qwen3 has all keys that it reads
         self.register_buffer("target_ids", None, persistent=False)
         self._borrowed: tuple[nn.Module, nn.Module] | None = None
         """The target's input embeddings and output head, in a tuple, since a module would own a module of its own
@@ -71,6 +71,11 @@ class FeatureDraft(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def hidden_size(self) -> int:
+        """Width of what its output head reads, and with it every acceptance head."""
+        return self.config.hidden_size
+
+    @property
     def num_logits(self) -> int:
         """Width of `logits`."""
         if self.lm_head is None or self.target_ids is not None:
@@ -79,7 +84,7 @@ class FeatureDraft(nn.Module):
 
     @property
     def target_layer_ids(self) -> tuple[int, ...] | None:
-        """Layers after which it reads the target's residual stream; None: after the final norm."""
+        """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
         return None
 
     def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:

@@ -1,0 +1,310 @@
+"""DSpark drafts (arXiv 2607.05147), in the layout of DeepSpec (github.com/deepseek-ai/DeepSpec): a block of tokens from
+one forward, and DFlash, which is the same without a Markov head.
+
+With x_0 the anchor, the newest token of the text, place i of a block proposes x_{i+1}:
+
+    c_t = hidden_norm(fc(features_t))                          of every token before the anchor: each layer makes keys
+        and values of it, by its own k_proj, k_norm and v_proj, at position t
+    h_0 … h_{B-1} = norm(layers(embed(x_0), embed(mask), …))   at the anchor's position and those behind it; a place
+        sees all of the context and the whole block, both ways
+    q_i = softmax(lm_head(h_i) + W2 z_i)                       z_i: vanilla W1[x_i]; gated sigmoid(gate [h_i; W1[x_i]])
+        W1[x_i]; rnn tanh(o_i), where [g_i; c_i; o_i] = joint [s_i; W1[x_i]; h_i] and s_{i+1} = sigmoid(g_i) s_i + (1 -
+        sigmoid(g_i)) tanh(c_i), s_0 = 0
+    confidence_i = proj [h_i; W1[x_i]], or proj h_i            logit of the acceptance rate of x_{i+1}: it is known
+        before x_{i+1} is drawn
+
+So tokens are drawn one after another with no further forward. What heads and output head read of a place is `hidden`,
+its state with the Markov head's numbers behind it: [h_i; W1[x_i]], and z_i too where that is not W1[x_i] itself.
+
+    draft.remember(draft.context(features), positions, cache)      once for all tokens that the target has been at
+    states = draft.block(anchors, positions, cache=cache)           appends the block to the cache: roll it back
+    hidden = draft.joined(states, previous)                         of texts that are known; `follow` has it place by
+        place
+    logits, confidence = draft.logits(hidden), draft.confidence(hidden)
+
+`on_text` runs many blocks of one text at once, as training does.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+
+from lm.features.draft import FeatureDraft, Rotation
+from lm.models.masked import visible
+
+Memory = Tensor | None
+"""What a Markov head carries from place to place; None before the first, and of heads that carry nothing."""
+
+
+class VanillaMarkov(nn.Module):
+    """The bias of a place follows from the token before it alone."""
+
+    num_parts = 1
+    """Rows of width `rank` that a place has of it: W1[x], and z where it is another."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.rank: int = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
+        self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
+
+    def step(
+        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
+    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
+        """(what stands behind the state of a place, what the next place is given)."""
+        return self.markov_w1(previous), None
+
+    def over(
+        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
+    ) -> Float[Tensor, "*block place parts"]:
+        """What stands behind the states of whole blocks."""
+        return self.step(states, previous, None)[0]
+
+    def bias(self, parts: Float[Tensor, "*place parts"]) -> Float[Tensor, "*place vocab"]:
+        """W2 z, which is added to the logits."""
+        return self.markov_w2(parts[..., -self.rank :])
+
+
+class GatedMarkov(VanillaMarkov):
+    """The place's state decides how much of the token before it counts."""
+
+    num_parts = 2
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
+
+    def step(
+        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
+    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
+        embedded = self.markov_w1(previous)
+        gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
+        return torch.cat([embedded, gate * embedded], -1), None
+
+
+class RNNMarkov(VanillaMarkov):
+    """A recurrent state carries every token of the block so far."""
+
+    num_parts = 2
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
+
+    def step(
+        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
+    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
+        embedded = self.markov_w1(previous)
+        memory = torch.zeros_like(embedded) if memory is None else memory
+        gate, candidate, output = self.joint_proj(torch.cat([memory, embedded, states], -1)).chunk(3, -1)
+        gate = gate.sigmoid()
+        return torch.cat([embedded, output.tanh()], -1), gate * memory + (1 - gate) * candidate.tanh()
+
+    def over(
+        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
+    ) -> Float[Tensor, "*block place parts"]:
+        parts, memory = [], None
+        for place in range(states.shape[-2]):
+            part, memory = self.step(states[..., place, :], previous[..., place], memory)
+            parts.append(part)
+        return torch.stack(parts, -2)
+
+
+MARKOV_HEADS: dict[str, type[VanillaMarkov]] = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RNNMarkov}
+"""Markov heads by `markov_head_type`."""
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c)."""
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, inputs: Float[Tensor, "*place input"]) -> Float[Tensor, "*place"]:
+        return self.proj(inputs).squeeze(-1)
+
+
+class DSparkLayer(nn.Module):
+    """Qwen3's layer, whose attention is not causal."""
+
+    def __init__(self, config: Qwen3Config, place: int) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, place)
+        self.self_attn.is_causal = False
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm, self.post_attention_layernorm = (
+            Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+        )
+
+    def remember(self, context: Float[Tensor, "batch token hidden"], rotation: Rotation, cache: Cache) -> None:
+        """Append keys and values of context, which passes no norm of the layer."""
+        attention = self.self_attn
+        shape = (*context.shape[:-1], -1, attention.head_dim)
+        keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+        values = attention.v_proj(context).view(shape).transpose(1, 2)
+        _, keys = apply_rotary_pos_emb(keys, keys, *rotation)
+        cache.update(keys, values, attention.layer_idx)
+
+    def forward(
+        self,
+        states: Float[Tensor, "batch node hidden"],
+        *,
+        rotation: Rotation,
+        mask: Bool[Tensor, "batch 1 node cached"] | None,
+        cache: Cache,
+    ) -> Float[Tensor, "batch node hidden"]:
+        """The residual stream behind the layer."""
+        attended, _ = self.self_attn(
+            self.input_layernorm(states), position_embeddings=rotation, attention_mask=mask, past_key_values=cache
+        )
+        states = states + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class DSpark(FeatureDraft):
+    """A DSpark draft, or a DFlash one."""
+
+    config: Qwen3Config
+
+    def __init__(self, config: Qwen3Config) -> None:
+        """Args:
+        config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is behind the target's first layer, -1 its
+            embedding), `mask_token_id`, `markov_rank` (0: there is no Markov head), `markov_head_type`,
+            `enable_confidence_head`, `confidence_head_with_markov`.
+        """
+        super().__init__(config, has_embedding=True, num_logits=config.vocab_size)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.block_size: int = config.block_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
+        self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
+        self.layers = nn.ModuleList([DSparkLayer(config, place) for place in range(config.num_hidden_layers)])
+        self.markov_head = MARKOV_HEADS[self._markov_kind](config) if self._markov_kind else None
+        self._confidence_size = 0
+        if config.enable_confidence_head:
+            self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
+        self.confidence_head = ConfidenceHead(self._confidence_size) if self._confidence_size else None
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return tuple(layer_id + 1 for layer_id in self.config.target_layer_ids)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size + markov_width(self.config.markov_rank, self._markov_kind)
+
+    def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
+        """What the layers make keys and values of, for tokens that the target has been at."""
+        return self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
+
+    def remember(
+        self,
+        context: Float[Tensor, "batch token hidden"],
+        positions: Int[Tensor, "#batch token"],
+        cache: Cache,
+    ) -> None:
+        """Append context to the cache of every layer."""
+        rotation = self.rotary_emb(context, positions)
+        layer: DSparkLayer
+        for layer in self.layers:  # type: ignore[assignment]  # those that it was made with
+            layer.remember(context, rotation, cache)
+
+    def block(
+        self,
+        anchors: Int[Tensor, "batch block"],
+        positions: Int[Tensor, "batch block"],
+        *,
+        cache: Cache,
+        mask: Bool[Tensor, "batch 1 node cached"] | None = None,
+    ) -> Float[Tensor, "batch block place hidden"]:
+        """The states of every place, in one forward, which appends them to the cache.
+
+        Args:
+            anchors: token that each block begins with.
+            positions: position of each anchor.
+            cache: holds the context, by `remember`.
+            mask: the entries that each node sees, block after block; None: everything, which is right for one block
+                whose context is all that the cache holds.
+        """
+        places = torch.arange(self.block_size, device=self.device)
+        tokens = torch.full((*anchors.shape, self.block_size), self.config.mask_token_id, device=self.device)
+        tokens[..., 0] = anchors
+        states = self.embed(tokens.flatten(1))
+        rotation = self.rotary_emb(states, (positions[..., None] + places).flatten(1))
+        for layer in self.layers:
+            states = layer(states, rotation=rotation, mask=mask, cache=cache)
+        return self.norm(states).unflatten(1, (-1, self.block_size))
+
+    def on_text(
+        self,
+        features: Float[Tensor, "batch token feature"],
+        tokens: Int[Tensor, "batch token"],
+        places: Int[Tensor, "batch block"],
+    ) -> Float[Tensor, "batch block place hidden"]:
+        """The states of blocks of whole texts, each of which sees the text before its anchor alone.
+
+        Args:
+            features: what the target said, also of tokens that no block sees.
+            tokens: the texts, from position 0 on.
+            places: place of each anchor in its text.
+        """
+        cache = DynamicCache()  # gradients pass through what it holds
+        self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
+        mask = seen_by_blocks(places, features.shape[1], self.block_size)
+        return self.block(tokens.gather(1, places), places, cache=cache, mask=mask)
+
+    def joined(
+        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
+    ) -> Float[Tensor, "*block place wide"]:
+        """`hidden` of whole blocks; `previous` has the token before that which each place proposes."""
+        return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
+
+    def follow(
+        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
+    ) -> tuple[Float[Tensor, "*block wide"], Memory]:
+        """(`hidden` of one place of some blocks, what the next place is given)."""
+        if self.markov_head is None:
+            return states, None
+        parts, memory = self.markov_head.step(states, previous, memory)
+        return torch.cat([states, parts], -1), memory
+
+    def base(self, states: Float[Tensor, "*place hidden"]) -> Float[Tensor, "*place vocab"]:
+        """Logits before the token before is known."""
+        return super().logits(states)
+
+    def bias(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
+        """What the token before adds to the logits."""
+        if self.markov_head is None:
+            return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
+        return self.markov_head.bias(hidden)
+
+    def logits(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
+        return self.base(hidden[..., : self.config.hidden_size]) + self.bias(hidden)
+
+    def confidence(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place"]:
+        """Logit that the draft's own head gives to the acceptance rate of each place, in float32 or wider."""
+        assert self.confidence_head is not None, "this draft has no confidence head"
+        logit = self.confidence_head(hidden[..., : self._confidence_size])
+        return logit if logit.itemsize >= 4 else logit.float()
+
+
+def markov_width(rank: int, kind: str | None) -> int:
+    """Numbers of a Markov head that stand behind the state of a place; 0 without one."""
+    return rank * MARKOV_HEADS[kind].num_parts if rank and kind else 0
+
+
+def seen_by_blocks(
+    places: Int[Tensor, "batch block"], num_text: int, block_size: int
+) -> Bool[Tensor, "batch 1 node cached"]:
+    """The entries that each place of some blocks sees, behind the context of a text: the text before the anchor, and
+    the block.
+
+    Worked example: with a text of 3 and blocks of 2 at places 1 and 2, the rows are 1001100 twice and 1100011 twice.
+    """
+    owners = torch.arange(places.shape[1], device=places.device).repeat_interleave(block_size)
+    is_own = (owners[:, None] == owners).expand(len(places), -1, -1)
+    return visible(places.repeat_interleave(block_size, 1) - 1, num_text, is_own)[:, None]

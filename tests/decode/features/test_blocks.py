@@ -1,0 +1,137 @@
+"""Blocks of a DSpark draft through the real loop: greedy equals plain generation, sampled laws are exact, every policy
+runs unchanged, and a round costs one forward of the draft whatever is kept of its block.
+"""
+
+import pytest
+import torch
+
+from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
+from decode.policies import DSparkConfidence, Entropy, FixedLength, HeadPolicy
+from decode.policies.auto import Auto
+from lm import CachedModel, Sampling, TappedModel, feature_model
+from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
+from tests.toys.enumeration import assert_same_law
+from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
+from tests.toys.observed import observed
+from tests.toys.random_drafts import BLOCK, BLOCKS, TARGETS, draft, feature_head, target
+
+GREEDY = Sampling(temperature=0)
+WIDE = draft("rnn").hidden_size
+HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
+BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
+HEADS |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
+HEADS["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
+OWN = OF_BLOCKS | {"dspark_product": DSparkConfidence(0.2, is_product=True)}
+EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | HEADS | OWN
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_greedy_output_equals_transformers_generate(kind, family):
+    decoder = decoder_of(kind, FixedLength(9), sampling=GREEDY, family=family)
+    with observed(decoder) as seen:
+        generation = decoder.generate(PROMPT, 40)
+    seen.check(generation, len(PROMPT))
+    assert list(generation.token_ids) == greedy(40, family)
+    assert generation.rounds[0].drafted == ()
+    assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that a round drafts"
+    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_sampled_law_is_the_target_s_exactly(kind):
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
+    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
+    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+
+
+def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
+    expected, lengths = greedy(16), set()
+    for policy in EVERY.values():
+        generation = decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
+        assert list(generation.token_ids) == expected
+        lengths.add(generation.counts.num_drafted)
+    assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])
+def test_a_round_costs_one_forward_of_the_draft_whatever_is_kept_of_its_block(policy, monkeypatch):
+    """Law 4.9 with the price of a block, counted where the draft runs."""
+    ran, block = [], type(draft("rnn")).block
+    monkeypatch.setattr(type(draft("rnn")), "block", lambda *args, **keys: ran.append(1) or block(*args, **keys))
+    generation = decoder_of("rnn", EVERY[policy], sampling=Sampling()).generate(PROMPT, 30)
+    assert generation.counts.num_draft_forwards == len(ran)
+    for round_ in generation.rounds:
+        assert round_.counts.num_draft_forwards == (len(round_.drafted) > 0) or round_.stop_reason == "policy"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_that_is_read_at_its_end_is_the_same(kind):
+    decoder = decoder_of(kind, FixedLength(3), sampling=Sampling())
+    one = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    decoder.drafter.reads_at_end = True  # as on an accelerator
+    on_device = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    assert (on_device.token_ids, on_device.counts) == (one.token_ids, one.counts)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
+    middle = TappedModel(target(), draft(kind))
+    inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
+    drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
+    outer = CachedModel(target("qwen2"))
+    decoder = SpeculativeDecoder(outer, drafter, sampling=GREEDY, eos_ids=frozenset())
+    assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
+
+
+@pytest.mark.parametrize("is_product", [False, True])
+def test_a_block_is_kept_up_to_the_first_place_whose_confidence_is_below_the_threshold(is_product):
+    """DeepSpec's rule, from the confidences of whole blocks; at 0 it keeps them."""
+    policy, one = DSparkConfidence(0.4, is_product=is_product), draft("rnn")
+    generation = decoder_of("rnn", policy, sampling=Sampling()).generate(
+        PROMPT, 40, generator=torch.Generator().manual_seed(1)
+    )
+    committed, kept = [*PROMPT, *generation.rounds[0].emitted], set()
+    for round_ in generation.rounds[1:-BLOCK]:
+        with torch.inference_mode():
+            output = target()(torch.tensor([committed]), output_hidden_states=True)
+            features = torch.cat([output.hidden_states[place] for place in one.target_layer_ids], -1)
+            tokens = torch.tensor([committed])
+            states = one.on_text(features, tokens, torch.tensor([[len(committed) - 1]]))[:, 0]
+            previous = [committed[-1], *round_.drafted, *[0] * BLOCK][:BLOCK]
+            confidences = one.confidence(one.joined(states, torch.tensor([previous])))[0].sigmoid()
+        confidences = confidences.cumprod(0) if is_product else confidences
+        num = len(round_.drafted)
+        assert (confidences[:num] >= 0.4).all()
+        assert num == BLOCK or confidences[num] < 0.4
+        kept.add(num)
+        committed += round_.emitted
+    assert len(kept) > 2
+    whole = decoder_of("rnn", DSparkConfidence(0.0, is_product), sampling=GREEDY).generate(PROMPT, 16)
+    assert whole.counts == decoder_of("rnn", FixedLength(BLOCK), sampling=GREEDY).generate(PROMPT, 16).counts
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle"])
+def test_confidences_are_refused_of_a_draft_that_has_none(kind):
+    with pytest.raises(ValueError, match="has no confidence head"):
+        decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
+
+
+def test_a_tree_of_blocks_is_refused():
+    tapped = TappedModel(target(), draft("rnn"))
+    with pytest.raises(ValueError, match="one block, which is a chain"):
+        TreeDrafter(feature_model(draft("rnn"), tapped), FixedLength(2))
+
+
+def test_generate_of_transformers_takes_a_dspark_draft_of_its_model():
+    keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
+    ids = torch.tensor([PROMPT])
+    output = target("llama").generate(ids, draft_model=draft("rnn"), policy=FixedLength(3), **keywords)
+    assert output[0, len(PROMPT) :].tolist() == greedy(20)
