@@ -217,7 +217,7 @@ class ChainLabeller:
         """What labelling no response gives: every column and state, empty."""
         names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
-        none = torch.empty(0, self.draft.config.hidden_size, dtype=self.feature_dtype)
+        none = torch.empty(0, self.draft.hidden_size, dtype=self.feature_dtype)
         return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
 
 

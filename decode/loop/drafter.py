@@ -19,6 +19,7 @@ from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
 from lm import CachedModel, DraftModel, Draws, revealed_probs
+from lm.features.stepwise import BlockModel
 
 
 @dataclass
@@ -193,6 +194,10 @@ class ModelDrafter(PolicyDrafter):
             ids.append(self.proposal.tokens[-1])
         return self.proposal
 
+    def num_forwards(self, num_steps: int) -> int:
+        """Forwards of the draft for so many tokens: one each, or one for all of a block (law 4.9)."""
+        return min(num_steps, 1) if isinstance(self.model, BlockModel) else num_steps
+
     def _reads_again(self, num_committed: int, num_tokens: int) -> bool:
         """Does the model give up its cache within the draft, and need all tokens on the host?"""
         return isinstance(self.model, CachedModel) and self.model.reads_again(
@@ -200,7 +205,7 @@ class ModelDrafter(PolicyDrafter):
         )
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        self.proposal.num_draft_forwards += 1
+        self.proposal.num_draft_forwards = self.num_forwards(self.proposal.num_draft_forwards + 1)
         return super().take(token, drawn, q)
 
     def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
@@ -249,5 +254,5 @@ class ModelDrafter(PolicyDrafter):
             proposal.laws[:num_kept],
             [0.0] * num_kept,
         )
-        proposal.num_draft_forwards = num_tokens
+        proposal.num_draft_forwards = self.num_forwards(num_tokens)
         self._seen = [(self.state, nothing_of(place)) for place in range(num_kept)]

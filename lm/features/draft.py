@@ -84,7 +84,7 @@ class FeatureDraft(nn.Module):
 
     @property
     def target_layer_ids(self) -> tuple[int, ...] | None:
-        """Layers after which it reads the target's residual stream; None: after the final norm."""
+        """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
         return None
 
     def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:

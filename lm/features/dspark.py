@@ -181,8 +181,9 @@ class DSpark(FeatureDraft):
         self.block_size: int = config.block_size
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
+        self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
         self.layers = nn.ModuleList([DSparkLayer(config, place) for place in range(config.num_hidden_layers)])
-        self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.markov_head = MARKOV_HEADS[self._markov_kind](config) if self._markov_kind else None
         self._confidence_size = 0
         if config.enable_confidence_head:
             self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
@@ -194,7 +195,7 @@ class DSpark(FeatureDraft):
 
     @property
     def hidden_size(self) -> int:
-        return hidden_size_of(self.config)
+        return self.config.hidden_size + markov_width(self.config.markov_rank, self._markov_kind)
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What the layers make keys and values of, for tokens that the target has been at."""
@@ -275,9 +276,11 @@ class DSpark(FeatureDraft):
         """Logits before the token before is known."""
         return super().logits(states)
 
-    def bias(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"] | float:
+    def bias(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
         """What the token before adds to the logits."""
-        return 0.0 if self.markov_head is None else self.markov_head.bias(hidden)
+        if self.markov_head is None:
+            return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
+        return self.markov_head.bias(hidden)
 
     def logits(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
         return self.base(hidden[..., : self.config.hidden_size]) + self.bias(hidden)
@@ -289,10 +292,9 @@ class DSpark(FeatureDraft):
         return logit if logit.itemsize >= 4 else logit.float()
 
 
-def hidden_size_of(config: Qwen3Config) -> int:
-    """Width of what heads read of a draft with this config."""
-    rank = config.markov_rank
-    return config.hidden_size + (rank * MARKOV_HEADS[config.markov_head_type].num_parts if rank else 0)
+def markov_width(rank: int, kind: str | None) -> int:
+    """Numbers of a Markov head that stand behind the state of a place; 0 without one."""
+    return rank * MARKOV_HEADS[kind].num_parts if rank and kind else 0
 
 
 def seen_by_blocks(

@@ -7,10 +7,11 @@ over the target's ids. Without `lm_head` its rows are the target's own.
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from configs.schema import ModelSource, PairConfig
 from lm.features.draft import FeatureDraft
+from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
 from lm.features.released import Released
@@ -20,6 +21,11 @@ _KEYS = (
     *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
 )
 """Keys of the layout of speculators beside the layer's own config."""
+_OF_BLOCKS = (
+    *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id"),
+    *("markov_rank", "enable_confidence_head"),
+)
+"""Keys of DeepSpec's layout that a draft of blocks cannot do without."""
 _ELSEWHERE = "use it with the target that it was trained for"
 
 
@@ -49,7 +55,7 @@ def load_feature_draft(
     if source.extra_layers:
         remedy = "only models of their own take extra layers: leave it out"
         raise released.refusal(f"extra_layers is {source.extra_layers}", remedy)
-    makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide}
+    makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
     with init_empty_weights():
         draft = makers[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
@@ -155,8 +161,53 @@ def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> Feat
     return Glide(config, num_layers)
 
 
+def _dspark(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+    keys = {"markov_head_type": None, "confidence_head_with_markov": False} | released.config
+    lacks = [name for name in _OF_BLOCKS if name not in keys]
+    if lacks:
+        raise released.refusal(f"config.json lacks {', '.join(lacks)}", "fetch the release again")
+    config = released.qwen3(keys)
+    _check_fits(released, config, target, config.hidden_size)
+    if config.num_target_layers != num_layers:
+        layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
+        raise released.refusal(f"it is made for a target of {layers}", _ELSEWHERE)
+    for name, (fits, needed) in _needed_of_blocks(config).items():
+        if not fits:
+            raise released.refusal(
+                f"its {name} is {getattr(config, name)}", f"it must be {needed}; fetch the release again"
+            )
+    return DSpark(config)
+
+
+def _needed_of_blocks(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
+    """(whether a key of a DSpark draft has a value that it can have, those values), by key."""
+    ids, last = list(config.target_layer_ids), config.num_target_layers - 1
+    has_markov = config.markov_rank in range(1, config.vocab_size + 1)
+    kinds = ", ".join(MARKOV_HEADS)
+    return {
+        "block_size": (config.block_size in range(1, config.max_position_embeddings), "a number of tokens, at least 1"),
+        "mask_token_id": (config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
+        # what follows the target's last layer is normed in some readers and not in others
+        "target_layer_ids": (
+            bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
+            f"rising numbers from -1, the embedding, to {last - 1}, before the last layer",
+        ),
+        "markov_rank": (has_markov or config.markov_rank == 0, f"0 or a width of at most {config.vocab_size}"),
+        "markov_head_type": (not has_markov or config.markov_head_type in MARKOV_HEADS, f"one of {kinds}"),
+        "confidence_head_with_markov": (
+            has_markov or not config.confidence_head_with_markov,
+            "false where markov_rank is 0",
+        ),
+        "layer_types": (set(config.layer_types or ()) == {"full_attention"}, "full_attention for every layer"),
+    }
+
+
 def _check_fits(
-    released: Released, config: LlamaConfig, target: PreTrainedModel, width: int, expected: int | None = None
+    released: Released,
+    config: LlamaConfig | Qwen3Config,
+    target: PreTrainedModel,
+    width: int,
+    expected: int | None = None,
 ) -> None:
     """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
     of_target = target.config.get_text_config()

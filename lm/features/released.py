@@ -5,22 +5,25 @@ eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `
 eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
 speculators   `speculators_model_type`; `layers.0.*`
 glide         `large_hidden_size`; Llama's names, and `cross_attn`
+dspark        DeepSpec's DSpark and DFlash: "DSpark" in `architectures`; Qwen3's names
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
+from lm.features.dspark import markov_width
 
+LayerConfig = TypeVar("LayerConfig", bound=PreTrainedConfig)
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that no layer is made from."""
 
@@ -51,14 +54,22 @@ class Released:
 
     def llama(self, keys: dict[str, Any]) -> LlamaConfig:
         """The config of the draft's layer, from these keys of config.json."""
-        kind = keys.get("model_type", "llama")
-        if kind not in ("llama", "eagle", "qwen2"):  # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
-            raise self.refusal(f"its layer is of model_type {kind}", "Llama's is the one that is known here")
+        # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
+        return self._layer(LlamaConfig, keys, "Llama", ("llama", "eagle", "qwen2"))
+
+    def qwen3(self, keys: dict[str, Any]) -> Qwen3Config:
+        """The config of a DSpark draft's layers, from these keys of config.json."""
+        return self._layer(Qwen3Config, keys, "Qwen3", ("qwen3",))
+
+    def _layer(self, made: type[LayerConfig], keys: dict[str, Any], name: str, kinds: tuple[str, ...]) -> LayerConfig:
+        kind = keys.get("model_type", kinds[0])
+        if kind not in kinds:
+            raise self.refusal(f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
         try:
-            return LlamaConfig(**{name: value for name, value in keys.items() if name not in _NO_KEYS})
+            return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, StrictDataclassError) as error:
             raise self.refusal(
-                f"its config.json is no Llama's ({' '.join(str(error).split())[:200]})", "fetch the release again"
+                f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})", "fetch the release again"
             ) from error
 
     def refusal(self, subject: str, remedy: str) -> ValueError:
@@ -79,6 +90,8 @@ def released_layout_of(source: ModelSource) -> str | None:
         return "speculators"
     if "large_hidden_size" in config:
         return "glide"
+    if any("DSpark" in str(name) for name in config.get("architectures") or ()):
+        return "dspark"
     if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
         return "eagle3"
     # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
@@ -94,9 +107,13 @@ def commit_of(source: ModelSource) -> str | None:
 
 def width_of(source: ModelSource) -> int | None:
     """Width of what a feature draft's head reads, by its config.json; None: the source is no feature draft."""
-    config = _config_of(source) or {}
-    is_draft = released_layout_of(source) is not None
-    return config.get("transformer_layer_config", config).get("hidden_size") if is_draft else None
+    config, layout = _config_of(source) or {}, released_layout_of(source)
+    if layout is None:
+        return None
+    size = config.get("transformer_layer_config", config).get("hidden_size")
+    if layout != "dspark":
+        return size
+    return size + markov_width(config.get("markov_rank", 0), config.get("markov_head_type"))
 
 
 def max_positions_of(source: ModelSource) -> int:

@@ -1,5 +1,5 @@
 """Law 4.5 for a feature draft: fed token by token like a `CachedModel`, beside the target whose states it reads; or
-level by level with a tree's nodes, like a `TreeModel`.
+level by level with a tree's nodes, like a `TreeModel`; or with a block at once, which is then told token by token.
 
 Its cache holds, of the committed tokens, a prefix that was fed with what the target said (`kept`), and during a draft
 an extension that was fed with the draft's own outputs. Rolling back always drops the extension: what of it was accepted
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm.features.draft import FeatureDraft, Outputs, roll_back
+from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from lm.features.taps import TappedModel
@@ -69,7 +70,7 @@ class FeatureModel:
     @property
     def hidden_size(self) -> int:
         """Width of what heads read."""
-        return self.draft.config.hidden_size
+        return self.draft.hidden_size
 
     @property
     def max_length(self) -> float:
@@ -213,10 +214,72 @@ class GlideModel(FeatureModel):
         return self.forward([*token_ids, *tree.tokens])
 
 
+class BlockModel(FeatureModel):
+    """One sequence through a DSpark draft: a block is one forward, from the first token whose features the target has
+    not told; the tokens drawn from it are only told to its Markov head.
+
+    Its cache holds the context, `kept` entries, and behind it the block, until it is rolled back.
+    """
+
+    draft: DSpark
+
+    @property
+    def max_length(self) -> float:
+        known = self.target.num_features
+        return min(float(known + self.draft.block_size), super().max_length) if known else 0.0
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self._states: Float[Tensor, "1 place hidden"] | None = None
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+        assert num_rows == 1, f"{num_rows} rows asked; a feature draft verifies nothing"
+        if self._states is None:
+            self._begin(token_ids, min(self.target.num_features, len(token_ids) - 1))
+        assert len(token_ids) > self._length, "no token to feed"
+        told = torch.tensor(token_ids[self._length :], device=self.device)
+        for place in range(len(told)):
+            logits = self._told(told[place : place + 1])
+        return logits
+
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        return self._told(token.to(self.device))
+
+    @torch.inference_mode()
+    def confidence(self) -> Float[Tensor, " 1"]:
+        """Logit that the draft's own head gives to the acceptance rate of the next token."""
+        assert self.hidden is not None, "no block has begun"
+        return self.draft.confidence(self.hidden)
+
+    def _begin(self, token_ids: Sequence[int], anchor: int) -> None:
+        """Run the block whose anchor has this place."""
+        if anchor > self.kept:
+            context = self.draft.context(self.target.features(self.kept, anchor))
+            self.draft.remember(context, torch.arange(self.kept, anchor, device=self.device)[None], self._cache)
+            self.kept = anchor
+        anchors, places = (torch.tensor([[number]], device=self.device) for number in (token_ids[anchor], anchor))
+        self._states = self.draft.block(anchors, places, cache=self._cache)[0]
+        self._base, self._length = self._cut(self.draft.base(self._states)), anchor
+        self._memory: Memory = None
+
+    def _told(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """The logits of the place that follows this token."""
+        assert self._states is not None, "no block has begun"
+        place = self._length - self.kept
+        assert place < self.draft.block_size, f"a block has {self.draft.block_size} places"
+        self.hidden, self._memory = self.draft.follow(self._states[:, place], token, self._memory)
+        self._length += 1
+        return self._base[:, place] + self._cut(self.draft.bias(self.hidden))
+
+
 def feature_model(
     draft: FeatureDraft, target: TappedModel, *, vocab_size: int | None = None
-) -> EagleModel | GlideModel:
+) -> EagleModel | GlideModel | BlockModel:
     """One sequence through `draft`, beside the target whose states it reads; args are those of `FeatureModel`."""
+    if isinstance(draft, DSpark):
+        return BlockModel(draft, target, vocab_size=vocab_size)
     return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
 
 

@@ -108,8 +108,8 @@ class TappedTreeModel(TappedModel, TreeModel):
 
 
 def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]:
-    """The parts of a target whose outputs are what its draft reads: some layers, or the body, whose output follows the
-    final norm.
+    """The parts of a target whose outputs are what its draft reads: some layers and the embedding, or the body, whose
+    output follows the final norm.
 
     Raises:
         ValueError: the target has no such layers.
@@ -122,7 +122,7 @@ def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]
         raise ValueError(
             f"the draft reads the target behind layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
         )
-    return [layers[place - 1] for place in layer_ids]
+    return [layers[place - 1] if place else model.get_input_embeddings() for place in layer_ids]
 
 
 @contextmanager

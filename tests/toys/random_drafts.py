@@ -3,10 +3,11 @@
 from functools import cache
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from heads import AcceptanceHead
 from lm import FeatureDraft
+from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
 
@@ -24,6 +25,9 @@ TARGETS = {
     "qwen2": Qwen2Config(num_hidden_layers=LAYERS, **SIZES),
 }
 KINDS = ("eagle", "eagle3", "reduced", "glide")
+BLOCK = 4
+BLOCKS = ("vanilla", "gated", "rnn", "dflash")
+"""DSpark drafts by their Markov head; DFlash has none."""
 
 
 def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
@@ -48,6 +52,15 @@ def config(**keys) -> LlamaConfig:
     return LlamaConfig(**(SIZES | {"num_hidden_layers": 1} | keys))
 
 
+def block_config(markov: str, **keys) -> Qwen3Config:
+    """The config of a DSpark draft of two layers that reads the target's embedding and its middle layer."""
+    rank = 0 if markov == "dflash" else 5
+    of_blocks = {"block_size": BLOCK, "target_layer_ids": [-1, 1], "num_target_layers": LAYERS, "mask_token_id": 6}
+    heads = {"markov_rank": rank, "markov_head_type": markov, "enable_confidence_head": markov != "dflash"}
+    sizes = SIZES | {"num_hidden_layers": 2, "head_dim": 6, "confidence_head_with_markov": markov != "gated"}
+    return Qwen3Config(**(sizes | of_blocks | heads | {"num_anchors": 4} | keys))
+
+
 @cache
 def draft(kind: str, family: str = "llama") -> FeatureDraft:
     made: FeatureDraft
@@ -60,6 +73,8 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     elif kind == "reduced":
         made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
         made.reduce(torch.tensor([0, 2, 3, 6]))
+    elif kind in BLOCKS:
+        made = DSpark(block_config(kind))
     else:
         made = Glide(config(large_hidden_size=WIDTH, large_num_attention_heads=4), LAYERS)
     made = made.double().eval()
@@ -67,10 +82,10 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     return made.bind(target(family))
 
 
-def feature_head(timing: str) -> AcceptanceHead:
-    """A head that reads any of the drafts."""
+def feature_head(timing: str, width: int = WIDTH) -> AcceptanceHead:
+    """A head that reads states of this width: any of the drafts', but for a Markov head's numbers behind them."""
     torch.manual_seed(3)
-    head = AcceptanceHead(WIDTH, 1, timing, True)
+    head = AcceptanceHead(width, 1, timing, True)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     return head.double()

@@ -25,7 +25,7 @@ from decode.loop.drafter import PolicyDrafter, Proposal
 from decode.loop.session import cached
 from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
 from lm.entropy import entropy
-from lm.features.stepwise import GlideModel, TreeDraft
+from lm.features.stepwise import BlockModel, GlideModel, TreeDraft
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
@@ -80,6 +80,8 @@ class TreeDrafter(PolicyDrafter):
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
         super().__init__(cached(model, TreeModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
+        if isinstance(self.model, BlockModel):
+            raise ValueError("a DSpark draft gives one block, which is a chain; draft it without a tree")
         self.shape, self.read_every = shape or Dynamic(), read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(

@@ -20,6 +20,7 @@ HEADS, KV_HEADS, INNER, REDUCED = (
     [0, 2, 3, 6],
 )
 HEAD = WIDTH // HEADS
+RANK = 5
 KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")} | {
     "num_hidden_layers": 1,
     "rms_norm_eps": 1e-6,
@@ -76,6 +77,8 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
             "d2t": D2T,
             "t2d": T2D,
         }
+    if layout.startswith("dspark"):
+        return dspark(layout.removeprefix("dspark_"))
     if layout.startswith("speculators"):
         norms = {"speculators": ("input_norm", (3 * WIDTH,)), "speculators_fc_norm": ("fc_norm", (WIDTH,))}
         kind, size = norms[layout]
@@ -110,7 +113,32 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
     return keys, weights(shapes)
 
 
-LAYOUTS = ("eagle", "eagle3", "speculators", "speculators_fc_norm", "glide")
+def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
+    """(config.json, tensors) of a directory of DeepSpec's."""
+    rank = 0 if markov == "dflash" else RANK
+    keys = KEYS | {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2}
+    keys |= {"block_size": 4, "target_layer_ids": [-1, 1], "num_target_layers": LAYERS, "mask_token_id": 6}
+    keys |= {"head_dim": HEAD, "markov_rank": rank, "enable_confidence_head": rank > 0, "num_anchors": 3}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCAB, WIDTH) for name in ("embed_tokens", "lm_head")}
+    shapes |= {"norm.weight": (WIDTH,), "hidden_norm.weight": (WIDTH,), "fc.weight": (WIDTH, 2 * WIDTH)}
+    for place in range(2):
+        prefix = f"layers.{place}."
+        shapes |= layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)}
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (HEAD,) for name in ("q", "k")}
+    if rank:
+        keys |= {"markov_head_type": markov, "confidence_head_with_markov": True}
+        shapes |= {f"markov_head.markov_w{part}.weight": (VOCAB, rank) for part in (1, 2)}
+        shapes |= {"confidence_head.proj.weight": (1, WIDTH + rank), "confidence_head.proj.bias": (1,)}
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, WIDTH + rank), "markov_head.gate_proj.bias": (rank,)}
+    if markov == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + WIDTH)
+        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    return keys, weights(shapes)
+
+
+DSPARKS = ("dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_dflash")
+LAYOUTS = ("eagle", "eagle3", "speculators", "speculators_fc_norm", "glide", *DSPARKS)
 
 
 def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> Path:
@@ -173,6 +201,7 @@ class Truth:
         self.embed = model.get_input_embeddings().weight.detach()
         self.head = model.get_output_embeddings().weight.detach()
         self.final = output.hidden_states[-1][0]
+        self.read_by_blocks = torch.cat([output.hidden_states[place][0] for place in (0, 2)], -1)
         self.aux = torch.cat([output.hidden_states[place][0] for place in IDS], -1)
         layers = output.past_key_values.layers[LAYERS - 2 :]
         self.cached = [([*layer.keys[0]], [*layer.values[0]]) for layer in layers]
@@ -186,6 +215,8 @@ def expected(
     """
     if layout == "glide":
         return _glide(tensors, truth, tokens, num_known)
+    if layout in DSPARKS:
+        return _dspark(layout, tensors, truth, tokens, num_known)[0]
     is_first = layout == "eagle"
     prefix = "midlayer." if layout == "eagle3" else "layers.0."
     embedded = (tensors["embed_tokens.weight"] if is_first else truth.embed)[tokens[1:]]
@@ -225,3 +256,49 @@ def _glide(tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_know
         attended = attention(queries, [key[:num_known] for key in keys], [value[:num_known] for value in values], seen)
         states = mlp(states + attended @ tensors[f"{prefix}cross_attn.o_proj.weight"].T, tensors, prefix)
     return normed(states[-1], tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
+
+
+def _dspark(
+    layout: str, tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_known: int
+) -> tuple[Tensor, Tensor]:
+    """(logits after the last token, logit of the confidence in the token that follows it; NaN where there is none)."""
+    context = normed(truth.read_by_blocks[:num_known] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    states = tensors["embed_tokens.weight"][[tokens[num_known], 6, 6, 6]]
+    for place in range(2):
+        prefix = f"layers.{place}."
+        rows = torch.cat([context, normed(states, tensors[f"{prefix}input_layernorm.weight"])])
+        queries, keys, values = (rows @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
+        queries, keys = (
+            normed(part.unflatten(1, (-1, HEAD)), tensors[f"{prefix}self_attn.{name}_norm.weight"])
+            for name, part in (("q", queries), ("k", keys))
+        )
+        everything = torch.ones(len(rows), len(rows), dtype=torch.bool)
+        keys_by_head = [rotated(keys[:, head]) for head in range(KV_HEADS)]
+        attended = attention(queries.flatten(1), keys_by_head, list(values.split(HEAD, 1)), everything)
+        attended = attended[num_known:] @ tensors[f"{prefix}self_attn.o_proj.weight"].T
+        states = mlp(states + attended, tensors, prefix)
+    states = normed(states, tensors["norm.weight"])
+    latent, state = torch.zeros(RANK, dtype=torch.float64), torch.zeros(RANK, dtype=torch.float64)
+    for place, token in enumerate(tokens[num_known:]):
+        logits, confidence = tensors["lm_head.weight"] @ states[place], torch.tensor(float("nan"))
+        if layout == "dspark_dflash":
+            continue
+        embedded = latent = tensors["markov_head.markov_w1.weight"][token]
+        if layout == "dspark_gated":
+            gate, shift = (tensors[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
+            latent = (gate @ torch.cat([states[place], embedded]) + shift).sigmoid() * embedded
+        if layout == "dspark_rnn":
+            joint, shift = (tensors[f"markov_head.joint_proj.{name}"] for name in ("weight", "bias"))
+            gate, candidate, output = (joint @ torch.cat([state, embedded, states[place]]) + shift).split(RANK)
+            state, latent = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh(), output.tanh()
+        logits = logits + tensors["markov_head.markov_w2.weight"] @ latent
+        seen = torch.cat([states[place], embedded])
+        confidence = tensors["confidence_head.proj.weight"][0] @ seen + tensors["confidence_head.proj.bias"][0]
+    return logits, confidence
+
+
+def expected_confidence(
+    layout: str, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
+) -> Tensor:
+    """Logit that a DSpark draft's own head gives to the acceptance rate of the token that follows `tokens`."""
+    return _dspark(layout, tensors, truth, tokens, num_known)[1]

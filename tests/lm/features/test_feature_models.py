@@ -7,7 +7,7 @@ import torch
 
 from lm import TappedModel, feature_model
 from lm.trees.tree import Tree
-from tests.toys.random_drafts import KINDS, TARGETS, VOCAB, draft, target
+from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, VOCAB, draft, target
 
 
 def logits_afresh(kind, family, committed, drafted):
@@ -23,7 +23,7 @@ def logits_afresh(kind, family, committed, drafted):
 
 
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
     tapped = TappedModel(target(family), draft(kind, family))
     model = feature_model(draft(kind, family), tapped)
@@ -47,7 +47,7 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
         assert len(model) <= len(committed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own_output(kind):
     """As in a hierarchy whose outer level adds a token: also if what it follows was rolled back."""
     tapped = TappedModel(target(), draft(kind))

@@ -8,8 +8,8 @@ import torch
 from configs import ModelSource
 from lm import TappedModel, feature_model
 from lm.features.loading import load_feature_draft
-from lm.features.released import max_positions_of, released_layout_of
-from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, released, write
+from lm.features.released import max_positions_of, released_layout_of, width_of
+from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, expected_confidence, released, write
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 
 
@@ -30,6 +30,10 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
         plain = expected(layout, config, tensors, truth=truth, tokens=tokens, num_known=4)
         # norms and rotary embeddings are float32, as Llama's
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
+        assert width_of(source) == model.hidden_size == model.hidden.shape[-1]
+        if getattr(draft, "confidence_head", None):
+            confidence = expected_confidence(layout, tensors, truth=truth, tokens=tokens, num_known=4)
+            torch.testing.assert_close(model.confidence()[0], confidence, rtol=0, atol=1e-5)
 
 
 def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounded(tmp_path):
@@ -49,7 +53,7 @@ def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
         layout: released_layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout)))))
         for layout in LAYOUTS
     }
-    assert names == {layout: layout.removesuffix("_fc_norm") for layout in LAYOUTS}
+    assert names == {layout: layout.split("_")[0] for layout in LAYOUTS}
 
 
 WRONG_ID, WRONG_MASK = D2T.clone(), T2D.clone()
@@ -79,6 +83,31 @@ BROKEN = {
     "maps that differ": ("eagle3", {}, {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
     "a map of another size": ("speculators", {}, {"d2t": D2T[:2]}, "d2t has shape"),
     "another kind": ("speculators", {"speculators_model_type": "dflash"}, {}, "dflash"),
+    "a draft of blocks with a tensor that lacks": ("dspark_rnn", {"markov_head_type": "gated"}, {}, "lacks 2 tensors"),
+    "a draft of blocks with a tensor too many": ("dspark_rnn", {"enable_confidence_head": False}, {}, "also has 2"),
+    "a draft of blocks with another shape": ("dspark_rnn", {"markov_rank": 3}, {}, r"is \[.*expected"),
+    "a draft of blocks of another width": ("dspark_rnn", {"hidden_size": 32}, {}, "states of 32"),
+    "a draft of blocks of another vocabulary": ("dspark_rnn", {"vocab_size": 9}, {}, "vocabulary of 9"),
+    "a target of another depth": ("dspark_rnn", {"num_target_layers": 5}, {}, "5 layers, and this one has 3"),
+    "the target's last layer": ("dspark_rnn", {"target_layer_ids": [-1, 2]}, {}, r"is \[-1, 2\].* to 1, before"),
+    "layers in no order": ("dspark_rnn", {"target_layer_ids": [1, 0]}, {}, r"is \[1, 0\]"),
+    "no place in a block": ("dspark_rnn", {"block_size": 0}, {}, "block_size is 0"),
+    "a mask token out of range": ("dspark_rnn", {"mask_token_id": 7}, {}, "mask_token_id is 7.*below 7"),
+    "an unknown Markov head": ("dspark_rnn", {"markov_head_type": "lstm"}, {}, "lstm.*vanilla, gated, rnn"),
+    "a negative rank": ("dspark_rnn", {"markov_rank": -1}, {}, "markov_rank is -1"),
+    "a confidence head on no Markov head": (
+        "dspark_dflash",
+        {"enable_confidence_head": True, "confidence_head_with_markov": True},
+        {},
+        "false where markov_rank is 0",
+    ),
+    "layers with a window": (
+        "dspark_rnn",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {},
+        "full_attention for every layer",
+    ),
+    "Gemma's layers": ("dspark_rnn", {"model_type": "gemma4_text"}, {}, "gemma4_text.*Qwen3's"),
     "another layer": ("eagle3", {"model_type": "mamba"}, {}, "model_type mamba"),
 }
 
@@ -99,6 +128,14 @@ def test_what_readers_disagree_on_must_be_said(tmp_path):
     config, tensors = released("speculators")
     del config["norm_before_residual"]
     with pytest.raises(ValueError, match="norm_before_residual"):
+        load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
+
+
+@pytest.mark.parametrize("name", ["block_size", "markov_rank", "enable_confidence_head", "num_target_layers"])
+def test_a_draft_of_blocks_says_all_that_decides_it(name, tmp_path):
+    config, tensors = released("dspark_rnn")
+    del config[name]
+    with pytest.raises(ValueError, match=f"config.json lacks {name}"):
         load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
 
 

@@ -1,0 +1,91 @@
+"""Blocks of a DSpark draft through the real loop: greedy equals plain generation, sampled laws are exact, every policy
+runs unchanged, and a round costs one forward of the draft whatever is kept of its block.
+"""
+
+import pytest
+import torch
+
+from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
+from decode.policies import Entropy, FixedLength, HeadPolicy
+from lm import CachedModel, Sampling, TappedModel, feature_model
+from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
+from tests.toys.enumeration import assert_same_law
+from tests.toys.loop import POLICIES, SAMPLINGS, law
+from tests.toys.observed import observed
+from tests.toys.random_drafts import BLOCK, BLOCKS, TARGETS, draft, feature_head, target
+
+GREEDY = Sampling(temperature=0)
+WIDE = draft("rnn").hidden_size
+HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
+HEADS["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
+EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | HEADS
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_greedy_output_equals_transformers_generate(kind, family):
+    decoder = decoder_of(kind, FixedLength(9), sampling=GREEDY, family=family)
+    with observed(decoder) as seen:
+        generation = decoder.generate(PROMPT, 40)
+    seen.check(generation, len(PROMPT))
+    assert list(generation.token_ids) == greedy(40, family)
+    assert generation.rounds[0].drafted == ()
+    assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that a round drafts"
+    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_sampled_law_is_the_target_s_exactly(kind):
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
+    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
+    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+
+
+def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
+    expected, lengths = greedy(16), set()
+    for policy in EVERY.values():
+        generation = decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
+        assert list(generation.token_ids) == expected
+        lengths.add(generation.counts.num_drafted)
+    assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])
+def test_a_round_costs_one_forward_of_the_draft_whatever_is_kept_of_its_block(policy, monkeypatch):
+    """Law 4.9 with the price of a block, counted where the draft runs."""
+    ran, block = [], type(draft("rnn")).block
+    monkeypatch.setattr(type(draft("rnn")), "block", lambda *args, **keys: ran.append(1) or block(*args, **keys))
+    generation = decoder_of("rnn", EVERY[policy], sampling=Sampling()).generate(PROMPT, 30)
+    assert generation.counts.num_draft_forwards == len(ran)
+    for round_ in generation.rounds:
+        assert round_.counts.num_draft_forwards == (len(round_.drafted) > 0) or round_.stop_reason == "policy"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
+    middle = TappedModel(target(), draft(kind))
+    inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
+    drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
+    outer = CachedModel(target("qwen2"))
+    decoder = SpeculativeDecoder(outer, drafter, sampling=GREEDY, eos_ids=frozenset())
+    assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
+
+
+def test_a_tree_of_blocks_is_refused():
+    tapped = TappedModel(target(), draft("rnn"))
+    with pytest.raises(ValueError, match="one block, which is a chain"):
+        TreeDrafter(feature_model(draft("rnn"), tapped), FixedLength(2))
+
+
+def test_generate_of_transformers_takes_a_dspark_draft_of_its_model():
+    keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
+    ids = torch.tensor([PROMPT])
+    output = target("llama").generate(ids, draft_model=draft("rnn"), policy=FixedLength(3), **keywords)
+    assert output[0, len(PROMPT) :].tolist() == greedy(20)
