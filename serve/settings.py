@@ -175,6 +175,11 @@ def _made(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:
     batch.
     """
     policy = batched(parse_policy(spec, load_head=load_head), batch_size=1)
+    if "confidence_logit" in policy.signals:
+        raise ValueError(
+            f"policy {spec!r} asks a DSpark draft for its own confidence, and here the draft is a model of its own; "
+            "name another policy"
+        )
     lane = Lane(policy)
     try:
         for num_accepted in (1, 0):

@@ -35,7 +35,7 @@ from data_gen.labels.laws import (
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
-from lm.branches.chains import Chains, Told, told_of
+from lm.branches.chains import BlockChains, Chains, Told, chains_of, told_of
 from lm.branches.probe import check_branches, check_length
 from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
 from lm.forwards import chunk_rows, logits_of, output_device_of
@@ -70,7 +70,7 @@ class ChainLabeller:
     vocab_size: int
     eos_ids: frozenset[int]
     draft_length: int
-    """Tokens of each draft, unless EOS or the response's end comes before."""
+    """Tokens of each draft, unless EOS or the end of the response or of a block comes before."""
     draft_every: int
     """Drafts are kept of every n-th position of a response, from its first on."""
     chunk_mb: int
@@ -119,12 +119,14 @@ class ChainLabeller:
         check_branches(self.target)
         check_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         reading = told_of(self.target, self.draft, ids)
-        chains = Chains(self.draft, reading, ids)
+        chains = chains_of(self.draft, reading, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
-        limits = torch.arange(len(response), 0, -1).clamp(max=self.draft_length)
+        # a fed-time state is that of the place behind the token, which the last of a block has none of
+        longest = min(self.draft_length, chains.most - ("fed" in timings))
+        limits = torch.arange(len(response), 0, -1).clamp(max=longest)
         is_kept = torch.arange(len(response)) % self.draft_every == 0
         limits[~is_kept] = 1  # for the rows
         groups = torch.arange(len(response)).split(at_once)
@@ -138,7 +140,7 @@ class ChainLabeller:
 
     def _group(
         self,
-        chains: Chains,
+        chains: Chains | BlockChains,
         reading: Told,
         begins: Tensor,
         limits: Tensor,
@@ -168,7 +170,7 @@ class ChainLabeller:
         )
 
     def _steps(
-        self, chains: Chains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
+        self, chains: Chains | BlockChains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
     ) -> list[dict[str, Tensor]]:
         """The drafts token by token: of each step its labels, q, q_logits, both states, and `owner`, its drafts.
 

@@ -13,6 +13,7 @@ from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import DraftModel, Draws
+from lm.features.stepwise import BlockModel
 
 
 class OfToken(NamedTuple):
@@ -76,6 +77,7 @@ class Reader:
             raise ValueError(
                 f"{type(policy).__name__} asks for signals {sorted(unknown)}; there are {', '.join(AfterDraw._fields)}"
             )
+        self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
         self.asked = policy.signals
         every = policy.fed_head, policy.prefix_head, policy.drawn_head
         placed = [None if head is None else _placed(head, model) for head in every]
@@ -145,6 +147,16 @@ def scored(
 def nothing_of(position: int) -> AfterDraw:
     """The signals of a step, where none is asked for."""
     return AfterDraw(position, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _confidence_of(policy: Policy, model: DraftModel) -> BlockModel:
+    """The model of a DSpark draft that has a confidence head."""
+    if isinstance(model, BlockModel) and model.draft.confidence_head is not None:
+        return model
+    raise ValueError(
+        f"{type(policy).__name__} asks for the draft's own confidence, and this draft has no confidence head; use a "
+        "DSpark draft that has one, or another policy"
+    )
 
 
 def _placed(head: AcceptanceHead, model: DraftModel) -> AcceptanceHead:

@@ -8,6 +8,7 @@ Head scores (law 4.8):
     prefix_logit   head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, and about whichever it will
                    be
     drawn_logit    head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
+    confidence_logit                what a DSpark draft's own head says before y_i is drawn, as a prefix head would
 
     scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars.SCALARS`), embedding of y_i = its row of the
     draft's input embeddings; each only if the head takes it
@@ -51,6 +52,7 @@ _ABSENT = {
     "token_prob": 0.0,
     "drawn_logit": 0.0,
     "top_prob": 0.0,
+    "confidence_logit": 0.0,
 }
 
 
@@ -118,8 +120,10 @@ class HostSignals(Reader):
                 drawn_logit = self._score_drawn(hidden, read, token_id)
         token_prob = math.exp(numbers.log_token_prob)
         of_top = top_prob(logits if logits.itemsize >= 4 else logits.float()).item() if self._has_top else 0.0
+        confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
         return AfterDraw(
-            position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit, token_prob, drawn_logit, of_top
+            *(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit),
+            *(token_prob, drawn_logit, of_top, confidence),
         )
 
     def _by_formula(self, logits: Tensor, token_id: int) -> list[float]:
@@ -179,6 +183,8 @@ class DeviceSignals(Reader):
             return int(token), nothing_of(position)
         known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
         columns = numbers_of(logits, known, self.wanted) if self.needs_distribution else {}
+        if self.confidence_of is not None:
+            columns["confidence_logit"] = self.confidence_of.confidence()
         if self.has_heads:
             assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
             hidden = self.model.hidden[row]

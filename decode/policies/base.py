@@ -66,6 +66,8 @@ class BeforeDraw(NamedTuple):
     """The prefix head's logit for the token that is to be drawn, whichever it will be."""
     top_prob: Number = 0.0
     """max_v q(v) over the sum of the ten largest q(v), which is what llama.cpp takes for it."""
+    confidence_logit: Number = 0.0
+    """Logit that a DSpark draft's own head gives to the acceptance rate of the token that is to be drawn."""
 
 
 class AfterDraw(NamedTuple):
@@ -81,11 +83,20 @@ class AfterDraw(NamedTuple):
     drawn_logit: Number
     """The drawn-time head's logit for y."""
     top_prob: Number = 0.0
+    confidence_logit: Number = 0.0
 
     @property
     def before(self) -> BeforeDraw:
         """The signals among these that were known before the draw."""
-        return BeforeDraw(self.position, self.entropy, self.max_prob, self.fed_logit, self.prefix_logit, self.top_prob)
+        return BeforeDraw(
+            self.position,
+            self.entropy,
+            self.max_prob,
+            self.fed_logit,
+            self.prefix_logit,
+            self.top_prob,
+            self.confidence_logit,
+        )
 
 
 class Outcome(NamedTuple):

@@ -21,6 +21,18 @@ def check_count(name: str, value: Number, least: int) -> None:
         raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
 
 
+def check_places(offsets: tuple[float, ...], slopes: tuple[float, ...]) -> None:
+    """Raise unless there is one of each for every place of a draft."""
+    if not offsets or len(offsets) != len(slopes):
+        raise ValueError(f"offsets and slopes are {offsets} and {slopes}; give one of each for every place")
+
+
+def at_place(position: Number, logit: Number, offsets: tuple[float, ...], slopes: tuple[float, ...]) -> Number:
+    """sigmoid(offset + slope logit) with those of the place, the last of them from there on."""
+    place = np.minimum(position, len(offsets) - 1)
+    return sigmoid(np.asarray(offsets)[place] + np.asarray(slopes)[place] * logit)
+
+
 @dataclass(frozen=True)
 class LlamaCpp(Policy):
     """llama.cpp's drafting from a draft model (0.5.0-dev of 2026-10-01, `common/speculative.cpp`, draft-simple).
@@ -117,10 +129,7 @@ class CalibratedTopProb(Policy):
     def __post_init__(self) -> None:
         check_unit("max_rejection_prob", self.max_rejection_prob)
         check_count("n_max", self.n_max, 1)
-        if not self.offsets or len(self.offsets) != len(self.slopes):
-            raise ValueError(
-                f"offsets and slopes are {self.offsets} and {self.slopes}; give one of each for every place"
-            )
+        check_places(self.offsets, self.slopes)
 
     def start(self) -> State:
         return (1.0,)
@@ -139,6 +148,44 @@ class CalibratedTopProb(Policy):
 
     def _survival(self, state: State, seen: BeforeDraw | AfterDraw) -> Number:
         """P of the newest token, times that of those before it where they count."""
-        place = np.minimum(seen.position, len(self.offsets) - 1)
-        offset, slope = np.asarray(self.offsets)[place], np.asarray(self.slopes)[place]
-        return state[0] * sigmoid(offset + slope * logit_of(seen.top_prob))
+        return state[0] * at_place(seen.position, logit_of(seen.top_prob), self.offsets, self.slopes)
+
+
+@dataclass(frozen=True)
+class DSparkConfidence(Policy):
+    """What engines do with the confidence head of a DSpark draft (DeepSpec, `eval/dspark/draft_ops.py`, of
+    2026-07): a draft ends before the first place whose confidence is below `min_confidence`, the first place among
+    them. The confidence of a place is known before its token is drawn (B in law 4.3). TensorRT-LLM's default is 0,
+    which keeps the whole block.
+
+    With `is_product` the product of the confidences along the block is held against it, which is what a block's
+    survival is predicted by. `offsets` and `slopes` calibrate place j as sigmoid(offsets[j] + slopes[j] logit), the
+    last of them from there on; which no engine does.
+    """
+
+    min_confidence: Number = 0.5
+    is_product: Number = False
+    offsets: tuple[float, ...] = (0.0,)
+    slopes: tuple[float, ...] = (1.0,)
+    signals = frozenset({"confidence_logit"})
+    stop_kind: ClassVar[str] = ""  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_unit("min_confidence", self.min_confidence)
+        check_places(self.offsets, self.slopes)
+
+    def start(self) -> State:
+        return (1.0,)
+
+    def begin(self, state: State) -> State:
+        return (1.0 + 0.0 * state[0],)
+
+    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+        return self._confidence(state, seen) < self.min_confidence
+
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+        return (np.where(self.is_product, self._confidence(state, drawn), 1.0),), False
+
+    def _confidence(self, state: State, seen: BeforeDraw | AfterDraw) -> Number:
+        """Confidence of the place, times those before it where they count."""
+        return state[0] * at_place(seen.position, seen.confidence_logit, self.offsets, self.slopes)

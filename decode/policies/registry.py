@@ -28,7 +28,7 @@ import numpy as np
 from configs.hints import meant
 from decode.policies.base import Policy
 from decode.policies.confidence import CumulativeTokenProb, LearnedMaxProb, LearnedProb, MaxProb, TokenProb
-from decode.policies.engines import Assisted, LlamaCpp
+from decode.policies.engines import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength, Heuristic
@@ -38,6 +38,7 @@ __all__ = [
     "AdaEDL",
     "Assisted",
     "CumulativeTokenProb",
+    "DSparkConfidence",
     "Entropy",
     "FixedLength",
     "HeadPolicy",
@@ -113,6 +114,11 @@ RULES: dict[str, Registered] = {
             "assistant_confidence_threshold": _COARSE,
             "is_heuristic": (False, True),
         },
+    ),
+    "dspark": Registered(
+        DSparkConfidence,
+        "DSpark's confidence",
+        lambda _: {"min_confidence": (0.0, *LOGISTIC), "is_product": (False, True)},
     ),
 }
 """Engines' rules, which compete only where they are named."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from evaluation.traces.branches import DrawnTokens, read_signals
 from evaluation.traces.coupling import BRANCHES_AT_ONCE, Path, Recorder, RowRecording
 from lm import FeatureDraft, acceptance_prob, residual_probs
-from lm.branches.chains import Chains, Told, told_of
+from lm.branches.chains import BlockChains, Chains, Told, chains_of, told_of
 from lm.branches.probe import check_branches, check_length
 from lm.uniforms import draw
 
@@ -57,12 +57,12 @@ class ChainRecorder(Recorder):
         check_branches(self.target)
         check_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt_ids))
         along = told_of(self.target, self.draft, ids)
-        chains = Chains(self.draft, along, ids)
+        chains = chains_of(self.draft, along, ids)
         starts = torch.arange(len(response_ids), device=self.draft.device)
         first = chains.begin((starts + len(prompt_ids)).clamp(min=1 + self.draft.lag))
         target_hidden = along.hidden[len(prompt_ids) - 1 :][: len(response_ids)].to(first.device)
         path = self.path(first, target_hidden, response_ids, chance[:, :2])
-        limits = (limit - 1 - starts).clamp(0, self.max_draft_length)
+        limits = (limit - 1 - starts).clamp(0, min(self.max_draft_length, chains.most))
         limits[0] = 0
         lengths, passing = torch.zeros_like(starts), torch.zeros_like(starts)
         parts, probs = [path.drawn], [path.acceptance_prob]
@@ -103,7 +103,7 @@ class ChainRecorder(Recorder):
         )
 
     def _draft_on(
-        self, chains: Chains, drafts: _Drafts, target_hidden: Tensor, response: Tensor, chance: Tensor
+        self, chains: Chains | BlockChains, drafts: _Drafts, target_hidden: Tensor, response: Tensor, chance: Tensor
     ) -> None:
         """Every further token of some drafts."""
         eos = torch.tensor(sorted(self.eos_ids), device=response.device, dtype=response.dtype)

@@ -22,10 +22,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from evaluation.traces.branches import DrawnTokens, grow, read_signals, signal_names, target_log_probs
 from evaluation.traces.inputs import TokenInputs
-from evaluation.traces.trace import Trace, TraceRow
+from evaluation.traces.trace import CONFIDENCE, Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.branches.branched import Branched, trunk
 from lm.branches.probe import check_branches, check_length
+from lm.features.dspark import DSpark
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.uniforms import draw
@@ -237,6 +238,10 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
     token = arrays["token"].numpy()
     columns = dict(zip(signal_names(), arrays["signals"].unbind(-1), strict=True))
     columns["acceptance_prob"] = arrays["acceptance_prob"]
+    blocks = recorder.draft if isinstance(recorder.draft, DSpark) else None
+    if blocks is not None and blocks.confidence_head is not None:
+        with torch.inference_mode():
+            columns[CONFIDENCE] = blocks.confidence(recorded.hidden).cpu()
     return Trace(
         rows=(row,),
         sampling=recorder.sampling,
@@ -250,6 +255,7 @@ def trace_of(row: TraceRow, recorded: RowRecording, recorder: Recorder) -> Trace
         branch_lengths=arrays["branch_lengths"].numpy(),
         inputs=_inputs_of(recorder.draft, hidden, arrays["token"]),
         num_passing=None if recorded.num_passing is None else arrays["num_passing"].numpy(),
+        block_size=None if blocks is None else blocks.block_size,
     )
 
 

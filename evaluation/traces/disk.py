@@ -26,7 +26,7 @@ from torch import Tensor
 from data_gen.store.manifest import read_manifest
 from evaluation.traces.branches import signal_names
 from evaluation.traces.inputs import InputTensors, TokenInputs
-from evaluation.traces.trace import Trace, TraceRow, join_traces
+from evaluation.traces.trace import CONFIDENCE, Trace, TraceRow, join_traces
 from lm import Sampling
 from store.shards import is_whole, write_shard
 from store.sums import check_sums
@@ -111,6 +111,8 @@ def _tensors(trace: Trace) -> dict[str, Tensor]:
     }
     if trace.num_passing is not None:
         arrays["num_passing"] = trace.num_passing.astype(np.int32)
+    if trace.block_size is not None:
+        arrays["block_size"] = np.array([trace.block_size])
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
     if trace.inputs is not None:
         tensors |= {name: tensor.contiguous() for name, tensor in trace.inputs.tensors._asdict().items()}
@@ -135,13 +137,14 @@ def _trace(rows: Sequence[TraceRow], path: Path, manifest: Mapping[str, Any]) ->
         token=arrays["token"],
         is_eos=np.isin(arrays["token"], manifest["eos_ids"]),
         # a scalar that there was not when the trace was recorded is missed by the heads that read it
-        signals={name: arrays[name] for name in (*signal_names(), "acceptance_prob") if name in arrays},
+        signals={name: arrays[name] for name in (*signal_names(), "acceptance_prob", CONFIDENCE) if name in arrays},
         is_rejected=arrays["is_rejected"],
         acceptance_rate=arrays["acceptance_rate"],
         branch_lengths=arrays["branch_lengths"].astype(np.int64),
         inputs=TokenInputs(lambda: _inputs(path)) if "hidden" in names else None,
         scores={name.removeprefix("score."): values for name, values in arrays.items() if name.startswith("score.")},
         num_passing=arrays["num_passing"].astype(np.int64) if "num_passing" in names else None,
+        block_size=int(arrays["block_size"][0]) if "block_size" in names else None,
     )
 
 

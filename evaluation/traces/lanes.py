@@ -26,6 +26,8 @@ class Tokens(NamedTuple):
     """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
     acceptance_prob: Float[Array, " drafts+1"] | None
     """Acceptance probabilities that lessons are made of; None for policies that take none."""
+    has_blocks: bool
+    """Whether a round costs one forward of the draft, however many tokens it drafts."""
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
@@ -49,6 +51,7 @@ class Tokens(NamedTuple):
             trace.max_draft_length,
             oracle,
             revealed,
+            trace.block_size is not None,
         )
 
 

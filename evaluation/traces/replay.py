@@ -217,7 +217,9 @@ class Lockstep:
         drafted = np.where(self._is_given_up()[over], 0, drawn) if self.gives_up else drawn
         accepted = np.minimum(drafted, lanes.stop[over] - start)
         emitted = np.minimum(accepted + 1, lanes.end[over] - start)
-        amounts = (emitted, drafted, 1, accepted, drawn + has_unused_forward[over])
+        # the forward of a block is paid before its first token is looked at
+        forwards = lanes.allowed[over] > 0 if self.tokens.has_blocks else drawn + has_unused_forward[over]
+        amounts = (emitted, drafted, 1, accepted, forwards.astype(np.int64))
         for name, amount in zip(_COUNTED, amounts, strict=True):
             totals.counts[name][index] += amount
         totals.lengths[index, drafted] += 1

@@ -30,8 +30,10 @@ from heads.model.head import AcceptanceHead
 from lm import Sampling
 
 Array = np.ndarray
+CONFIDENCE = "confidence_logit"
+"""The signal that a DSpark draft's own head gives."""
 _LATER_TURN = re.compile(r"#\d+$")
-_SHARED = ("sampling", "max_draft_length", "draft_sampling")
+_SHARED = ("sampling", "max_draft_length", "draft_sampling", "block_size")
 """What traces that are joined have in common."""
 
 
@@ -61,7 +63,9 @@ class Trace:
     token: Int[Array, " drafts"]
     is_eos: Bool[Array, " drafts"]
     signals: dict[str, Float[Array, " drafts"]]
-    """max_prob, top_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling)."""
+    """max_prob, top_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling), and
+    CONFIDENCE of a draft that has it.
+    """
     is_rejected: Bool[Array, " positions"]
     acceptance_rate: Float[Array, " positions"]
     branch_lengths: Int[Array, " rejected"]
@@ -73,6 +77,10 @@ class Trace:
     """
     draft_sampling: Sampling | None = None
     """The sampling that the draft draws by, where it is not the target's."""
+    block_size: int | None = None
+    """Tokens that a DSpark draft gives in one forward, which is all that a round of it costs; None: each draft step is
+    a forward.
+    """
 
     @property
     def has_point_masses(self) -> bool:
@@ -183,10 +191,14 @@ class Trace:
         """A signal as policies read it.
 
         Raises:
-            ValueError: one that there was not when the trace was recorded.
+            ValueError: one that there was not when the trace was recorded, or that its draft has not.
         """
         if name == "token_prob":
             return np.exp(self.signals["log_token_prob"])
+        if name == CONFIDENCE and name not in self.signals:
+            raise ValueError(
+                "the trace's draft has no confidence head; use a DSpark draft that has one, or another policy"
+            )
         if name not in self.signals:
             raise ValueError(
                 f"the trace was recorded before there was the signal {name}; delete its folder and record it again "
@@ -237,6 +249,7 @@ class Trace:
             scores={name: values[positions] for name, values in self.scores.items()},
             num_passing=None if self.num_passing is None else self.num_passing[path],
             draft_sampling=self.draft_sampling,
+            block_size=self.block_size,
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
@@ -288,6 +301,7 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
             if all(name in t.scores for t in traces)
         },
         draft_sampling=first.draft_sampling,
+        block_size=first.block_size,
         num_passing=None
         if first.num_passing is None
         else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),

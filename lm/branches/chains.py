@@ -6,9 +6,12 @@ distribution is therefore that of the text, fed with the target's states; every 
 outputs. So what a feature draft says after a token depends on where its round began, and each place of a text has a
 chain of its own:
 
-    chains = Chains(draft, told_of(target, draft, ids), ids)
+    chains = chains_of(draft, told_of(target, draft, ids), ids)
     hidden = chains.begin(lengths)              one chain per length n; what gives each its first distribution
     hidden = chains.feed(tokens, owners)        one more token of some chains; what gives each its next
+
+A DSpark draft's chains are blocks: all places of each are there once it begins, and a token is told to the Markov head
+alone.
 
 `lm.features.stepwise` drafts one chain the same way, and caches what it keeps.
 """
@@ -23,10 +26,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lm.branches.branched import trunk
 from lm.features.draft import FeatureDraft, Mask, Outputs, roll_back
+from lm.features.dspark import DSpark, seen_by_blocks
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, cached_keys_values
 from lm.features.taps import read_modules, watched
 from lm.models.masked import Branching, visible
+
+_BLOCKS_AT_ONCE = 64
+"""Bounds the attention mask of one forward."""
 
 
 class Told(NamedTuple):
@@ -51,6 +58,9 @@ def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) ->
 
 class Chains:
     """One text in a feature draft's cache, and chains that grow from it."""
+
+    most = 2**62
+    """The most tokens of a chain."""
 
     def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
         """Args:
@@ -124,3 +134,53 @@ class Chains:
         return self.draft(
             tokens[None], keys_values, places[None], cache=self._cache, mask=mask, cross_mask=seen[None, None]
         )
+
+
+class BlockChains:
+    """One text in a DSpark draft's cache, and a block from each place that is asked for; the face is that of
+    `Chains`.
+    """
+
+    def __init__(self, draft: DSpark, told: Told, ids: Sequence[int]) -> None:
+        self.draft, self._length, self.most = draft, len(ids), draft.block_size
+        self._tokens = torch.tensor(list(ids), device=draft.device)
+        self._cache = draft.new_cache(2 * len(ids))
+        with torch.inference_mode():
+            positions = torch.arange(len(ids), device=draft.device)[None]
+            draft.remember(draft.context(told.features), positions, self._cache)
+
+    @torch.inference_mode()
+    def begin(self, lengths: Int[Tensor, " chain"]) -> Float[Tensor, "chain wide"]:
+        """As `Chains.begin`."""
+        places = lengths.to(self.draft.device) - 1
+        self._states = torch.cat([self._blocks(some) for some in places.split(_BLOCKS_AT_ONCE)])
+        self._places = torch.zeros_like(places)
+        hidden, self._memory = self.draft.follow(self._states[:, 0], self._tokens[places], None)
+        return hidden
+
+    @torch.inference_mode()
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed wide"]:
+        """As `Chains.feed`."""
+        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        self._places[owners] += 1
+        states = self._states[owners, self._places[owners]]
+        memory = None if self._memory is None else self._memory[owners]
+        hidden, memory = self.draft.follow(states, tokens, memory)
+        if self._memory is not None and memory is not None:
+            self._memory[owners] = memory
+        return hidden
+
+    def _blocks(self, places: Int[Tensor, " block"]) -> Float[Tensor, "block place hidden"]:
+        """The states of blocks whose anchors have these places of the text."""
+        if not len(places):  # which attention takes no batch of
+            return torch.empty(
+                0, self.most, self.draft.config.hidden_size, dtype=self.draft.dtype, device=places.device
+            )
+        roll_back(self._cache, self._length)
+        mask = seen_by_blocks(places[None], self._length, self.draft.block_size)
+        return self.draft.block(self._tokens[places][None], places[None], cache=self._cache, mask=mask)[0]
+
+
+def chains_of(draft: FeatureDraft, told: Told, ids: Sequence[int]) -> Chains | BlockChains:
+    """The chains of a draft of any kind; the arguments and errors are those of `Chains`."""
+    return BlockChains(draft, told, ids) if isinstance(draft, DSpark) else Chains(draft, told, ids)

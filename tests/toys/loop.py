@@ -100,10 +100,14 @@ POLICIES: dict[str, Policy] = {
     "llama_cpp": LlamaCpp(p_min=0.6),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
+OF_BLOCKS = {name: each.kind() for name, each in RULES.items() if "confidence_logit" in each.kind.signals}
+"""Rules that ask a DSpark draft for what no other has."""
 POLICIES |= {
-    name: each.kind() for name, each in (REGISTERED | RULES).items() if name not in POLICIES and name != "head"
+    name: each.kind()
+    for name, each in (REGISTERED | RULES).items()
+    if name not in (*POLICIES, *OF_BLOCKS) and name != "head"
 }
-"""Every registered policy and engine's rule, so that the laws are proven for a new one at once."""
+"""Every registered policy and engine's rule for any draft, so that the laws are proven for a new one at once."""
 
 RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
 AUTOS = {

@@ -13,7 +13,7 @@ from heads.batches.features import FeatureShard
 from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
 from lm.uniforms import draw, uniforms
 from store.shards import write_shard
-from tests.toys.random_drafts import KINDS, VOCAB, draft, target
+from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
 EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("b", "", [6, 1], [3, 3, 4], "stop")]
@@ -62,7 +62,7 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(kind):
     whole, half = labelled(kind), labelled(kind, draft_every=2)
     starts = [start for lengths in whole.lengths for start in range(len(lengths))]
@@ -77,7 +77,7 @@ def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
     drafts, at, first = labelled(kind), 0, 0
     for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
@@ -129,7 +129,7 @@ def test_no_row_at_all_is_a_shard_of_none():
     assert safetensors.torch.load(drafts_to_safetensors(drafts, "fed"))["hidden"].shape == (0, 16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_they_are(kind, monkeypatch):
     """The target's embedding of a token that the first response reads, and nothing of the second, is NaN."""
     first, second = EXCHANGES[0], Exchange("b", "", [6, 1], [3], "stop")

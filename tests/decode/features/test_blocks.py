@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
-from decode.policies import Entropy, FixedLength, HeadPolicy
+from decode.policies import DSparkConfidence, Entropy, FixedLength, HeadPolicy
 from lm import CachedModel, Sampling, TappedModel, feature_model
 from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
 from tests.toys.enumeration import assert_same_law
-from tests.toys.loop import POLICIES, SAMPLINGS, law
+from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed
 from tests.toys.random_drafts import BLOCK, BLOCKS, TARGETS, draft, feature_head, target
 
@@ -18,7 +18,8 @@ GREEDY = Sampling(temperature=0)
 WIDE = draft("rnn").hidden_size
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
 HEADS["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
-EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | HEADS
+OWN = OF_BLOCKS | {"dspark_product": DSparkConfidence(0.2, is_product=True)}
+EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | HEADS | OWN
 
 
 @pytest.mark.parametrize("family", TARGETS)
@@ -76,6 +77,39 @@ def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
     outer = CachedModel(target("qwen2"))
     decoder = SpeculativeDecoder(outer, drafter, sampling=GREEDY, eos_ids=frozenset())
     assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
+
+
+@pytest.mark.parametrize("is_product", [False, True])
+def test_a_block_is_kept_up_to_the_first_place_whose_confidence_is_below_the_threshold(is_product):
+    """DeepSpec's rule, from the confidences of whole blocks; at 0 it keeps them."""
+    policy, one = DSparkConfidence(0.4, is_product=is_product), draft("rnn")
+    generation = decoder_of("rnn", policy, sampling=Sampling()).generate(
+        PROMPT, 40, generator=torch.Generator().manual_seed(1)
+    )
+    committed, kept = [*PROMPT, *generation.rounds[0].emitted], set()
+    for round_ in generation.rounds[1:-BLOCK]:
+        with torch.inference_mode():
+            output = target()(torch.tensor([committed]), output_hidden_states=True)
+            features = torch.cat([output.hidden_states[place] for place in one.target_layer_ids], -1)
+            tokens = torch.tensor([committed])
+            states = one.on_text(features, tokens, torch.tensor([[len(committed) - 1]]))[:, 0]
+            previous = [committed[-1], *round_.drafted, *[0] * BLOCK][:BLOCK]
+            confidences = one.confidence(one.joined(states, torch.tensor([previous])))[0].sigmoid()
+        confidences = confidences.cumprod(0) if is_product else confidences
+        num = len(round_.drafted)
+        assert (confidences[:num] >= 0.4).all()
+        assert num == BLOCK or confidences[num] < 0.4
+        kept.add(num)
+        committed += round_.emitted
+    assert len(kept) > 2
+    whole = decoder_of("rnn", DSparkConfidence(0.0, is_product), sampling=GREEDY).generate(PROMPT, 16)
+    assert whole.counts == decoder_of("rnn", FixedLength(BLOCK), sampling=GREEDY).generate(PROMPT, 16).counts
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle"])
+def test_confidences_are_refused_of_a_draft_that_has_none(kind):
+    with pytest.raises(ValueError, match="has no confidence head"):
+        decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
 
 
 def test_a_tree_of_blocks_is_refused():

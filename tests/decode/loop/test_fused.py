@@ -38,7 +38,7 @@ class Watch(Policy):
     drawn_head: AcceptanceHead | None = None
     prefix_head: AcceptanceHead | None = None
     seen: list[AfterDraw] = field(default_factory=list)
-    signals = frozenset(AfterDraw._fields) - {"position"}
+    signals = frozenset(AfterDraw._fields) - {"position", "confidence_logit"}
 
     def after(self, state, drawn):
         self.seen.append(drawn)

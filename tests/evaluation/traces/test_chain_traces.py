@@ -23,7 +23,7 @@ from lm import Sampling, TappedModel, acceptance_prob, entropy, feature_model, r
 from lm.uniforms import draw, uniforms
 from tests.toys.enumeration import law_of
 from tests.toys.loop import POLICIES
-from tests.toys.random_drafts import KINDS, VOCAB, draft, feature_head, target
+from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, feature_head, target
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM = Sampling(temperature=1.3)
@@ -106,7 +106,7 @@ def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_bends_no_plot()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_every_draft_of_a_trace_is_that_of_a_round_by_itself(kind):
     [first, *_] = [one for one in responses(20) if len(one.response_ids) > 6]
     response, one = first.response_ids, recorder(kind)

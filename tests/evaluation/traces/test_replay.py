@@ -28,10 +28,11 @@ class Diary(Policy):
     """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the
     counts.
 
-    But for what a prefix head says, which is all that the prefix heads of `POLICIES` are told.
+    But for what a prefix head says, which is all that the prefix heads of `POLICIES` are told, and for what blocks
+    alone have.
     """
 
-    signals = frozenset(AfterDraw._fields) - {"position", "prefix_logit"}
+    signals = frozenset(AfterDraw._fields) - {"position", "prefix_logit", "confidence_logit"}
     fed_head = toy_head("fed", seed=1)
     drawn_head = toy_head("drawn", seed=2)
 
