@@ -74,6 +74,41 @@ def by_position(
     return _interleave(token, missing), _interleave(survival, missing)
 
 
+def by_place(
+    logit: Float[Tensor, "heads tokens"],
+    *,
+    label: Float[Tensor, "#heads tokens"],
+    acceptance_prob: Float[Tensor, " tokens"],
+    row_lengths: Int[Tensor, " rows"],
+    num_places: int,
+) -> tuple[Histogram, Histogram]:
+    """The two histograms of `by_position` where every row is one draft, as blocks are, flattened to [heads * place].
+
+    Args:
+        logit: the prediction that is to be judged.
+        label: what each predicts of a token, its acceptance_prob or the acceptance_rate before it is drawn.
+        acceptance_prob: that of the tokens, which decides how many drafts reach a place.
+        row_lengths: the tokens of each draft.
+        num_places: places of a draft.
+    """
+    mask = _mask(row_lengths)
+
+    def places(flat: Tensor) -> Float[Tensor, "lead rows place"]:
+        padded = _padded(flat.double(), mask)
+        return F.pad(padded, (0, num_places - mask.shape[1]))
+
+    survival = places(acceptance_prob[None]).cumprod(-1)
+    is_there = F.pad(mask, (0, num_places - mask.shape[1])).double()
+    reach = F.pad(survival[..., :-1], (1, 0), value=1.0) * is_there
+    log_survival = F.logsigmoid(places(logit)).cumsum(-1)
+
+    def by_row(values: Float[Tensor, "lead rows place"]) -> Float[Tensor, "lead_place rows"]:
+        return values.expand(len(logit), -1, -1).transpose(1, 2).flatten(0, 1)
+
+    token = observe(by_row(places(logit)), by_row(places(label)), by_row(reach))
+    return token, observe(by_row(_logit_of_log(log_survival)), by_row(survival), by_row(is_there[None]))
+
+
 def expected_counts(
     logit: Float[Tensor, "heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],
