@@ -82,7 +82,8 @@ class Auto(ScoringPolicy):
     Attributes:
         head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way
             round.
-        t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop).
+        t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop); 0 of a draft
+            whose block is one forward, which is part of t_start_s.
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
         t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of
@@ -122,8 +123,11 @@ class Auto(ScoringPolicy):
     is_learning: bool | None = False
 
     def __post_init__(self) -> None:
-        for name in ("t_draft_s", "t_target_s"):
-            if np.any(np.asarray(getattr(self, name)) <= 0):
+        for name, is_wrong in (
+            ("t_draft_s", np.asarray(self.t_draft_s) < 0),
+            ("t_target_s", np.asarray(self.t_target_s) <= 0),
+        ):
+            if np.any(is_wrong):
                 raise ValueError(f"{name} is {getattr(self, name)}; a time is a positive number of seconds")
         super().__post_init__()
 
@@ -162,7 +166,7 @@ class Auto(ScoringPolicy):
     def stop_before(self, state: AutoState, seen: BeforeDraw) -> Number:  # type: ignore[override]
         if not self.stops_before:
             return False
-        price = state.price * self.t_verify_s / (self.t_draft_s + self.t_verify_s)
+        price = self._rate(state) * self.t_verify_s
         return (self.scored_before(state.survival, state.learned, seen) < price) & (seen.position > 0)
 
     def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]

@@ -17,12 +17,13 @@ another drafts on, never whether a token that was drawn is verified: law 4.3 hol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, Number, Outcome, Policy, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
@@ -84,8 +85,18 @@ class BatchCosts(NamedTuple):
 class BatchRule:
     """A policy whose sequences are asked together: the loop hands their `worth` to what `pace` gives."""
 
-    def worth(self, state: Any) -> Number:
-        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `worth` is that of a step whose signals before the draw are known."""
+        return False
+
+    def worth(self, state: Any, seen: BeforeDraw | None = None) -> Number:
+        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted.
+
+        Args:
+            state: of the draft so far.
+            seen: signals of the next step before its draw; None unless the rule `looks_ahead`.
+        """
         raise NotImplementedError
 
     def pace(self) -> Pace:
@@ -142,8 +153,12 @@ class BatchAuto(ScoringPolicy, BatchRule):
         survival, worth, learned = state
         return survival, worth, learned_from(learned, outcome.lesson)
 
-    def worth(self, state: State) -> Number:
+    def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
         return state[1]
+
+    def price_s(self, numbers: Any, num_tokens: int) -> Any:
+        """Seconds of one more draft step for so many sequences, where num_tokens are to be verified so far."""
+        return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens) + self.costs.draft(numbers)
 
     def pace(self) -> Pace:
         return Pace(self)
@@ -153,6 +168,38 @@ class BatchAuto(ScoringPolicy, BatchRule):
         lengths, size = np.arange(_LONGEST + 1), self.batch_size
         tokens = size * np.cumsum(self.next_mean**lengths)
         return float((tokens / (lengths * self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
+
+
+@dataclass(frozen=True)
+class BlockAuto(BatchAuto):
+    """The rule where a draft's block is one forward (DSpark): that forward is paid before the round, so that a further
+    token costs its verification alone:
+
+        the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m))
+
+    With a prefix head, as the draft's own confidence head is one (law 4.8c), the next token's acceptance a_r is known
+    before it is drawn, and worth_r = S_r * a_r without an index.
+
+    Attributes:
+        block_size: tokens of a block.
+    """
+
+    block_size: int = 7
+
+    @cached_property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self.head.timing == "prefix"
+
+    def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
+        return super().worth(state) if seen is None else self.scored_before(state[0], state[2], seen)
+
+    def price_s(self, numbers: Any, num_tokens: int) -> Any:
+        return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
+
+    def prior(self) -> float:
+        lengths, size = np.arange(self.block_size + 1), self.batch_size
+        tokens = size * np.cumsum(self.next_mean**lengths)
+        return float((tokens / (self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
 
 
 class Pace:
@@ -172,9 +219,7 @@ class Pace:
             num_tokens: tokens that the whole batch feeds the verification so far.
         """
         sizes = np.arange(1, len(worth) + 1)
-        costs = self.rule.costs
-        price_s = costs.target(num_tokens + sizes) - costs.target(num_tokens) + costs.draft(sizes)
-        return gaining(worth, self.tokens / self.seconds * price_s)
+        return gaining(worth, self.tokens / self.seconds * self.rule.price_s(sizes, num_tokens))
 
     def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
         """Learn from a round that is over."""

@@ -2,6 +2,8 @@
 `load_of` for the others.
 """
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Int
 
@@ -33,7 +35,9 @@ class _Seats(Lockstep):
         if self.pace is None or not going.any():
             return going
         at = going.nonzero()[0]
-        worth = np.broadcast_to(self.policy.worth(self.state), going.shape)[at]  # type: ignore[attr-defined]
+        rule: Any = self.policy
+        seen = self._drawn(self._places()).before if rule.looks_ahead else None
+        worth = np.broadcast_to(rule.worth(self.state, seen), going.shape)[at]
         result = np.zeros_like(going)
         result[at] = self.pace.chosen(worth, int((self.lanes.position + 1)[self.busy].sum()))
         return result
@@ -41,9 +45,11 @@ class _Seats(Lockstep):
     def round(self, totals: Totals) -> tuple[list[int], int]:
         """One round of all: (sequences in each draft step, tokens verified)."""
         busy = self.busy
-        going, unused, steps = busy & (self.lanes.allowed > 0), np.zeros_like(busy), []
+        going, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
+        has_blocks = self.tokens.has_blocks
+        steps = [int(going.sum())] if has_blocks and going.any() else []
         while (going := self.chosen(going)).any():
-            steps.append(int(going.sum()))
+            steps += [] if has_blocks else [int(going.sum())]
             ended, is_unused = self._drafted(going)
             unused |= is_unused
             going = going & ~ended

@@ -146,7 +146,8 @@ class Replays:
         """Gain that knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
         accepted token pays.
         """
-        oracle = Oracle(cost.round_s(self.traces.dev.max_draft_length))
+        dev = self.traces.dev
+        oracle = Oracle(cost.round_s(dev.max_draft_length, has_blocks=dev.block_size is not None))
         return next(replay_arms([Grid("oracle", "oracle", oracle, ({},))], self.traces))
 
 

@@ -130,7 +130,8 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
     A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is
-    part of t_target(k).
+    part of t_target(k). A block of which k tokens are drawn takes t_draft + each * k, and what each takes is part of
+    t_target(k) too.
 
     Args:
         generations: real ones with drafts of several lengths, 0 among them.
@@ -155,8 +156,10 @@ def _times_of(
     drafting = [round_ for round_ in rounds if round_.counts.num_draft_forwards]
     drafts: dict[int, list[float]] = {}
     by_length: dict[int, list[float]] = {}
+    has_blocks = any(len(round_.drafted) > round_.counts.num_draft_forwards for round_ in drafting)
     for round_ in rounds:
-        drafts.setdefault(round_.counts.num_draft_forwards, []).append(round_.draft_s)
+        drawn = len(round_.drafted) if has_blocks else round_.counts.num_draft_forwards
+        drafts.setdefault(drawn, []).append(round_.draft_s)
         by_length.setdefault(len(round_.drafted), []).append(round_.target_s)
     if not drafting or 0 not in by_length:
         raise ValueError(
@@ -164,15 +167,17 @@ def _times_of(
         )
     t_draft_s = typical([round_.draft_s / round_.counts.num_draft_forwards for round_ in drafting])
     begin_s, step_s = _line(drafts)
+    each_s = 0.0
     if begin_s > 0 and step_s > 0:
-        t_draft_s = step_s
+        t_draft_s, begin_s, each_s = (begin_s, 0.0, step_s) if has_blocks else (step_s, begin_s, 0.0)
     else:  # one length only, or noise
         begin_s = 0.0
     alone_s = typical(by_length[0]) + typical(drafts[0])
     longer = {length: seconds for length, seconds in by_length.items() if length}
     longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
-    return t_draft_s, (alone_s, *np.maximum(alone_s, begin_s + longer_s).tolist())
+    longer_s = longer_s + begin_s + each_s * np.arange(1, max_draft_length + 1)
+    return t_draft_s, (alone_s, *np.maximum(alone_s, longer_s).tolist())
 
 
 def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:

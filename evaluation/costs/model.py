@@ -6,7 +6,7 @@
 t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With
 t_stop = 0 and t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per
 token is t_draft + t_draft * (discard rate) + (t_target - t_draft) * (verification rate). Verification is not free
-everywhere, so t_target may grow with k.
+everywhere, so t_target may grow with k. A DSpark draft's round has one forward, of a whole block, whatever k is.
 """
 
 from collections.abc import Iterable, Mapping
@@ -126,10 +126,13 @@ class CostModel:
             stop_kind=replayed.stop_kind,
         )
 
-    def round_s(self, max_draft_length: int) -> tuple[float, ...]:
-        """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps."""
+    def round_s(self, max_draft_length: int, *, has_blocks: bool = False) -> tuple[float, ...]:
+        """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps, or with
+        `has_blocks` to its one.
+        """
         lengths = np.arange(max_draft_length + 1)
-        return tuple((self.t_draft_s * lengths + self.target_s(lengths)).tolist())
+        forwards = np.minimum(lengths, 1) if has_blocks else lengths
+        return tuple((self.t_draft_s * forwards + self.target_s(lengths)).tolist())
 
     def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
         """T of every setting on every row."""
@@ -147,14 +150,17 @@ class CostModel:
         """Throughput of every setting of a policy that is replayed on a trace, all prompts together."""
         return self.tokens_per_s(replay_settings(trace, policy))
 
-    def line(self, stop_kind: str = "") -> "LinearCosts":
+    def line(self, stop_kind: str = "", *, has_blocks: bool = False) -> "LinearCosts":
         """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a
-        draft step.
+        draft step, and with `has_blocks` that is paid once a round, whatever its number of tokens.
         """
         alone, *longer = self.t_target_s
         slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
         start = max(0.0, longer[0] - slope - alone) if longer else 0.0
-        return LinearCosts(self.t_draft_s + self.stop_s(stop_kind), alone, slope, start)
+        step_s = self.t_draft_s + self.stop_s(stop_kind)
+        return (
+            LinearCosts(0.0, alone, slope, start + step_s) if has_blocks else LinearCosts(step_s, alone, slope, start)
+        )
 
 
 class LinearCosts(NamedTuple):
@@ -163,7 +169,7 @@ class LinearCosts(NamedTuple):
     """
 
     t_draft_s: float
-    """t_draft + t_stop."""
+    """t_draft + t_stop; 0 of blocks, where both are part of t_start_s."""
     t_target_s: float
     t_verify_s: float
     t_start_s: float

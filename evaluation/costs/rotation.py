@@ -22,7 +22,7 @@ class Draft(NamedTuple):
     kind: str
     """Name of the drafter."""
     step_s: float
-    """Seconds of a draft step."""
+    """Seconds of a draft step; of a DSpark draft, of its whole block."""
 
 
 class Rotation(Drafter):
@@ -59,10 +59,10 @@ class Rotation(Drafter):
         started_s = perf_counter()
         proposal = self._drafter.propose(committed, max_tokens)
         seconds = perf_counter() - started_s
-        is_whole = proposal.num_draft_forwards == self._length
+        is_whole = len(proposal.tokens) == self._length
         self._waiting = None if is_whole else kind
         if is_whole:
-            self.drafts.append(Draft(kind, seconds / self._length))
+            self.drafts.append(Draft(kind, seconds / proposal.num_draft_forwards))
         return proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:

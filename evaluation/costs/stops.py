@@ -32,6 +32,7 @@ from evaluation.costs.budget import turns_within
 from evaluation.costs.measure import Loop, typical
 from evaluation.costs.rotation import Draft, Rotation, shuffled
 from heads.model.head import AcceptanceHead
+from lm.features.dspark import DSpark
 
 STEPS = 10
 """Tokens of a draft that is timed."""
@@ -179,7 +180,9 @@ def drafted_length(loop: Loop) -> int:
     Raises:
         ValueError: the loop drafts none.
     """
-    length = min(STEPS, loop.max_draft_length, loop.max_new_tokens - 1)
+    drafting = loop.pair.drafting
+    of_block = drafting.block_size if isinstance(drafting, DSpark) else STEPS
+    length = min(STEPS, of_block, loop.max_draft_length, loop.max_new_tokens - 1)
     if length < 1:
         raise ValueError(
             f"stops are timed on drafts, and with decode.max_draft_length {loop.max_draft_length} and "

@@ -95,7 +95,8 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     """
     if not isinstance(policy, Auto):
         return policy
-    line = cost.line(policy.stop_kind)
+    # a rule that was tuned for blocks has no seconds of a draft step
+    line = cost.line(policy.stop_kind, has_blocks=policy.t_draft_s == 0)
     if np.allclose([getattr(policy, name) for name in line._fields], line, rtol=0.01, atol=0.0):
         return policy
     return replace(policy, **line._asdict(), throughput=None, prior_profit=None)

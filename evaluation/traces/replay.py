@@ -187,9 +187,7 @@ class Lockstep:
         drawn).
         """
         lanes, tokens = self.lanes, self.tokens
-        path = lanes.start + lanes.position
-        at = np.where(path < lanes.fork, path, path + lanes.shift)
-        np.minimum(at, len(tokens.is_eos) - 1, out=at)  # lanes that wait for the others, or have ended, point anywhere
+        path, at = lanes.start + lanes.position, self._places()
         drawn = self._drawn(at)
         draws = wants
         if self.policy.stops_before:
@@ -202,6 +200,13 @@ class Lockstep:
         self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
         return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
+
+    def _places(self) -> Array:
+        """Flat index of the token that each lane would draft next."""
+        path = self.lanes.start + self.lanes.position
+        at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
+        # lanes that wait for the others, or have ended, point anywhere
+        return np.minimum(at, len(self.tokens.is_eos) - 1, out=at)
 
     def _drawn(self, at: Array) -> AfterDraw:
         signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from decode.policies.auto import Auto
-from decode.policies.batch import BatchAuto, BatchCosts
+from decode.policies.batch import BatchAuto, BatchCosts, BlockAuto
 from decode.policies.head import HeadPolicy
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
@@ -41,7 +41,7 @@ def auto_for(
     """
     rule = Auto(
         head,
-        **cost.line(HeadPolicy(head, also=also).stop_kind)._asdict(),
+        **cost.line(HeadPolicy(head, also=also).stop_kind, has_blocks=trace.block_size is not None)._asdict(),
         is_online=is_online,
         also=also,
         is_learning=is_learning,
@@ -70,7 +70,9 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, als
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
-    rule = BatchAuto(head, costs, size, also=also, **_index(trace, head, also))
+    kind = BatchAuto if trace.block_size is None else BlockAuto
+    of_blocks: dict[str, Any] = {} if trace.block_size is None else {"block_size": trace.block_size}
+    rule = kind(head, costs, size, also=also, **_index(trace, head, also), **of_blocks)
     rows = queue_of(len(trace.rows), size)
 
     def reached(rate: float) -> float:

@@ -66,7 +66,11 @@ def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
     if path and Path(path).is_dir():
         return {"path": path, **describe_model(ModelSource(path=path))}
     known = {"path": path, "name": path, "commit": getattr(model.config, "_commit_hash", None)} if path else {}
-    return {**known, "hidden_size": model.config.get_text_config().hidden_size}
+    is_feature_draft = isinstance(model, FeatureDraft)
+    return {
+        **known,
+        "hidden_size": model.hidden_size if is_feature_draft else model.config.get_text_config().hidden_size,
+    }
 
 
 def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -42,6 +42,7 @@ def made(value: dict, warned: list[str] | None = None, **models) -> Policies:
         ({"policy": "entropy:max_entropy=1"}, "has no parameter 'max_entropy'"),
         ({"policy": "ada_edl:scale=-3"}, "scale is -3; it must be at least 0"),
         ({"policy": "head"}, "needs an exported head"),
+        ({"policy": "dspark"}, "for its own confidence"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(value: object, message: str):

@@ -70,6 +70,15 @@ def test_a_round_costs_one_forward_of_the_draft_whatever_is_kept_of_its_block(po
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_that_is_read_at_its_end_is_the_same(kind):
+    decoder = decoder_of(kind, FixedLength(3), sampling=Sampling())
+    one = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    decoder.drafter.reads_at_end = True  # as on an accelerator
+    on_device = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    assert (on_device.token_ids, on_device.counts) == (one.token_ids, one.counts)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
     middle = TappedModel(target(), draft(kind))
     inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))

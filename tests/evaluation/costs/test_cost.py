@@ -85,6 +85,23 @@ def test_what_a_draft_takes_whatever_its_length_is_paid_once_a_round():
     assert cost.t_target_s == pytest.approx([0.1, *(0.11 + 0.005 * length for length in range(1, 7))])
 
 
+def test_a_block_is_paid_once_a_round_and_what_each_of_its_tokens_takes_with_the_verification():
+    made = generations(0.002, 0.1, 0.005, begin_s=0.03)
+    once = [
+        replace(one, rounds=tuple(replace(round_, counts=blocks_of(round_)) for round_ in one.rounds)) for one in made
+    ]
+    cost = costs_of(once, 6)
+    assert cost.t_draft_s == pytest.approx(0.03)
+    assert cost.t_target_s == pytest.approx([0.1 + 0.007 * length for length in range(7)])
+    assert cost.round_s(2, has_blocks=True) == pytest.approx((0.1, 0.137, 0.144))
+    draft_s, target_s, verify_s, start_s = cost.line(has_blocks=True)
+    assert (draft_s, target_s, verify_s, start_s) == pytest.approx((0.0, 0.1, 0.007, 0.03))
+
+
+def blocks_of(round_: Round) -> Counts:
+    return replace(round_.counts, num_draft_forwards=min(round_.counts.num_drafted, 1))
+
+
 def test_compiled_verifications_rise_in_steps():
     seen = {0: 0.1, 1: 0.11, 3: 0.11, 6: 0.2}
     made = [

@@ -13,9 +13,10 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from evaluation.costs.measure import Loop
 from evaluation.costs.rotation import Rotation, shuffled
-from evaluation.costs.stops import Unstopping, mixtures_of, policies_by_kind, time_stops, timed_kinds
+from evaluation.costs.stops import Unstopping, drafted_length, mixtures_of, policies_by_kind, time_stops, timed_kinds
 from heads import AcceptanceHead
 from lm import Pair, Sampling
+from tests.toys.random_drafts import BLOCK, draft, target
 from tests.toys.random_pairs import random_pair
 
 
@@ -129,6 +130,14 @@ def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
     drafters[""].propose = lambda committed, max_tokens: asked(committed, 0 if len(committed) == 3 else max_tokens)
     decoder.generate([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
     assert [draft.kind for draft in rotation.drafts][:3] == ["", "entropy", ""]
+
+
+def test_a_stop_of_blocks_is_timed_on_whole_blocks(loop):
+    drafting, model = draft("rnn"), target("llama")
+    blocks = replace(loop, pair=Pair(model, drafting, None, Words()), max_draft_length=9, prompts=[[1, 2, 3]])
+    assert drafted_length(blocks) == BLOCK
+    found = time_stops(blocks, {"slow": Slow()})
+    assert found["slow"].seconds > 0.005 * BLOCK, "its work at every place is paid once a round"
 
 
 def test_every_cycle_has_all_kinds_in_an_order_of_its_own():

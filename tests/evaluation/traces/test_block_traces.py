@@ -2,14 +2,17 @@
 round among them.
 """
 
+import json
+
 import numpy as np
 import pytest
-from test_chain_traces import decoder_of, traced
+from test_chain_traces import EOS, WARM, decoder_of, traced
 from test_played import rows_that_differ
 
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
+from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay, replay_settings
-from evaluation.traces.trace import Trace
+from evaluation.traces.trace import CONFIDENCE, Trace
 from tests.toys.loop import OF_BLOCKS, POLICIES
 from tests.toys.random_drafts import BLOCK, BLOCKS, draft, feature_head
 
@@ -49,6 +52,17 @@ def test_a_round_of_any_length_costs_one_forward_and_none_where_nothing_is_draft
     assert replay(recorded, FixedLength(0)).num_draft_forwards == 0
     whole, longer = (replay(recorded, FixedLength(length)) for length in (BLOCK, BLOCK + 2))
     assert whole == longer, "a block is all that a round drafts"
+
+
+def test_a_trace_of_blocks_is_read_back_with_its_price_and_confidences(recorded, tmp_path):
+    manifest = {"sampling": WARM.as_dict(), "max_draft_length": recorded.max_draft_length, "eos_ids": [EOS]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_trace(tmp_path, Place("made", "dev", 0), trace=recorded, problems=[])
+    back = read_trace(tmp_path, "made", "dev", 1)
+    assert back.block_size == BLOCK
+    np.testing.assert_array_equal(back.signal(CONFIDENCE), recorded.signal(CONFIDENCE))
+    for policy in (DSparkConfidence(0.4), FixedLength(2)):
+        assert replay(back, policy) == replay(recorded, policy)
 
 
 def test_confidences_are_refused_of_a_trace_whose_draft_has_none():
