@@ -189,3 +189,17 @@ class DSparkConfidence(Policy):
     def _confidence(self, state: State, seen: BeforeDraw | AfterDraw) -> Number:
         """Confidence of the place, times those before it where they count."""
         return state[0] * at_place(seen.position, seen.confidence_logit, self.offsets, self.slopes)
+
+
+@dataclass(frozen=True)
+class OwnConfidence:
+    """Takes a prefix head's place in replay and says what a DSpark draft's own head said, uncalibrated."""
+
+    timing: ClassVar[str] = "prefix"
+    shape_name: ClassVar[str] = ""
+    calibration_shift: ClassVar[float] = 0.0
+    temperature: ClassVar[float] = 1.0
+
+    def calibrated_logit(self, logit: Number) -> Number:
+        """The logit itself."""
+        return logit

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from colorsys import hls_to_rgb
 from typing import NamedTuple
 
-from decode.policies.registry import POLICIES
+from decode.policies.registry import POLICIES, RULES
 from evaluation.contest.grids import BOUNDS
 from evaluation.contest.tables import NAMES
 
@@ -43,7 +43,7 @@ _HUES = {
 }
 _ENTROPIES = ("entropy", "self_verify", "ada_edl")
 _LENGTHS = ("target_alone", "fixed_length", "heuristic")
-_BUILT_IN = tuple(NAMES)
+_BUILT_IN = tuple(name for name in NAMES if name not in RULES)  # engines' rules have colours where they compete
 
 
 def kind_of(family: str) -> str:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
+from decode.policies.engines import OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
@@ -20,7 +21,7 @@ from evaluation.flag_types import Sizes
 from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
-from evaluation.traces.trace import Trace
+from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
 from heads.model.head import AcceptanceHead, Timing
 
@@ -154,8 +155,8 @@ class BatchContest:
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
     def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], LoadSpent]]:
-        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; last with a
-        perfect one.
+        """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; then with the
+        draft's own confidence where it has one, last with a perfect head.
         """
         traces, variants = self._replays.traces, {}
         for timing, heads in self._rivals(setup.cost).items():
@@ -167,7 +168,10 @@ class BatchContest:
             fastest = max(rules, key=lambda rule: rule.throughput or 0.0)
             variants[f"auto_{timing}"] = fastest
             if fastest.can_learn:
-                variants[f"auto_{timing}_learning"] = replace(fastest, throughput=None, is_learning=True)
+                variants[f"auto_{timing}_learning"] = _learning(fastest)
+        if CONFIDENCE in traces.dev.signals:
+            own = batch_auto_for(OwnConfidence(), traces.dev, setup.curves(""), size)
+            variants |= {"auto_confidence": own, "auto_confidence_learning": _learning(own)}
         if "perfect_drawn" in by_family(self._replays.arms):
             variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
         for family, rule in variants.items():
@@ -184,6 +188,11 @@ class BatchContest:
             if head is not best[timing]:
                 rivals[timing].append(head)
         return rivals
+
+
+def _learning(rule: BatchAuto) -> BatchAuto:
+    """The rule that learns lambda and its head's calibration on the job."""
+    return replace(rule, throughput=None, is_learning=True)
 
 
 def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] | None:

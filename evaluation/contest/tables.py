@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from decode.policies.registry import POLICIES
+from decode.policies.registry import POLICIES, RULES
 from evaluation.contest.arms import ALONE, BASELINE, Arm
 from evaluation.contest.decoded import HIERARCHY_NAMES
 from evaluation.contest.results import Result
@@ -28,6 +28,8 @@ _BEHIND = {
     "auto_prefix": "auto, prefix head",
     "auto_prefix_online": "auto online, prefix head",
     "auto_prefix_learning": "auto online, prefix, learning",
+    "auto_confidence": "auto, DSpark's confidence",
+    "auto_confidence_learning": "auto online, confidence learning",
     **HIERARCHY_NAMES,
     "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",
@@ -41,7 +43,7 @@ class _Names(Mapping[str, str]):
     """Looked up when they are asked for: a policy of one's own is registered when its name is first read."""
 
     def _all(self) -> dict[str, str]:
-        registered = {name: entry.label for name, entry in POLICIES.items() if name != "head"}
+        registered = {name: entry.label for name, entry in (POLICIES | RULES).items() if name != "head"}
         return {ALONE: "target alone", **registered, **_BEHIND}
 
     def __getitem__(self, family: str) -> str:

@@ -130,8 +130,8 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
     A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is
-    part of t_target(k). A block of which k tokens are drawn takes t_draft + each * k, and what each takes is part of
-    t_target(k) too.
+    part of t_target(k). A block of which k tokens are drawn takes t_draft + each * (k - 1), and what each takes is part
+    of t_target(k) too.
 
     Args:
         generations: real ones with drafts of several lengths, 0 among them.
@@ -166,18 +166,31 @@ def _times_of(
             "costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s"
         )
     t_draft_s = typical([round_.draft_s / round_.counts.num_draft_forwards for round_ in drafting])
-    begin_s, step_s = _line(drafts)
-    each_s = 0.0
-    if begin_s > 0 and step_s > 0:
-        t_draft_s, begin_s, each_s = (begin_s, 0.0, step_s) if has_blocks else (step_s, begin_s, 0.0)
+    begin_s, step_s, each_s = *_line(drafts), 0.0
+    if has_blocks:
+        t_draft_s, each_s = _of_blocks(drafts)
+        begin_s = 0.0
+    elif begin_s > 0 and step_s > 0:
+        t_draft_s = step_s
     else:  # one length only, or noise
         begin_s = 0.0
     alone_s = typical(by_length[0]) + typical(drafts[0])
     longer = {length: seconds for length, seconds in by_length.items() if length}
     longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
-    longer_s = longer_s + begin_s + each_s * np.arange(1, max_draft_length + 1)
+    longer_s = longer_s + begin_s + each_s * np.arange(max_draft_length)
     return t_draft_s, (alone_s, *np.maximum(alone_s, longer_s).tolist())
+
+
+def _of_blocks(drafts: dict[int, list[float]]) -> tuple[float, float]:
+    """(seconds of a block and its first token, of each further token): from the shortest drafts and the longest, since
+    a line's offset would be mostly noise.
+    """
+    lengths = sorted(length for length in drafts if length)
+    first_s, last_s = (typical(drafts[lengths[place]]) for place in (0, -1))
+    num_further = lengths[-1] - lengths[0]
+    each_s = max(0.0, last_s - first_s) / num_further if num_further else 0.0
+    return first_s, each_s
 
 
 def _typical(by_length: dict[int, list[float]]) -> tuple[Array, Array, Array]:

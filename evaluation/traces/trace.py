@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.bounds import PerfectHead
+from decode.policies.engines import OwnConfidence
 from evaluation.traces.inputs import TokenInputs, join_inputs, scores_of
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -206,7 +207,7 @@ class Trace:
             )
         return self.signals[name]
 
-    def logit(self, head: AcceptanceHead | PerfectHead) -> Float[Array, " drafts"]:
+    def logit(self, head: AcceptanceHead | PerfectHead | OwnConfidence) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
         when it is drawn.
 
@@ -215,6 +216,8 @@ class Trace:
         """
         if isinstance(head, PerfectHead):
             return self._perfect_logit(head.timing)
+        if isinstance(head, OwnConfidence):
+            return self.signal(CONFIDENCE)
         key = head.fingerprint()
         if key not in self.scores:
             self.scores[key] = scores_of(head, self.inputs, token=self.token, before=self.before, signals=self.signals)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from pytorch_lightning import Trainer
+from safetensors.torch import save_file
+from transformers import Qwen3Config
 
 from configs.command import run
 from configs.schema import ModelSource
@@ -19,6 +21,7 @@ from evaluation.__main__ import COMMANDS as MEASURE
 from heads.command import export
 from heads.training.command import train
 from lm import load_model, load_tokenizer
+from lm.features.dspark import DSpark
 
 ROOT = Path(__file__, "../../..").resolve()
 COMMANDS = {**GENERATE, **MEASURE}
@@ -66,6 +69,37 @@ def test_generate_writes_what_the_target_writes(kind, tree, capsys):
     expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
     assert document["token_ids"] == expected
     assert document["counts"]["num_accepted"] > 0
+
+
+def blocks(directory: Path) -> Path:
+    """A directory of DeepSpec's layout for the embedded target, of random weights."""
+    own = json.loads((ROOT / "checkpoints/tiny/target/config.json").read_text())
+    sizes = {name: own[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    keys = {"block_size": 4, "target_layer_ids": [-1, 3], "num_target_layers": own["num_hidden_layers"]}
+    keys |= {"mask_token_id": 0, "markov_rank": 8, "markov_head_type": "rnn", "num_hidden_layers": 2}
+    keys |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "head_dim": 16}
+    config = Qwen3Config(**sizes, **keys, num_key_value_heads=2, architectures=["Qwen3DSparkModel"])
+    directory.mkdir()
+    (directory / "config.json").write_text(config.to_json_string())
+    torch.manual_seed(0)
+    save_file(DSpark(config).state_dict(), directory / "model.safetensors")
+    return directory
+
+
+def test_blocks_write_what_the_target_writes_and_are_no_trees(capsys, tmp_path):
+    flags = ["--prompt", TEXT, "--max_new_tokens", "16", "--json", "true", "--policy", "dspark:min_confidence=0.3"]
+    flags += ["--pair.draft.path", str(blocks(tmp_path / "blocks")), "--pair.draft.dtype", "float32"]
+    flags += ["--pair.sampling.temperature", "0", "--pair.target.dtype", "float32"]
+    called("generate", "eagle", *flags)
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    called("generate", "eagle", *flags, "--pair.draft.path", "checkpoints/tiny/eagle", "--policy", "fixed_length:k=0")
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["token_ids"] == alone["token_ids"]
+    counts = document["counts"]
+    assert 0 < counts["num_draft_forwards"] < counts["num_drafted"]
+    with pytest.raises(SystemExit):
+        called("generate", "eagle", *flags, "--tree", "eagle2")
+    assert "which is a chain" in capsys.readouterr().err
 
 
 def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(capsys, tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
 from decode.policies import DSparkConfidence, Entropy, FixedLength, HeadPolicy
+from decode.policies.auto import Auto
 from lm import CachedModel, Sampling, TappedModel, feature_model
 from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
 from tests.toys.enumeration import assert_same_law
@@ -17,6 +18,8 @@ from tests.toys.random_drafts import BLOCK, BLOCKS, TARGETS, draft, feature_head
 GREEDY = Sampling(temperature=0)
 WIDE = draft("rnn").hidden_size
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
+BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
+HEADS |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
 HEADS["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
 OWN = OF_BLOCKS | {"dspark_product": DSparkConfidence(0.2, is_product=True)}
 EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | HEADS | OWN

@@ -10,6 +10,7 @@ import pytest
 from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
+from decode.policies.engines import OwnConfidence
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.traces.chains import ChainRecorder
@@ -94,6 +95,16 @@ def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
     assert rule.block_size == BLOCK
     reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).spent(COSTS).tokens_per_s
     assert reached == pytest.approx(rule.throughput, rel=5e-3)
+
+
+def test_the_draft_s_own_confidence_is_a_head_of_the_rule(trace):
+    """It keeps what the threshold on the product keeps that is the price of a token."""
+    rule = BlockAuto(OwnConfidence(), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rows = queue_of(len(trace.rows), 4)
+    alone = load_of(replay_rounds(trace, DSparkConfidence(0.3, is_product=True)), rows, 4)
+    assert_same_load(alone, step_through(trace, rule, rows, 4))
+    learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
+    assert learning.num_tokens.sum() != alone.num_tokens.sum()
 
 
 def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):

@@ -10,6 +10,7 @@ from test_chain_traces import EOS, WARM, decoder_of, traced
 from test_played import rows_that_differ
 
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
+from decode.policies.auto import Auto
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import CONFIDENCE, Trace
@@ -18,6 +19,8 @@ from tests.toys.random_drafts import BLOCK, BLOCKS, draft, feature_head
 
 WIDE = draft("rnn").hidden_size
 HEADS = {timing: HeadPolicy(feature_head(timing, WIDE), 0.6) for timing in ("fed", "drawn", "prefix")}
+BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
+HEADS |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
 HEADS["learning"] = HeadPolicy(feature_head("drawn", WIDE), 0.6, is_learning=True)
 RULES = HEADS | OF_BLOCKS | {name: policy for name, policy in POLICIES.items() if not policy.heads}
 RULES |= {
