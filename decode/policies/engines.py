@@ -203,3 +203,10 @@ class OwnConfidence:
     def calibrated_logit(self, logit: Number) -> Number:
         """The logit itself."""
         return logit
+
+
+@dataclass(frozen=True)
+class LargestProb(OwnConfidence):
+    """Takes a prefix head's place in replay and says logit(max_v q(v)): refitted on the job it is what vLLM's adaptive
+    verification estimates where a draft has no confidence head.
+    """

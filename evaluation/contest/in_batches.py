@@ -11,7 +11,7 @@ import pandas as pd
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
-from decode.policies.engines import OwnConfidence
+from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
@@ -172,6 +172,9 @@ class BatchContest:
         if CONFIDENCE in traces.dev.signals:
             own = batch_auto_for(OwnConfidence(), traces.dev, setup.curves(""), size)
             variants |= {"auto_confidence": own, "auto_confidence_learning": _learning(own)}
+        if traces.dev.block_size is not None:
+            estimator = batch_auto_for(LargestProb(), traces.dev, setup.curves(""), size)
+            variants["auto_max_prob_learning"] = _learning(estimator)
         if "perfect_drawn" in by_family(self._replays.arms):
             variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
         for family, rule in variants.items():

@@ -9,8 +9,9 @@ import pytest
 
 from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
+from decode.policies.base import Policy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
-from decode.policies.engines import OwnConfidence
+from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.traces.chains import ChainRecorder
@@ -105,6 +106,34 @@ def test_the_draft_s_own_confidence_is_a_head_of_the_rule(trace):
     assert_same_load(alone, step_through(trace, rule, rows, 4))
     learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
     assert learning.num_tokens.sum() != alone.num_tokens.sum()
+
+
+@dataclass(frozen=True)
+class LargestProduct(Policy):
+    """Stops before the product of the largest probabilities falls below `floor`."""
+
+    floor: float = 0.3
+    signals = frozenset({"max_prob"})
+
+    def start(self):
+        return (1.0,)
+
+    def begin(self, state):
+        return (0.0 * state[0] + 1.0,)
+
+    def stop_before(self, state, seen):
+        return state[0] * seen.max_prob < self.floor
+
+    def after(self, state, drawn):
+        return (state[0] * drawn.max_prob,), False
+
+
+def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
+    rule = BlockAuto(LargestProb(), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rows = queue_of(len(trace.rows), 4)
+    assert_same_load(load_of(replay_rounds(trace, LargestProduct()), rows, 4), step_through(trace, rule, rows, 4))
+    learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
+    assert learning.num_tokens.sum() != step_through(trace, rule, rows, 4).num_tokens.sum()
 
 
 def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):
