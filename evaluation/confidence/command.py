@@ -30,6 +30,8 @@ class Judged:
     brier: float
     gain: float
     """The share of the confidence head's Brier score that is saved."""
+    kl: float
+    """KL of the prediction from the truth, in nats: what training lowers."""
     ece: float
     auroc: float
     survival_brier: float
@@ -92,6 +94,7 @@ def _judged(dev: Drafts, test: Drafts) -> Iterator[Judged]:
             predictor=name,
             brier=brier,
             gain=1 - brier / own,
+            kl=float(whole.kl),
             ece=float(whole.ece),
             auroc=float(auroc(pooled(token))),
             survival_brier=float(measures(pooled(survival)).brier),
@@ -119,6 +122,7 @@ def sheets(judged: Sequence[Judged], *, title: str) -> list[Sheet]:
             "predictor": one.predictor,
             "Brier": f"{one.brier:.5f}",
             "less than the confidence head's": "" if one.predictor in (OWN, OF_TOKEN) else f"{one.gain:+.1%}",
+            "KL": f"{one.kl:.4f}",
             "ECE": f"{one.ece:.4f}",
             "AUROC": f"{one.auroc:.4f}",
             "Brier of survival": f"{one.survival_brier:.5f}",

@@ -44,6 +44,15 @@ class ExpectedCounts(NamedTuple):
         return self.num_rounds / self.num_tokens
 
 
+def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
+    """Probability that verification looks at each token: the product of the acceptance_probs before it in its row."""
+    if not len(row_lengths):
+        return acceptance_prob
+    mask = _mask(row_lengths)
+    before = F.pad(_padded(acceptance_prob, mask).cumprod(-1)[..., :-1], (1, 0), value=1.0)
+    return before[mask]
+
+
 def by_position(
     logit: Float[Tensor, "heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],
