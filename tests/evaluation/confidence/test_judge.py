@@ -15,7 +15,12 @@ from decode.policies.confidence import LearnedMaxProb
 from evaluation.confidence.command import judge
 from evaluation.confidence.drafts import Drafts, Predicted
 from evaluation.confidence.predictors import ONLINE, OWN, PER_PLACE, learned_online, predictors
+from heads import AcceptanceHead
+from heads.command import export
 from heads.measures.scores import measures
+from heads.model.confidence import CARD
+from heads.training.command import train
+from lm import load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 PLACES = 3
@@ -130,6 +135,33 @@ def test_the_embedded_drafts_confidence_is_judged_place_by_place(config, capsys)
     survival = own["by_place"]["survival"]
     assert survival == sorted(survival, reverse=True)
     np.testing.assert_allclose(own["by_place"]["predicted_survival"], survival, atol=0.1)
+
+
+@pytest.mark.slow
+def test_a_linear_head_that_was_trained_on_it_is_judged_and_written_back(config, tmp_path, capsys):
+    heads = replace(config.heads, dir=str(tmp_path / "run"), depths=(0, 1), scalars=(False,), reject_weights=(1.0,))
+    config = replace(
+        config,
+        heads=replace(heads, reached=True),
+        trainer={"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False},
+        decode=replace(config.decode, dir=str(tmp_path / "decode")),
+    )
+    train(config)
+    export(config, force=True)
+    capsys.readouterr()
+    judge(config, json=True)
+    assert {"prefix-d0-w1", "prefix-d1-w1"} <= {one["predictor"] for one in json.loads(capsys.readouterr().out)}
+    [path] = export(config, force=True, format="dspark")
+    head = AcceptanceHead.from_pretrained(tmp_path / "run" / "exported" / "prefix-d0-w1")
+    draft = ModelSource(path=str(path), dtype="float32")
+    written = load_pair(replace(config.pair, draft=draft)).drafting
+    hidden = torch.randn(20, written.hidden_size)
+    torch.testing.assert_close(written.confidence(hidden), head.calibrated_logit(head(hidden)), atol=0.1, rtol=0.02)
+    assert "temperature 1.0" in (path / CARD).read_text()
+    with pytest.raises(
+        ValueError, match="writes one linear prefix head back, and of prefix-d1-w1 none is linear; name"
+    ):
+        export(config, head="prefix-d1-w1", force=True, format="dspark")
 
 
 @pytest.mark.slow
