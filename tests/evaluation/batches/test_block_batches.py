@@ -14,6 +14,7 @@ from decode.policies.batch import BatchCosts, BlockAuto, Curve
 from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.contest.in_batches import estimator_of
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_rounds
@@ -134,6 +135,17 @@ def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
     assert_same_load(load_of(replay_rounds(trace, LargestProduct()), rows, 4), step_through(trace, rule, rows, 4))
     learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
     assert learning.num_tokens.sum() != step_through(trace, rule, rows, 4).num_tokens.sum()
+
+
+def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trace):
+    fitted, logits = estimator_of(trace), trace.logit(LargestProb())
+    gradient, start = np.zeros(2), trace.num_positions
+    for length, passing in zip(trace.branch_lengths.tolist(), trace.num_passing.tolist(), strict=True):
+        for at in range(start, start + min(length, passing + 1)):
+            error = trace.signals["acceptance_prob"][at] - 1 / (1 + np.exp(-fitted.calibrated_logit(logits[at])))
+            gradient += error * np.array([1.0, logits[at]])
+        start += length
+    np.testing.assert_allclose(gradient, 0, atol=1e-2)  # at the optimum; a histogram's bins are 1/64 wide
 
 
 def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):
