@@ -126,7 +126,7 @@ class ChainLabeller:
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         # a fed-time state is that of the place behind the token, which the last of a block has none of
-        longest = min(self.draft_length, chains.most - ("fed" in timings))
+        longest = int(min(self.draft_length, chains.most - ("fed" in timings)))
         limits = torch.arange(len(response), 0, -1).clamp(max=longest)
         is_kept = torch.arange(len(response)) % self.draft_every == 0
         if isinstance(self.draft, DSpark):

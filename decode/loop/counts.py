@@ -28,7 +28,7 @@ class Counts:
     num_draft_forwards: Number = 0
     """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a
     forward and its draw (AdaEDL), and one for each token beyond an EOS where a draft is read at its end only
-    (`ModelDrafter.reads_at_end`)."""
+    (`ModelDrafter.reads_at_end`). A block of a DSpark draft is one, whatever is kept of it."""
     num_micro: Number = 0
     """N_micro: tokens that the level right below the draft proposed (hierarchies)."""
     num_micro_forwards: Number = 0

@@ -153,10 +153,10 @@ class CalibratedTopProb(Policy):
 
 @dataclass(frozen=True)
 class DSparkConfidence(Policy):
-    """What engines do with the confidence head of a DSpark draft (DeepSpec, `eval/dspark/draft_ops.py`, of
-    2026-07): a draft ends before the first place whose confidence is below `min_confidence`, the first place among
-    them. The confidence of a place is known before its token is drawn (B in law 4.3). TensorRT-LLM's default is 0,
-    which keeps the whole block.
+    """What engines do with the confidence head of a DSpark draft (DeepSpec at afdfa7c, `eval/dspark/draft_ops.py`): a
+    draft ends before the first place whose confidence is below `min_confidence`, perhaps before any token. The
+    confidence of a place is known before its token is drawn (B in law 4.3). TensorRT-LLM's default is 0, which keeps
+    the whole block.
 
     With `is_product` the product of the confidences along the block is held against it, which is what a block's
     survival is predicted by. `offsets` and `slopes` calibrate place j as sigmoid(offsets[j] + slopes[j] logit), the

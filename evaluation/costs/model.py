@@ -158,9 +158,8 @@ class CostModel:
         slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
         start = max(0.0, longer[0] - slope - alone) if longer else 0.0
         step_s = self.t_draft_s + self.stop_s(stop_kind)
-        return (
-            LinearCosts(0.0, alone, slope, start + step_s) if has_blocks else LinearCosts(step_s, alone, slope, start)
-        )
+        draft_s, start = (0.0, start + step_s) if has_blocks else (step_s, start)
+        return LinearCosts(draft_s, alone, slope, start)
 
 
 class LinearCosts(NamedTuple):

@@ -62,7 +62,7 @@ class ChainRecorder(Recorder):
         first = chains.begin((starts + len(prompt_ids)).clamp(min=1 + self.draft.lag))
         target_hidden = along.hidden[len(prompt_ids) - 1 :][: len(response_ids)].to(first.device)
         path = self.path(first, target_hidden, response_ids, chance[:, :2])
-        limits = (limit - 1 - starts).clamp(0, min(self.max_draft_length, chains.most))
+        limits = (limit - 1 - starts).clamp(0, int(min(self.max_draft_length, chains.most)))
         limits[0] = 0
         lengths, passing = torch.zeros_like(starts), torch.zeros_like(starts)
         parts, probs = [path.drawn], [path.acceptance_prob]

@@ -66,11 +66,8 @@ def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
     if path and Path(path).is_dir():
         return {"path": path, **describe_model(ModelSource(path=path))}
     known = {"path": path, "name": path, "commit": getattr(model.config, "_commit_hash", None)} if path else {}
-    is_feature_draft = isinstance(model, FeatureDraft)
-    return {
-        **known,
-        "hidden_size": model.hidden_size if is_feature_draft else model.config.get_text_config().hidden_size,
-    }
+    width = model.hidden_size if isinstance(model, FeatureDraft) else model.config.get_text_config().hidden_size
+    return {**known, "hidden_size": width}
 
 
 def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

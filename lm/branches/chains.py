@@ -59,7 +59,7 @@ def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) ->
 class Chains:
     """One text in a feature draft's cache, and chains that grow from it."""
 
-    most = 2**62
+    most = float("inf")
     """The most tokens of a chain."""
 
     def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
@@ -142,7 +142,7 @@ class BlockChains:
     """
 
     def __init__(self, draft: DSpark, told: Told, ids: Sequence[int]) -> None:
-        self.draft, self._length, self.most = draft, len(ids), draft.block_size
+        self.draft, self._length, self.most = draft, len(ids), float(draft.block_size)
         self._tokens = torch.tensor(list(ids), device=draft.device)
         self._cache = draft.new_cache(2 * len(ids))
         with torch.inference_mode():
@@ -173,9 +173,8 @@ class BlockChains:
     def _blocks(self, places: Int[Tensor, " block"]) -> Float[Tensor, "block place hidden"]:
         """The states of blocks whose anchors have these places of the text."""
         if not len(places):  # which attention takes no batch of
-            return torch.empty(
-                0, self.most, self.draft.config.hidden_size, dtype=self.draft.dtype, device=places.device
-            )
+            shape = (0, self.draft.block_size, self.draft.config.hidden_size)
+            return torch.empty(shape, dtype=self.draft.dtype, device=places.device)
         roll_back(self._cache, self._length)
         mask = seen_by_blocks(places[None], self._length, self.draft.block_size)
         return self.draft.block(self._tokens[places][None], places[None], cache=self._cache, mask=mask)[0]

@@ -32,7 +32,7 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_each_chain_is_a_round_of_its_own(kind, family):
     chains = chains_of(draft(kind, family), told_of(target(family), draft(kind, family), TEXT), TEXT)
-    num_steps = min(4, chains.most - 1)
+    num_steps = int(min(4, chains.most - 1))
     for _ in range(2):  # the second time the first chains are in the way
         states = [chains.begin(torch.tensor(LENGTHS))]
         for step in range(num_steps):
