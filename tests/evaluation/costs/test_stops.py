@@ -136,8 +136,8 @@ def test_a_stop_of_blocks_is_timed_on_whole_blocks(loop):
     drafting, model = draft("rnn"), target("llama")
     blocks = replace(loop, pair=Pair(model, drafting, None, Words()), max_draft_length=9, prompts=[[1, 2, 3]])
     assert drafted_length(blocks) == BLOCK
-    found = time_stops(blocks, {"slow": Slow()})
-    assert found["slow"].seconds > 0.005 * BLOCK, "its work at every place is paid once a round"
+    found = time_stops(blocks, {"slow": Slow(seconds=0.03)})
+    assert found["slow"].seconds > 0.015 * BLOCK, "its work at every place is paid once a round"
 
 
 def test_every_cycle_has_all_kinds_in_an_order_of_its_own():
