@@ -7,7 +7,9 @@ CONFIG ?= configs/tiny.yaml
 EXTRAS ?= dev
 SMOLLM2 ?= checkpoints/smollm2/target
 BACKEND ?= aot_eager
-INSTALLED = $(VENV)/.installed
+comma = ,
+# of these extras: others are installed on top when they are asked for
+INSTALLED = $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # Types and shapes are checked at every call, which makes a test three times as dear.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
 

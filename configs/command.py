@@ -18,6 +18,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 
 from configs.limits import check_limits
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
+from configs.screens import written_as
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
 Command = Callable[..., Any]
@@ -68,7 +69,7 @@ def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
     kinds = get_type_hints(command)
     for action in parser._actions:
         if action.dest in kinds and action.dest.endswith("_"):
-            written = f"--{action.dest.rstrip('_')}"
+            written = f"--{written_as(action.dest)}"
             action.option_strings = [written]
             parser._option_string_actions[written] = parser._option_string_actions.pop(f"--{action.dest}")
         if kinds.get(action.dest) is bool:
@@ -180,7 +181,15 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
             if "--config" in argv or not takes_config(command)
             else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
         )
-        _fail(f"{one_line(error)} ({_meant(' '.join(str(error).split()), parser) or hint})")
+        problem = _as_written(one_line(error), command)
+        _fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+
+
+def _as_written(problem: str, command: Command) -> str:
+    """A complaint of the parser that names a command's own parameters as they are written: --for, not for_."""
+    for name in signature(command).parameters:
+        problem = re.sub(rf'Parser key "{name}"|(?<=required: ){name}\b', f"--{written_as(name)}", problem)
+    return problem
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does not accept option '(?P<key>\w+)'"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from configs.hints import meant
 from configs.schema import Config
 from configs.screens import SHELLS, TRAINING, completion_of, screen_of, summary_of
-from configs.signatures import command_of
+from configs.signatures import announced_imports, command_of
 
 STEPS = ("data", "train", "export", "evaluate", "tune")
 """What `all` runs."""
@@ -198,5 +198,6 @@ def _call(name: str, argv: list[str]) -> None:
     command, argv, trainer = _command(name), _with_all_help(argv), None
     if name in TRAINING:
         refuse_wrong(command, argv)
-        trainer = import_module("pytorch_lightning").Trainer
+        with announced_imports():
+            trainer = import_module("pytorch_lightning").Trainer
     run({name: command}, default=name, argv=argv, trainer=trainer)

@@ -34,7 +34,7 @@ def command_of(target: str) -> Callable[..., Any]:
 
     @wraps(names[name])
     def command(*args: Any, **flags: Any) -> Any:
-        with _announced(name.strip("_")):
+        with announced_imports():
             function = getattr(import_module(module), name)
         return function(*args, **flags)
 
@@ -51,13 +51,13 @@ def _imports_of(tree: ast.Module, names: set[str]) -> Iterator[ast.ImportFrom]:
 
 
 @contextmanager
-def _announced(name: str) -> Iterator[None]:
+def announced_imports() -> Iterator[None]:
     """Imports of seconds: without a look for garbage among what was just imported and all stays, a seventh of the time,
     and with a word on a terminal, which goes as they end.
     """
     has_word = sys.stderr.isatty()
     if has_word:
-        print(f"{name}: loading torch and its like …", end="\r", file=sys.stderr, flush=True)
+        print("loading torch and its like …", end="\r", file=sys.stderr, flush=True)
     gc.disable()
     try:
         yield

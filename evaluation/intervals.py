@@ -18,7 +18,6 @@ from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.stats import bootstrap
 
 Kept = TypeVar("Kept")
 _RESAMPLES = 2000
@@ -80,6 +79,8 @@ def gain_over(base: Spent, spent: Spent, *, seed: int = 0) -> Gain:
     # no resample differs; the baseline itself is exactly 0
     if all(np.allclose(*pair) for pair in zip(base, spent, strict=True)):
         return Gain(value, value, value, 0.0)
+    from scipy.stats import bootstrap  # a quarter of a second to import, which every command would start with
+
     resampled = bootstrap(
         (*base, *spent),
         _gain,
@@ -112,9 +113,11 @@ class TimeErrors(NamedTuple):
     drafting: float = 0.0
     verifying: float = 0.0
     stopping: Mapping[str, float] = {}
-    """Relative errors of stops, by kind."""
+    """Relative errors of stops, by kind, and of plain steps (PLAIN) where these have one of their own."""
 
 
+PLAIN = "plain"
+"""Kind of the target's steps without speculation."""
 CERTAIN = TimeErrors()
 
 
@@ -126,6 +129,12 @@ class Work(NamedTuple):
     stopping_s: Float[np.ndarray, "setting prompt"]
     verifying_s: Float[np.ndarray, "setting prompt"]
     stop_kind: str
+
+    def as_plain(self) -> "Work":
+        """The same of a target alone whose steps have an error of their own, apart from verifications'."""
+        return self._replace(
+            stopping_s=self.stopping_s + self.verifying_s, verifying_s=0 * self.verifying_s, stop_kind=PLAIN
+        )
 
     @property
     def seconds(self) -> Float[np.ndarray, "setting prompt"]:

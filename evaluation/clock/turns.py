@@ -18,7 +18,7 @@ from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.clock.primed import PrimedLoop
 from evaluation.contest.arms import Pick
 from evaluation.traces.played import PlayedDraws
-from evaluation.traces.replay import Replayed
+from evaluation.traces.replay import Replayed, lengths_of
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
 from store.progress import Bar
@@ -90,6 +90,6 @@ def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """
-    lengths = np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=replayed.lengths.shape[-1])
+    lengths = lengths_of(generation, replayed.lengths.shape[-1] - 1)
     counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])

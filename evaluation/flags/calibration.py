@@ -115,7 +115,7 @@ def _choice(contest: Contest, name: str, policy: CalibratedTopProb) -> Choice:
     settings = tuple({"n_max": n_max, "max_rejection_prob": value} for n_max in lengths for value in LOGISTIC)
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in settings[0]}
     arm = arm_of(Grid(name, name, replace(policy, **arrays), settings), contest.home)
-    return contest.choice(name, options_of(arm, contest.times.speculating, None))
+    return contest.choice(name, options_of(arm, arm.work(contest.times.speculating), None))
 
 
 def places_of(trace: Trace, head: AcceptanceHead) -> Iterator[Seen]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from decode.policies import FixedLength
 from decode.policies.registry import registered
@@ -16,27 +16,43 @@ from evaluation.contest.arms import Arm, replay_arms
 from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
 from evaluation.flags.engines import Drafting, Engine, Setting
-from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
+from evaluation.intervals import PLAIN, Gain, Resamples, Splits, Work, gain_of
+from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Trace
 
 Traces = Mapping[Drafting, Splits[Trace]]
-Counted = Int[np.ndarray, "setting prompt"]
 NONE, DEFAULT, FIXED, FLAGS = "no speculation", "the engine's default", "best fixed length", "these flags"
 
 
 class Times(NamedTuple):
-    """What forwards cost."""
+    """What forwards cost, and which of them an engine pays."""
 
     alone: CostModel
     """Without speculation: t_target(0) counts."""
     speculating: CostModel
     """With it."""
+    drafts_whole: bool = False
+    """As of the engine."""
 
     @classmethod
     def of(cls, cost: CostModel, engine: Engine) -> "Times":
         """The costs of an engine, what each of its rounds pays beyond the draft in t_target(k)."""
         extra_s = engine.extra_forwards * cost.t_draft_s
-        return cls(cost, replace(cost, t_target_s=tuple(seconds + extra_s for seconds in cost.t_target_s)))
+        speculating = replace(cost, t_target_s=tuple(seconds + extra_s for seconds in cost.t_target_s))
+        return cls(cost, speculating, engine.drafts_whole)
+
+    def work(self, played: Replayed, settings: Sequence[Setting]) -> Work:
+        """What an engine pays for what its rule did at these settings, replayed or decoded."""
+        work, cost = self.speculating.work(played), self.speculating
+        if not self.drafts_whole:
+            return work
+        lengths = np.array([[int(setting["k"])] for setting in settings])
+        rounds = played.per_prompt(played.counts.num_target)
+        texts = played.per_prompt(np.ones_like(played.counts.num_target))
+        # a full number in every round, whatever room a text has left, and once more for each text
+        return work._replace(
+            drafting_s=cost.t_draft_s * lengths * (rounds + texts), verifying_s=cost.target_s(lengths) * rounds
+        )
 
 
 class Option(NamedTuple):
@@ -51,7 +67,7 @@ class Option(NamedTuple):
     @property
     def speeds(self) -> Splits[float]:
         """Tokens per second on both splits."""
-        return Splits(*(float(work.tokens.sum() / work.seconds.sum()) for work in self.work))
+        return Splits(*(speed_of(work) for work in self.work))
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,11 @@ class Contest:
     def none(self) -> Option:
         """The target alone."""
         grid = Grid(NONE, NONE, FixedLength(0), ({},))
-        return options_of(arm_of(grid, self.home), self.times.alone, None)[0]
+        arm = arm_of(grid, self.home)
+        works = arm.work(self.times.alone)
+        if PLAIN in self.times.alone.errors.stopping:
+            works = Splits(works.dev.as_plain(), works.test.as_plain())
+        return options_of(arm, works, None)[0]
 
     @property
     def best_on_test(self) -> float:
@@ -134,30 +154,10 @@ class Contest:
         return self._options(arm_of(policy, self.home), next(iter(self.traces)))
 
     def _options(self, arm: Arm, drafting: Drafting) -> list[Option]:
-        """The engine's settings, with what it pays for their drafts."""
-        cost, options = self.times.speculating, options_of(arm, self.times.speculating, drafting)
-        if not self.engine.drafts_whole:
-            return options
-        rounds = Splits(*(each.per_prompt(each.counts.num_target) for each in (arm.dev, arm.test)))
-        texts = Splits(*(each.per_prompt(np.ones_like(each.counts.num_target)) for each in (arm.dev, arm.test)))
-        return [
-            option._replace(
-                work=Splits(
-                    whole(option.work.dev, int(option.setting["k"]), cost, rounds.dev[[place]], texts.dev[[place]]),
-                    whole(option.work.test, int(option.setting["k"]), cost, rounds.test[[place]], texts.test[[place]]),
-                )
-            )
-            for place, option in enumerate(options)
-        ]
-
-
-def whole(work: Work, k: int, cost: CostModel, rounds: Counted, texts: Counted) -> Work:
-    """The work of an engine that drafts and verifies its full number in every round, whatever room a text has left, and
-    drafts once more for each text.
-    """
-    return work._replace(
-        drafting_s=cost.t_draft_s * k * (rounds + texts), verifying_s=float(cost.target_s(np.array([k]))[0]) * rounds
-    )
+        """The engine's settings, with what it pays for them."""
+        settings = arm.grid.settings
+        works = Splits(self.times.work(arm.dev, settings), self.times.work(arm.test, settings))
+        return options_of(arm, works, drafting)
 
 
 def arm_of(grid: Grid, traces: Splits[Trace]) -> Arm:
@@ -165,14 +165,18 @@ def arm_of(grid: Grid, traces: Splits[Trace]) -> Arm:
     return next(replay_arms([grid], traces))
 
 
-def options_of(arm: Arm, cost: CostModel, drafting: Drafting | None) -> list[Option]:
-    """The settings of an arm at these costs."""
-    works = arm.work(cost)
+def options_of(arm: Arm, works: Splits[Work], drafting: Drafting | None) -> list[Option]:
+    """The settings of an arm, each with its work."""
     label = "" if drafting is None else drafting.label
     return [
         Option(label, setting, Splits(*(rows_of(work, place) for work in works)), drafting)
         for place, setting in enumerate(arm.grid.settings)
     ]
+
+
+def speed_of(work: Work) -> float:
+    """Tokens per second of all settings and prompts together."""
+    return float(work.tokens.sum() / work.seconds.sum())
 
 
 def rows_of(work: Work, place: int) -> Work:

@@ -52,7 +52,8 @@ def flags(
             sequences in a batch, 1:4,8:5.
         t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
             tokens that it verifies, 1:30,5:33,17:50.
-        log: of a llama.cpp server that ran with this draft at -lv 4, in place of the two times.
+        log: of a llama.cpp server that ran with this draft at -lv 4, and of the same without a draft, in place of the
+            two times: spec.log,alone.log; more logs, with other numbers of drafted tokens, make them surer.
         batch: also choose a number for batches of so many sequences, of an engine that takes one for each: 1,4,16.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
@@ -141,7 +142,8 @@ def _of_transformers(experiment: Experiment) -> CostModel:
         times |= {"errors": cost.errors._asdict(), "fit": {}, "stops": {}}
         store.keep([(key, times)])
     ours_ = costs_for(experiment)
-    errors = TimeErrors(times["errors"]["drafting"], times["errors"]["verifying"], ours_.errors.stopping)
+    of_loop = TimeErrors(**times["errors"])
+    errors = of_loop._replace(stopping={**ours_.errors.stopping, **of_loop.stopping})
     return CostModel(
         times["t_draft_s"],
         tuple(times["t_target_s"]),

@@ -6,6 +6,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
     if log is not None and (t_draft_ms is not None or t_target_ms is not None):
         raise ValueError("--log and --t_draft_ms or --t_target_ms both say what forwards take; give one of them")
     if log is not None:
-        return read_log(local_path(log, "--log"))
+        return read_logs([local_path(part, "--log") for part in log.split(",")])
     if t_draft_ms is None and t_target_ms is None:
         return None
     if t_draft_ms is None or t_target_ms is None:
@@ -71,31 +72,68 @@ def curve_of(name: str, given: Milliseconds) -> Curve:
         ) from error
 
 
-_EVAL = re.compile(r"(?<!prompt )eval time = +([\d.]+) ms")
+_EVAL = re.compile(r"(?<!prompt )eval time = +([\d.]+) ms / +(\d+) ")
 _STATISTICS = re.compile(
     r"statistics +draft-simple: #calls\(b,g,a\) = *\d+[, ]+(\d+)[, ]+\d+,.*?#gen tokens = *(\d+),.*"
     r"dur\(b,g,a\) = *[\d.]+, *([\d.]+), *[\d.]+ ms"
 )
 
 
-def read_log(path: Path) -> Given:
-    """Times from the log of a llama.cpp server that ran with a draft at `-lv 4` and p-min 0.
+class Logged(NamedTuple):
+    """Milliseconds of a server's forwards."""
+
+    tokens: float
+    """Mean number of tokens that a target forward read."""
+    target_ms: float
+    draft_ms: float | None
+    """None: it ran without a draft."""
+
+
+def read_logs(paths: Sequence[Path]) -> Given:
+    """Times from logs of a llama.cpp server: without a draft, and with it (one or more), at `-lv 4` and p-min 0.
+
+    Each log is a point of t_target: without a draft that of one token, with drafts of K tokens that of 1 + K. Neither
+    stands for the other: verifying 4 tokens took a CPU four times as long as one.
+
+    Raises:
+        ValueError: a log without times; none with a draft, or none without; two of the same number of tokens.
+        FileNotFoundError: no such file.
+    """
+    logs = sorted((read_log(path) for path in paths), key=lambda log: log.tokens)
+    steps_ms = [log.draft_ms for log in logs if log.draft_ms is not None]
+    names = ", ".join(path.name for path in paths)
+    if not steps_ms or len(steps_ms) == len(logs):
+        lacking = "without a draft" if steps_ms else "with a draft"
+        raise ValueError(f"--log is {names}: the log of a server {lacking} is missing; {_REMEDY}")
+    target = Curve(*zip(*((log.tokens, log.target_ms / 1e3) for log in logs), strict=True))
+    draft_s = sum(steps_ms) / len(steps_ms) / 1e3
+    return Given(BatchCosts(Curve.line(draft_s), target), f"read from {names}")
+
+
+_REMEDY = (
+    "run llama-server with -md, -lv 4 and --spec-draft-p-min 0, and once more without -md, answer a few requests with "
+    "each, and give both logs, spec.log,alone.log; or give --t_draft_ms and --t_target_ms"
+)
+
+
+def read_log(path: Path) -> Logged:
+    """Times from one log.
 
     With g rounds, M drafted tokens and Y ms of drafting, as its last statistics have them, and E ms of all `eval time`:
-    t_draft = Y / M, and since each round's draft also reads what was verified, t_target = (E - Y) / g - t_draft.
+    t_draft = Y / M, and since each round's draft also reads what was verified, t_target(M / g) = (E - Y) / g - t_draft.
+    Without a draft t_target(0) is E over the tokens but the first of each answer, which reading its prompt gives.
 
     Raises:
         ValueError: the log has no such lines, or too little time is left for the target.
         FileNotFoundError: no such file.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    found = _STATISTICS.findall(text)
-    eval_ms = sum(float(ms) for ms in _EVAL.findall(text))
-    if not found or not eval_ms or not int(found[-1][1]):
-        raise ValueError(
-            f"{path} has no `eval time` or no `statistics draft-simple` of llama.cpp; run llama-server with -md, -lv 4 "
-            "and --spec-draft-p-min 0, answer a few requests, and give its log; or give --t_draft_ms and --t_target_ms"
-        )
+    found, answers = _STATISTICS.findall(text), _EVAL.findall(text)
+    eval_ms, forwards = sum(float(ms) for ms, _ in answers), sum(int(tokens) - 1 for _, tokens in answers)
+    if not forwards or (found and not int(found[-1][1])):
+        raise ValueError(f"{path} has no `eval time` or no drafts of llama.cpp; {_REMEDY}")
+    if not found:
+        return Logged(1.0, eval_ms / forwards, None)
     rounds, tokens, draft_ms = int(found[-1][0]), int(found[-1][1]), float(found[-1][2])
     step_ms = draft_ms / tokens
     verify_ms = (eval_ms - draft_ms) / rounds - step_ms
@@ -104,4 +142,4 @@ def read_log(path: Path) -> Given:
             f"{path} leaves {verify_ms:.3f} ms for a verification ({eval_ms} ms of {rounds} rounds, {draft_ms} ms of "
             "drafting); give --t_draft_ms and --t_target_ms"
         )
-    return Given(BatchCosts(Curve.line(step_ms / 1e3), Curve.line(verify_ms / 1e3)), f"read from {path.name}")
+    return Logged(1.0 + tokens / rounds, verify_ms, step_ms)

@@ -8,7 +8,7 @@ and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the l
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from decode.loop.counts import Counts
+from decode.loop.rounds import Generation
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
 from evaluation.traces.lanes import Tokens, TraceLanes
 from evaluation.traces.trace import Array, Trace
@@ -45,6 +46,13 @@ class Replayed:
     stop_kind: str = ""
     """`Policy.stop_kind`."""
 
+    @classmethod
+    def of(cls, generations: Sequence[Generation], max_draft_length: int) -> "Replayed":
+        """What decoding did at one setting, a generation for each prompt, as replay has it."""
+        counts = {f.name: np.array([[getattr(made.counts, f.name) for made in generations]]) for f in fields(Counts)}
+        lengths = np.array([[lengths_of(made, max_draft_length) for made in generations]])
+        return cls(Counts(**counts), lengths, np.arange(len(generations)))
+
     def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
         """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
         next.
@@ -52,6 +60,11 @@ class Replayed:
         order = self.prompt_of_row.argsort(kind="stable")
         starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
         return np.add.reduceat(amounts[:, order], starts, axis=1)
+
+
+def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:
+    """Rounds of a generation by the number of tokens drafted, 0 to max_draft_length."""
+    return np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=max_draft_length + 1)
 
 
 def replay(trace: Trace, policy: Policy) -> Counts:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from lightning_utilities.core.imports import RequirementCache
@@ -59,6 +60,18 @@ def test_a_switch_needs_no_value_and_takes_one(given: list[str], is_set: bool):
         return json
 
     assert run({"command": command}, default="command", argv=given) is is_set
+
+
+@pytest.mark.parametrize("given", [["--for", "lama"], []])
+def test_a_mistake_names_a_flag_as_it_is_written(given: list[str], capsys: pytest.CaptureFixture):
+    def command(*, for_: Literal["vllm", "llama.cpp"]) -> None:
+        """Do nothing."""
+
+    with pytest.raises(SystemExit, match="2"):
+        run({"command": command}, default="command", argv=given)
+    said = capsys.readouterr().err
+    assert "--for" in said
+    assert "for_" not in said
 
 
 def test_the_default_command_runs_without_a_name(yaml: str):

@@ -10,7 +10,9 @@ import pytest
 from configs.command import run
 from decode import SpeculativeDecoder
 from decode.drafters.point_mass import PointMassDrafter
+from decode.loop.drafter import ModelDrafter
 from decode.policies import LlamaCpp
+from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
 from evaluation.flags.answer import Answer, batch_line, sentences_of
@@ -19,7 +21,8 @@ from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, Times
 from evaluation.flags.engines import ENGINES
 from evaluation.flags.in_batches import BatchChoice
 from evaluation.flags.ours import ours
-from evaluation.intervals import Splits
+from evaluation.intervals import PLAIN, Splits, TimeErrors
+from evaluation.traces.replay import Replayed, replay_settings
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, trace
@@ -60,6 +63,39 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
     assert chosen.speeds.dev == pytest.approx(max(decoded.values()), rel=1e-9)
     assert decoded[tuple(chosen.setting.values())] == pytest.approx(max(decoded.values()), rel=1e-9)
     assert max(decoded.values()) > 1.01 * min(decoded.values())
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting"),
+    [
+        ("llama.cpp", {"n_max": 5, "n_min": 0, "p_min": 0.4}),
+        ("vllm", {"k": 4}),
+        ("sglang", {"k": 2}),
+        ("transformers", {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.3, "is_heuristic": True}),
+    ],
+)
+def test_an_engine_pays_for_what_was_decoded_what_it_pays_for_its_replay(engine, setting, traces):
+    policy = make_policy(ENGINES[engine].rule, **setting)
+    drafter = ModelDrafter(model(2), policy, vocab_size=VOCAB)
+    decoder = SpeculativeDecoder(
+        model(1, 2), drafter, sampling=GREEDY, max_draft_length=LENGTH, eos_ids=frozenset({EOS})
+    )
+    played = Replayed.of([decoder.generate(prompt, LIMIT) for prompt in PROMPTS[:20]], LENGTH)
+    times = Times.of(CostModel(1.0, (20.0, 21.0, 22.0)), ENGINES[engine])
+    replayed = replay_settings(next(iter(traces.values())).dev, policy)
+    for decoded, expected in zip(times.work(played, [setting])[:-1], times.work(replayed, [setting])[:-1], strict=True):
+        assert np.allclose(decoded, expected, rtol=1e-12, atol=0)
+
+
+def test_what_a_plain_step_may_be_off_by_is_in_gains_over_no_speculation_alone(traces):
+    def gains(errors: TimeErrors) -> tuple[float, float]:
+        cost = replace(CostModel.constant(1.0, 20.0), errors=errors)
+        choices = Contest(LLAMA, traces, Times.of(cost, LLAMA)).choices()
+        return tuple(choices[FIXED].over(choices[base]).standard_error for base in (NONE, DEFAULT))
+
+    certain, unsure = gains(TimeErrors()), gains(TimeErrors(stopping={PLAIN: 0.2}))
+    assert unsure[0] > 1.5 * certain[0]
+    assert unsure[1] == pytest.approx(certain[1])
 
 
 def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):

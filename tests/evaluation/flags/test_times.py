@@ -5,14 +5,21 @@ import pytest
 
 from evaluation.flags.assisted import Run, cost_of
 from evaluation.flags.times import curve_of, given_times
+from evaluation.intervals import PLAIN
 
 LOG = """\
-prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per token,   500.00 tokens per second)
-       eval time =     900.00 ms /   100 tokens (    9.00 ms per token,   111.11 tokens per second)
-draft acceptance = 0.50000 (   60 accepted /   120 generated), mean len = 2.50
-statistics        draft-simple: #calls(b,g,a) = 1 40 40, #gen drafts = 40, #acc drafts = 30, #gen tokens = 120, \
-#acc tokens = 60, dur(b,g,a) = 0.001, 240.000, 0.002 ms
+0.05.995.490 I slot print_timing: id  0 | task 7 | prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per \
+token,   500.00 tokens per second)
+0.05.995.548 I slot print_timing: id  0 | task 7 |        eval time =     900.00 ms /   101 tokens (    9.00 ms per \
+token,   111.11 tokens per second)
+0.05.995.550 I slot print_timing: id  0 | task 7 | draft acceptance = 0.50000 (   60 accepted /   120 generated)
 """
+STATISTICS = """\
+0.05.995.669 I spec common_specu: statistics     draft-simple: #calls(b,g,a) =    1     40     40, #gen drafts =     \
+40, #acc drafts =    30, #gen tokens =    120, #acc tokens =    60, #mean acc len = 2.50, #acc rate/pos = (0.750, \
+0.500, 0.250), dur(b,g,a) = 0.001, 240.000, 0.002 ms
+"""
+"""Lines as a server of 0.5.0-dev prints them."""
 
 
 def test_a_number_is_a_forward_of_any_width_and_pairs_are_a_line_between():
@@ -22,12 +29,21 @@ def test_a_number_is_a_forward_of_any_width_and_pairs_are_a_line_between():
     )
 
 
-def test_a_log_of_llama_cpp_tells_both_times(tmp_path):
-    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5."""
-    (tmp_path / "server.log").write_text(LOG)
-    given = given_times(None, None, str(tmp_path / "server.log"))
+def logs_in(directory, *texts: str) -> str:
+    """Files with these texts, as --log has them."""
+    paths = [directory / f"{number}.log" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return ",".join(map(str, paths))
+
+
+def test_logs_of_llama_cpp_tell_both_times(tmp_path):
+    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
+    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
+    """
+    given = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
     assert float(given.curves.draft(1)) == pytest.approx(0.002)
-    assert float(given.curves.target(4)) == pytest.approx(0.0145)
+    assert given.curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
 
 
 @pytest.mark.parametrize(
@@ -45,11 +61,18 @@ def test_times_that_say_nothing_are_refused(asked, problem):
         given_times(*asked)
 
 
-@pytest.mark.parametrize("text", ["nothing", LOG.replace("900.00", "250.00")])
-def test_a_log_without_times_is_refused(text, tmp_path):
-    (tmp_path / "server.log").write_text(text)
-    with pytest.raises(ValueError, match="--t_draft_ms"):
-        given_times(None, None, str(tmp_path / "server.log"))
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (["nothing", LOG], "no `eval time`"),
+        ([LOG], "with a draft is missing"),
+        ([LOG + STATISTICS], "without a draft is missing"),
+        ([LOG, (LOG + STATISTICS).replace("900.00", "250.00")], "leaves 0.000 ms|leaves -"),
+    ],
+)
+def test_logs_without_times_are_refused(texts, problem, tmp_path):
+    with pytest.raises(ValueError, match=f"({problem}).*--t_draft_ms"):
+        given_times(None, None, logs_in(tmp_path, *texts))
 
 
 def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_say():
@@ -66,3 +89,4 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
     assert cost.t_draft_s == pytest.approx(0.003, rel=0.02)
     assert cost.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
     assert 0 < cost.errors.drafting < 0.05
+    assert 0 < cost.errors.stopping[PLAIN] < 0.05
