@@ -51,6 +51,7 @@ COMMANDS: dict[str, Entry] = {
     "inspect": Entry("heads.command:inspect"),
     "generate": Entry("decode.generate.command:generate", ("decode.max_new_tokens", "decode.max_draft_length")),
     "evaluate": Entry("evaluation.report.command:evaluate", (*_DECODE, *_TIMES)),
+    "judge": Entry("evaluation.confidence.command:judge", ("data.dir", "heads.dir", "decode.dir", "decode.heads")),
     "tune": Entry("evaluation.tuning.command:tune", (*_DECODE, *_TIMES)),
     "flags": Entry("evaluation.flags.command:flags", (*_DECODE, "decode.t_draft_s", "decode.t_target_s")),
     "replay": Entry("evaluation.report.one_policy:replay_policy", ("decode.dir", *_TIMES)),

@@ -230,6 +230,10 @@ class HeadsConfig:
     """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings`
     combine to.
     """
+    reached: bool = False
+    """Of a feature draft's data: each token counts in the loss, and where weights are chosen, as often as verification
+    looks at it, by the acceptance_probs before it in its draft; false: all count the same.
+    """
     features: Literal["cached", "online"] = "cached"
     """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
     num_train: int | None = None

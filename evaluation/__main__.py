@@ -2,7 +2,7 @@
 
 from configs.front import Commands, run_room
 
-_NAMES = ("bench", "trace", "replay", "evaluate", "tune", "flags", "costs", "tables", "hierarchy", "theory")
+_NAMES = ("bench", "trace", "replay", "evaluate", "judge", "tune", "flags", "costs", "tables", "hierarchy", "theory")
 COMMANDS = Commands(**{name: name for name in _NAMES})
 
 if __name__ == "__main__":

@@ -6,28 +6,35 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from configs.paths import local_path
-from configs.schema import Config
+from configs.schema import Config, PairConfig
+from data_gen.store.identity import describe_model
 from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
 from heads.measures.verdict import beats_signal, verdict
 from heads.model import hub
 from heads.model.card import description
+from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
+from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
 from heads.training.checkpoints import check_whole, run_of
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
+from lm import load_pair
+from lm.features.dspark import DSpark
+from lm.features.released import released_layout_of
 from store.json_files import read_json
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 _LOOKED_FOR = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
 """What stands first in the JSON of `inspect`."""
+_OTHER_DRAFT = "name the draft that it was trained for as pair.draft"
 _WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
 """Files of a head, and what a process that is killed while it writes one leaves of it."""
 
@@ -40,41 +47,42 @@ def export(
     out: str | None = None,
     checkpoint: str | None = None,
     force: bool = False,
+    format: Literal["head", "dspark"] = "head",
 ) -> list[Path]:
-    """Lightning checkpoint -> safetensors, config.json and model card, one directory per head.
+    """Lightning checkpoint -> safetensors, config.json and model card, one directory per head; or a DSpark draft with
+    one head in the place of its confidence head, as engines load it.
 
     Args:
         config: the experiment; heads.dir holds the checkpoint.
         head: the name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
         metric: the metric of `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
-        out: the folder of these directories; null: heads.dir/exported.
+        out: the folder of these directories, null: heads.dir/exported; of format dspark the new directory of the
+            draft, null: heads.dir/dspark.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
         force: export also where no head beats the draft's own log q(y), which needs no training.
+        format: dspark: a copy of pair.draft in which confidence_head.proj alone differs, from a linear prefix head,
+            which `head` names if there are several.
 
     Raises:
         FileNotFoundError: no checkpoint.
-        ValueError: one of another run, no such head or metric, or heads that are worse than log q(y).
+        ValueError: one of another run, no such head or metric, heads that are worse than log q(y), or not linear.
     """
     run = RunDirectory(Path(config.heads.dir))
-    root = local_path(out, "--out") if out else run.path / "exported"
+    root = local_path(out, "--out") if out else run.path / ("exported" if format == "head" else "dspark")
     sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
-    on_disk = run.read()
-    if checkpoint is None and on_disk and on_disk["run"] != sweep.facts["run"]:
+    if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
         raise ValueError(
             f"{run.checkpoint} is of an earlier run than {run.path}/run.json, which has no checkpoint yet; let "
             "`acceptance-heads train` go on, or pass --checkpoint to export the earlier run"
         )
-    results, heads, written = _results(run, sweep), sweep.heads(), []
+    results = _results(run, sweep)
     names = _names(head, sweep, results=results, metric=metric)
     if results and not force:
         _refuse_worse(results["dev"], sweep, names)
-    for name in names:
-        if results:
-            on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
-            metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
-            metrics["train_raw_kl"] = on_train["raw_kl"]
-            heads[name].provenance = replace(heads[name].provenance, metrics=metrics)
-        written.append(save_whole(heads[name], root / name))
+    heads = {name: _measured(found, name, results) for name, found in sweep.heads().items() if name in names}
+    if format == "dspark":
+        return [_written_back(heads, config.pair, root)]
+    written = [save_whole(heads[name], root / name) for name in names]
     if results:
         print(verdict(results["dev"], sweep.specs))
     print(f"wrote {len(written)} heads into {root}; next: acceptance-heads evaluate --config …")
@@ -86,37 +94,54 @@ def import_(
     *,
     source: str,
     out: str,
-    reject_weight: float,
+    reject_weight: float | None = None,
     accept_weight: float = 1.0,
     mixing_ratio: float | None = 0.15,
 ) -> Path:
-    """A released SpecDec++ head -> the same format.
+    """A released SpecDec++ head, or the confidence head of a DSpark draft -> the same format.
 
     Args:
         config: the experiment, whose pair says which draft and target the head belongs to, and at which Sampling it is
             to be used.
-        source: a directory with config.json and model.safetensors, or a hub id.
+        source: a directory with config.json and model.safetensors, or a hub id; of a DSpark draft for pair.target, the
+            draft.
         out: the directory to which the head is written.
-        reject_weight: the reject weight of its training (the official config does not say; its name often does).
+        reject_weight: the reject weight of its training (the official config does not say; its name often does). A
+            confidence head has none.
         accept_weight: the accept weight of its training.
         mixing_ratio: the mixing ratio of its training data.
     """
     place = local_path(out, "--out")
+    pair = replace(config.pair, draft=replace(config.pair.draft, path=source))
+    is_dspark = released_layout_of(pair.draft) == "dspark"
+    if not is_dspark:
+        pair = config.pair
+        if reject_weight is None:
+            raise ValueError(
+                f"{source} does not say its reject weight; give --reject_weight, which its name often says"
+            )
     models: dict[str, Any] = {
         name: {"path": model.path, "name": model.path, "revision": model.revision}
-        for name, model in (("draft", config.pair.draft), ("target", config.pair.target))
+        for name, model in (("draft", pair.draft), ("target", pair.target))
     }
     provenance = Provenance(
         accept_weight=accept_weight,
-        reject_weight=reject_weight,
-        mixing_ratio=mixing_ratio,
+        reject_weight=reject_weight or 1.0,
+        mixing_ratio=None if is_dspark else mixing_ratio,
         sampling=asdict(config.pair.sampling),
         training={"imported_from": source},
         **models,
     )
-    path = save_whole(read_official_head(source, provenance), place)
+    head = confidence_head_of(_dspark(pair), provenance) if is_dspark else read_official_head(source, provenance)
+    path = save_whole(head, place)
     print(f"wrote the head of {source} into {path}; next: acceptance-heads inspect --path {path}")
     return path
+
+
+def _dspark(pair: PairConfig) -> DSpark:
+    draft = load_pair(pair).drafting
+    assert isinstance(draft, DSpark), "its layout says so"
+    return draft
 
 
 def push(*, path: str, repo: str, private: bool = False) -> str:
@@ -238,6 +263,32 @@ def _refuse_worse(on_dev: Result, sweep: Sweep, names: Sequence[str]) -> None:
     if not any(beats_signal(on_dev, sweep.specs).values()):
         said = verdict(on_dev, sweep.specs)
         raise ValueError(f"{said} Pass --force to export all the same: {', '.join(names)}.")
+
+
+def _measured(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:
+    """The head, which knows how it fared where that was measured."""
+    if results:
+        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
+        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
+        metrics["train_raw_kl"] = on_train["raw_kl"]
+        head.provenance = replace(head.provenance, metrics=metrics)
+    return head
+
+
+def _written_back(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path) -> Path:
+    """The draft's directory with the one of these heads in it that is a linear prefix head."""
+    linear = [name for name, head in heads.items() if head.shape_name == "prefix-d0"]
+    if len(linear) != 1:
+        found = f"{len(linear)} are linear prefix heads ({', '.join(linear)})" if linear else "none is linear"
+        raise ValueError(
+            f"--format dspark writes one linear prefix head back, and of {', '.join(heads)} {found}; name one with "
+            "--head, or train one (heads.timings [prefix], heads.scalars [false], heads.depths [0])"
+        )
+    [name], source = linear, hub.draft_directory(pair.draft)
+    check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=_OTHER_DRAFT)
+    path = write_confidence_head(heads[name], name, source=source, out=out)
+    print(f"wrote {source} with the head {name} as its confidence head into {path}; {path / CARD} says what it is for")
+    return path
 
 
 def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:

@@ -8,7 +8,8 @@ Three Llama-architecture models with one tokenizer, trained on `data_gen.stories
              the time, and leaves little to predict.)
     micro    one layer, much narrower: the same, for hierarchies of three.
 
-Feature drafts for the target, `checkpoints/tiny/{eagle,glide}`, come after it (`checkpoints.recipes.feature_drafts`).
+Feature drafts for the target, `checkpoints/tiny/{eagle,glide,dspark}`, come after it
+(`checkpoints.recipes.feature_drafts`, `checkpoints.recipes.dspark`).
 
 Distillation is what makes free choices of wording agree: both models are then equally unsure there, and a token drawn
 from q is accepted although its entropy is high; where something has to be worked out, p is nearly one-hot and q is
@@ -18,14 +19,18 @@ spread. On a CPU a forward of one token costs one fixed part and one part per la
 Same seed, recipe, machine and thread count give the same bytes. The models learn in float32 and are stored in bfloat16.
 """
 
+import json
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from checkpoints.recipes.dspark import Blocks, figures_of, new_dspark, save_dspark, teach_dspark
 from checkpoints.recipes.feature_drafts import (
     FEATURE_DRAFTS,
     acceptance_rates,
@@ -35,7 +40,7 @@ from checkpoints.recipes.feature_drafts import (
 )
 from checkpoints.recipes.figures import NAMES, measure, report_figures
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
-from checkpoints.recipes.training import distil, encode_story, story_batches, train_model
+from checkpoints.recipes.training import StoryBatch, distil, encode_story, story_batches, train_model
 from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import Story, stories, story_stream
@@ -50,6 +55,7 @@ _FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "figures.json",
 }
 """Files of a model's directory; a directory with anything else is never overwritten."""
 _STORY_SEED = 1 << 32
@@ -85,6 +91,7 @@ class Recipe:
     feature_draft_batch_size: int = 8
     feature_draft_steps: int = 400
     feature_draft_learning_rate: float = 4e-3
+    dspark: Blocks = field(default_factory=Blocks)
     num_threads: int = 1
     """More threads would gain little, since the models are small."""
 
@@ -129,8 +136,7 @@ def make_feature_drafts(
     """
     recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
     _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
-    source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
-    target, tokenizer = load_model(source), load_tokenizer(source)
+    target, tokenizer = _target_of(out_dir)
     torch.set_num_threads(recipe.num_threads)
     torch.manual_seed(seed)
     drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
@@ -147,17 +153,54 @@ def make_feature_drafts(
     _take(steps, "teach eagle and glide", num_steps=recipe.feature_draft_steps)
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
-    held_out = list(
-        islice(
-            story_batches([encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)], **batching), 8
-        )
-    )
+    held_out = _held_out(tokenizer, **batching)
     rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
     figures = {
         f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)
     }
     print(report_figures(figures))
     return figures
+
+
+def make_dspark(
+    out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
+) -> dict[str, Any]:
+    """Train a DSpark draft for `out_dir`/target with its confidence head, and write it beside the target; resumes.
+
+    Returns:
+        the figures of `checkpoints.recipes.dspark.figures_of` on stories of the test split.
+
+    Raises:
+        FileNotFoundError: there is no target.
+        ValueError: a draft is there already and `overwrite` is off, or what is to be resumed is another run.
+    """
+    recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
+    _refuse_present(out_dir, ("dspark",), overwrite=overwrite)
+    target, tokenizer = _target_of(out_dir)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    shape, work = recipe.dspark, out_dir / "dspark-work"
+    draft = new_dspark(target, shape)
+    batching = {"batch_size": shape.batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    rows = [encode_story(story, tokenizer) for story in _new_stories(seed, shape.batch_size * shape.num_steps)]
+    teach_dspark(draft, target, story_batches(rows, **batching), shape=shape, seed=seed, work=work)
+    figures = figures_of(draft.bfloat16().float(), target, _held_out(tokenizer, **batching))
+    save_dspark(draft, out_dir / "dspark", figures)
+    shutil.rmtree(work, ignore_errors=True)
+    print(json.dumps(figures))
+    return figures
+
+
+def _target_of(out_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded target, as it is shipped, and its tokenizer."""
+    source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
+    return load_model(source), load_tokenizer(source)
+
+
+def _held_out(tokenizer: PreTrainedTokenizerBase, *, batch_size: int, seed: int, pad_id: int) -> list[StoryBatch]:
+    """Some stories of the test split."""
+    rows = [encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)]
+    return list(islice(story_batches(rows, batch_size=batch_size, seed=seed, pad_id=pad_id), 8))
 
 
 def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> None:

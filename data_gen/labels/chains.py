@@ -37,6 +37,7 @@ from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
 from lm.branches.chains import BlockChains, Chains, Told, chains_of, told_of
 from lm.branches.probe import check_branches, check_length
+from lm.features.dspark import DSpark
 from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
 from lm.forwards import chunk_rows, logits_of, output_device_of
 
@@ -72,7 +73,7 @@ class ChainLabeller:
     draft_length: int
     """Tokens of each draft, unless EOS or the end of the response or of a block comes before."""
     draft_every: int
-    """Drafts are kept of every n-th position of a response, from its first on."""
+    """Drafts are kept of every n-th position of a response, from its first on; of blocks from its second on."""
     chunk_mb: int
     """Bound of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
@@ -128,6 +129,10 @@ class ChainLabeller:
         longest = int(min(self.draft_length, chains.most - ("fed" in timings)))
         limits = torch.arange(len(response), 0, -1).clamp(max=longest)
         is_kept = torch.arange(len(response)) % self.draft_every == 0
+        if isinstance(self.draft, DSpark):
+            # no round begins at a prompt's last token, nor was such a block ever learned
+            is_kept = is_kept.roll(1)
+            is_kept[0] = False
         limits[~is_kept] = 1  # for the rows
         groups = torch.arange(len(response)).split(at_once)
         return [

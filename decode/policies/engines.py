@@ -203,3 +203,17 @@ class OwnConfidence:
     def calibrated_logit(self, logit: Number) -> Number:
         """The logit itself."""
         return logit
+
+
+@dataclass(frozen=True)
+class LargestProb(OwnConfidence):
+    """Takes a prefix head's place in replay and says logit(max_v q(v)), by a logistic regression: what vLLM's adaptive
+    verification estimates where a draft has no confidence head.
+    """
+
+    calibration_shift: float = 0.0  # type: ignore[misc]
+    temperature: float = 1.0  # type: ignore[misc]
+
+    def calibrated_logit(self, logit: Number) -> Number:
+        """The regression's."""
+        return (logit + self.calibration_shift) / self.temperature

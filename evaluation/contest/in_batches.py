@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+import torch
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.bounds import PerfectHead
-from decode.policies.engines import OwnConfidence
+from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
@@ -23,6 +25,8 @@ from evaluation.sheet import Sheet, crossed, flat, wide_console
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
+from heads.measures.calibration import fit_logistic
+from heads.measures.histogram import observe
 from heads.model.head import AcceptanceHead, Timing
 
 
@@ -172,6 +176,9 @@ class BatchContest:
         if CONFIDENCE in traces.dev.signals:
             own = batch_auto_for(OwnConfidence(), traces.dev, setup.curves(""), size)
             variants |= {"auto_confidence": own, "auto_confidence_learning": _learning(own)}
+        if traces.dev.block_size is not None:
+            estimator = batch_auto_for(estimator_of(traces.dev), traces.dev, setup.curves(""), size)
+            variants |= {"auto_max_prob": estimator, "auto_max_prob_learning": _learning(estimator)}
         if "perfect_drawn" in by_family(self._replays.arms):
             variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
         for family, rule in variants.items():
@@ -188,6 +195,18 @@ class BatchContest:
             if head is not best[timing]:
                 rivals[timing].append(head)
         return rivals
+
+
+def estimator_of(trace: Trace) -> LargestProb:
+    """The estimator of logit(max q) as all that verification reveals on a trace of blocks has taught it."""
+    assert trace.num_passing is not None, "blocks are a feature draft's"
+    lengths, drafts = trace.branch_lengths, slice(trace.num_positions, None)
+    place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    is_revealed = torch.from_numpy(place <= np.repeat(trace.num_passing, lengths))
+    logit = torch.from_numpy(trace.logit(LargestProb())[drafts])[is_revealed]
+    prob = torch.from_numpy(trace.signals["acceptance_prob"][drafts])[is_revealed]
+    slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))
+    return LargestProb(calibration_shift=offset / slope, temperature=1.0 / slope)
 
 
 def _learning(rule: BatchAuto) -> BatchAuto:

@@ -30,6 +30,8 @@ _BEHIND = {
     "auto_prefix_learning": "auto online, prefix, learning",
     "auto_confidence": "auto, DSpark's confidence",
     "auto_confidence_learning": "auto online, confidence learning",
+    "auto_max_prob": "auto, largest probability (vLLM)",
+    "auto_max_prob_learning": "auto online, largest probability learning",
     **HIERARCHY_NAMES,
     "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",

@@ -25,7 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.bounds import PerfectHead
-from decode.policies.engines import OwnConfidence
+from decode.policies.engines import LargestProb, OwnConfidence
+from decode.policies.learning import logit_of
 from evaluation.traces.inputs import TokenInputs, join_inputs, scores_of
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -216,6 +217,9 @@ class Trace:
         """
         if isinstance(head, PerfectHead):
             return self._perfect_logit(head.timing)
+        if isinstance(head, LargestProb):
+            prob: Array = self.signal("max_prob")
+            return np.asarray(logit_of(prob))
         if isinstance(head, OwnConfidence):
             return self.signal(CONFIDENCE)
         key = head.fingerprint()

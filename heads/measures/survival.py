@@ -44,6 +44,15 @@ class ExpectedCounts(NamedTuple):
         return self.num_rounds / self.num_tokens
 
 
+def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
+    """Probability that verification looks at each token: the product of the acceptance_probs before it in its row."""
+    if not len(row_lengths):
+        return acceptance_prob
+    mask = _mask(row_lengths)
+    before = F.pad(_padded(acceptance_prob, mask).cumprod(-1)[..., :-1], (1, 0), value=1.0)
+    return before[mask]
+
+
 def by_position(
     logit: Float[Tensor, "heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],
@@ -72,6 +81,41 @@ def by_position(
         survival.append(observe(_logit_of_log(log_survival), reach[None], fits[None]))
     missing = num_positions - len(token)
     return _interleave(token, missing), _interleave(survival, missing)
+
+
+def by_place(
+    logit: Float[Tensor, "heads tokens"],
+    *,
+    label: Float[Tensor, "#heads tokens"],
+    acceptance_prob: Float[Tensor, " tokens"],
+    row_lengths: Int[Tensor, " rows"],
+    num_places: int,
+) -> tuple[Histogram, Histogram]:
+    """The two histograms of `by_position` where every row is one draft, as blocks are, flattened to [heads * place].
+
+    Args:
+        logit: the prediction that is to be judged.
+        label: what each predicts of a token, its acceptance_prob or the acceptance_rate before it is drawn.
+        acceptance_prob: that of the tokens, which decides how many drafts reach a place.
+        row_lengths: the tokens of each draft.
+        num_places: places of a draft.
+    """
+    mask = _mask(row_lengths)
+
+    def places(flat: Tensor) -> Float[Tensor, "lead rows place"]:
+        padded = _padded(flat.double(), mask)
+        return F.pad(padded, (0, num_places - mask.shape[1]))
+
+    survival = places(acceptance_prob[None]).cumprod(-1)
+    is_there = F.pad(mask, (0, num_places - mask.shape[1])).double()
+    reach = F.pad(survival[..., :-1], (1, 0), value=1.0) * is_there
+    log_survival = F.logsigmoid(places(logit)).cumsum(-1)
+
+    def by_row(values: Float[Tensor, "lead rows place"]) -> Float[Tensor, "lead_place rows"]:
+        return values.expand(len(logit), -1, -1).transpose(1, 2).flatten(0, 1)
+
+    token = observe(by_row(places(logit)), by_row(places(label)), by_row(reach))
+    return token, observe(by_row(_logit_of_log(log_survival)), by_row(survival), by_row(is_there[None]))
 
 
 def expected_counts(

@@ -6,9 +6,28 @@ from typing import Any
 from huggingface_hub import HfApi, snapshot_download
 
 from configs.paths import check_local
+from configs.schema import ModelSource
 
 FILES = ("config.json", "model.safetensors", "README.md")
 """Files of an exported head, and all that is fetched."""
+
+
+def draft_directory(source: ModelSource) -> Path:
+    """Folder with every file of a draft: itself if it is a path, else a snapshot of its repository.
+
+    Raises:
+        FileNotFoundError: nothing there, on this disk or on the hub, or the hub cannot be reached.
+    """
+    path = Path(source.path)
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(source.path, revision=source.revision))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no draft at {source.path!r}: there is no such directory, and the hub gives no such repository "
+            f"({_first_line(error)}); fetch it where there is a network, and name its directory as pair.draft.path"
+        ) from error
 
 
 def local_directory(source: str | Path, **where: Any) -> Path:

@@ -68,9 +68,7 @@ class _StackLoss(torch.autograd.Function):
         size = _chunk_size(count, hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            loss += chunk_pass(
-                hidden[part], None if inputs is None else inputs[part], targets._replace(label=targets.label[part])
-            )
+            loss += chunk_pass(hidden[part], None if inputs is None else inputs[part], targets.at(part))
         ctx.save_for_backward(*grads.values())
         return loss
 
@@ -151,8 +149,7 @@ def _chunk_size(count: int, hidden: Tensor) -> int:
 
 def _loss_and_slope(logit: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """(part of the loss, d loss / d logit) of a chunk."""
-    accept = targets.accept_weight[:, None] * targets.label
-    total = accept + targets.reject_weight[:, None] * (1 - targets.label)
+    total, accept = targets.of_logits
     mass = targets.mass[:, None].clamp_min(torch.finfo(torch.float32).tiny)
     loss = ((total * F.softplus(logit) - accept * logit) / mass).sum(1)
     return loss, (total * logit.sigmoid() - accept) / mass

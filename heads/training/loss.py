@@ -2,7 +2,8 @@
 
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
-Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator depends on the labels alone; across
+Its population optimum is f* = logit(P) - ln(w_rej / w_acc). A token may have a weight, which its two terms, above and
+below, are multiplied by (`heads.reached`). The denominator depends on the labels alone; across
 processes it is averaged (`mean_over_processes`), so that two processes with half a batch each take the same step as one
 process with the whole.
 """
@@ -13,16 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-
-
-def loss_mass(
-    acceptance_prob: Float[Tensor, " tokens"],
-    accept_weight: Float[Tensor, " heads"],
-    reject_weight: Float[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
-    """sum_i [w_acc P_i + w_rej (1 - P_i)] of each head: the denominator."""
-    accepted = acceptance_prob.sum()
-    return accept_weight * accepted + reject_weight * (acceptance_prob.numel() - accepted)
 
 
 def mean_over_processes(values: Tensor) -> Tensor:
@@ -39,24 +30,41 @@ def mean_over_processes(values: Tensor) -> Tensor:
 class Targets(NamedTuple):
     """Targets and weights that the loss needs besides logits."""
 
-    label: Float[Tensor, " tokens"]
-    """P in [0, 1], shared by all heads."""
+    accepted: Float[Tensor, " tokens"]
+    """P in [0, 1] times the token's weight, shared by all heads."""
+    rejected: Float[Tensor, " tokens"]
+    """1 - P, likewise."""
     accept_weight: Float[Tensor, " heads"]
     reject_weight: Float[Tensor, " heads"]
     mass: Float[Tensor, " heads"]
-    """The denominator: `loss_mass`, averaged over processes."""
+    """The denominator, averaged over processes."""
 
     @classmethod
-    def of(cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor) -> "Targets":
-        """Targets with the batch's own denominator."""
-        return cls(label, accept_weight, reject_weight, loss_mass(label, accept_weight, reject_weight))
+    def of(
+        cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor, token_weight: Tensor | None = None
+    ) -> "Targets":
+        """Targets with the batch's own denominator; without weights every token counts 1."""
+        accepted, rejected = label, 1 - label
+        if token_weight is not None:
+            accepted, rejected = token_weight * accepted, token_weight * rejected
+        mass = accept_weight * accepted.sum() + reject_weight * rejected.sum()
+        return cls(accepted, rejected, accept_weight, reject_weight, mass)
+
+    def at(self, part: slice) -> "Targets":
+        """Those of some of the tokens; the denominator stays."""
+        return self._replace(accepted=self.accepted[part], rejected=self.rejected[part])
+
+    @property
+    def of_logits(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
+        """(what multiplies softplus(f), what multiplies f and is subtracted), as softplus(-f) = softplus(f) - f."""
+        accept = self.accept_weight[:, None] * self.accepted
+        return accept + self.reject_weight[:, None] * self.rejected, accept
 
 
 def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:
-    """L of each head; softplus(-f) = softplus(f) - f saves one of the two."""
+    """L of each head."""
     logit = logit.float()
-    accept = targets.accept_weight[:, None] * targets.label
-    total = accept + targets.reject_weight[:, None] * (1 - targets.label)
+    total, accept = targets.of_logits
     return (total * F.softplus(logit) - accept * logit).sum(-1) / targets.mass.clamp_min(
         torch.finfo(torch.float32).tiny
     )

@@ -51,6 +51,11 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         data.draft = draft = DraftFeatures(model, vocab_size=vocab_size, timings=data.timings)
     else:
         data = FeatureData(config.data, config.heads, pair=config.pair)
+    if config.heads.reached and not data.manifest.get("draft_length"):
+        raise ValueError(
+            f"heads.reached is true, and the rows of {config.data.dir} are responses, not drafts, as their draft is a "
+            "model of its own: leave it out"
+        )
     facts = {
         "run": run,
         "hidden_size": data.hidden_size,

@@ -24,6 +24,7 @@ from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import observe
 from heads.measures.running import LogitHistogram
 from heads.measures.scores import auroc, measures
+from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
 from heads.training.lightning_private import is_within_step, trainer_of
@@ -100,7 +101,8 @@ class Sweep(pl.LightningModule):
         losses = []
         for weights, (_, stack) in zip(self._by_stack(self.reject_weights), self.items(), strict=True):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
-            targets = Targets.of(label, torch.full_like(weights, self.config.accept_weight), weights)
+            accept_weights = torch.full_like(weights, self.config.accept_weight)
+            targets = Targets.of(label, accept_weights, weights, self._reach(batch, stack))
             targets = targets._replace(mass=mean_over_processes(targets.mass))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(self.config.dropout, *step)
@@ -118,7 +120,9 @@ class Sweep(pl.LightningModule):
         batch = self._features(batch)
         for key, stack in self.items() if has_tokens(batch) else []:
             label = of_timing(batch, stack.shape.timing).acceptance_prob
-            histogram = observe(self.logits(stack, batch).float(), label[None])
+            reach = self._reach(batch, stack)
+            logits = self.logits(stack, batch).float()
+            histogram = observe(logits, label[None], None if reach is None else reach[None])
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
@@ -234,6 +238,11 @@ class Sweep(pl.LightningModule):
             return self.embedding[features.token]
 
         return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)
+
+    def _reach(self, batch: Batch, stack: HeadStack) -> Tensor | None:
+        """How much each token counts; None: all the same."""
+        drafts = batch[FEATURE_SETS[stack.shape.timing]]
+        return reach_of(drafts.acceptance_prob, drafts.row_lengths) if self.config.reached else None
 
     def _features(self, batch: Any) -> Batch:
         """Cached features as they are; rows through the frozen draft, once for all heads."""

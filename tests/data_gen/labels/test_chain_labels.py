@@ -81,7 +81,7 @@ def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(
 def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
     drafts, at, first = labelled(kind), 0, 0
     for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
-        for start, length in enumerate(lengths):
+        for start, length in enumerate(lengths, int(kind in BLOCKS)):  # no block begins at a prompt's last token
             steps = expected(kind, exchange, start, CHANCE[first + start])
             assert length == len(steps)
             assert drafts.rows["acceptance_prob"][first + start] == drafts.columns["acceptance_prob"][at]
@@ -95,7 +95,7 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
                 for timing in ("drawn", "fed"):
                     assert torch.allclose(drafts.hidden[timing][at + place], step[timing], atol=1e-10)
             at += length
-        first += len(lengths)
+        first += len(exchange.response_ids)
     assert at == len(drafts.columns["draft_ids"])
     assert max(map(max, drafts.lengths)) == LENGTH
 

@@ -9,10 +9,12 @@ import pytest
 
 from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
+from decode.policies.base import Policy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
-from decode.policies.engines import OwnConfidence
+from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.contest.in_batches import estimator_of
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_rounds
@@ -105,6 +107,45 @@ def test_the_draft_s_own_confidence_is_a_head_of_the_rule(trace):
     assert_same_load(alone, step_through(trace, rule, rows, 4))
     learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
     assert learning.num_tokens.sum() != alone.num_tokens.sum()
+
+
+@dataclass(frozen=True)
+class LargestProduct(Policy):
+    """Stops before the product of the largest probabilities falls below `floor`."""
+
+    floor: float = 0.3
+    signals = frozenset({"max_prob"})
+
+    def start(self):
+        return (1.0,)
+
+    def begin(self, state):
+        return (0.0 * state[0] + 1.0,)
+
+    def stop_before(self, state, seen):
+        return state[0] * seen.max_prob < self.floor
+
+    def after(self, state, drawn):
+        return (state[0] * drawn.max_prob,), False
+
+
+def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
+    rule = BlockAuto(LargestProb(), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rows = queue_of(len(trace.rows), 4)
+    assert_same_load(load_of(replay_rounds(trace, LargestProduct()), rows, 4), step_through(trace, rule, rows, 4))
+    learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
+    assert learning.num_tokens.sum() != step_through(trace, rule, rows, 4).num_tokens.sum()
+
+
+def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trace):
+    fitted, logits = estimator_of(trace), trace.logit(LargestProb())
+    gradient, start = np.zeros(2), trace.num_positions
+    for length, passing in zip(trace.branch_lengths.tolist(), trace.num_passing.tolist(), strict=True):
+        for at in range(start, start + min(length, passing + 1)):
+            error = trace.signals["acceptance_prob"][at] - 1 / (1 + np.exp(-fitted.calibrated_logit(logits[at])))
+            gradient += error * np.array([1.0, logits[at]])
+        start += length
+    np.testing.assert_allclose(gradient, 0, atol=1e-2)  # at the optimum; a histogram's bins are 1/64 wide
 
 
 def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):

@@ -1,0 +1,218 @@
+"""A DSpark draft for a small target, `checkpoints/tiny/dspark`: a block of tokens from one forward, and with it the
+confidence head that is served today, learned together as the released drafts did (github.com/deepseek-ai/DeepSpec,
+modeling/dspark/loss.py, config/dspark).
+
+    loss = 0.1 CE(q, text) + 0.9 sum_v |q(v) - p(v)| + BCE(confidence, acceptance_rate)       i: place in the block
+           each the mean over blocks and places, weighed with exp(-i / 4)
+
+q and p are untempered, whatever `Sampling` the draft is used with later. Blocks begin at random tokens of the response,
+many of one text at once, and are fed with the text's own tokens; gradients of the confidence head reach the draft, as
+theirs do. Embeddings and output rows are the target's own, frozen, as theirs are.
+
+Departures: the texts are stories, not the target's responses; matrices of the layers are trained with Muon, as those of
+the embedded trio are.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, Qwen3Config
+
+from checkpoints.recipes.learning import Checkpoint
+from checkpoints.recipes.training import Optimiser, StoryBatch
+from lm import acceptance_rate
+from lm.features.dspark import DSpark
+from store.progress import Bar
+from store.shards import atomic_directory
+
+_ENTROPY_WEIGHT, _DISTANCE_WEIGHT = 0.1, 0.9
+_DECAY = 4.0
+"""Places over which the weight falls to 1 / e."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Shape of a draft, and what decides how it learns, but for its target and its texts."""
+
+    block_size: int = 7
+    num_layers: int = 1
+    markov_rank: int = 32
+    num_anchors: int = 32
+    """Blocks of one text that are learned at once."""
+    batch_size: int = 8
+    num_steps: int = 600
+    learning_rate: float = 4e-3
+
+
+class Proposed(NamedTuple):
+    """What a draft says of some blocks, along texts that are known."""
+
+    log_q: Float[Tensor, "block place vocab"]
+    p: Float[Tensor, "block place vocab"]
+    following: Int[Tensor, "block place"]
+    """Tokens of the texts at these places."""
+    confidence: Float[Tensor, "block place"]
+    """Logits."""
+    counts: Bool[Tensor, "block place"]
+    """False behind the end of a text."""
+
+    @property
+    def acceptance_rate(self) -> Float[Tensor, "block place"]:
+        """1 - TV(p, q) at temperature 1."""
+        return acceptance_rate(self.log_q.detach().exp(), self.p)
+
+
+def new_dspark(target: PreTrainedModel, shape: Blocks) -> DSpark:
+    """A draft for a target, whose layers are random; embeddings, output rows and last norm are the target's."""
+    of_target = target.config.get_text_config()
+    config = Qwen3Config(
+        vocab_size=of_target.vocab_size,
+        hidden_size=of_target.hidden_size,
+        intermediate_size=of_target.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=of_target.num_attention_heads,
+        num_key_value_heads=of_target.num_key_value_heads,
+        head_dim=of_target.head_dim,
+        max_position_embeddings=of_target.max_position_embeddings,
+        rms_norm_eps=of_target.rms_norm_eps,
+        rope_parameters=dict(of_target.rope_parameters),
+        tie_word_embeddings=False,
+        **{name: getattr(of_target, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")},
+    )
+    depth = of_target.num_hidden_layers
+    for name, value in {
+        "block_size": shape.block_size,
+        "target_layer_ids": [1, depth // 2 - 1, depth - 2],
+        "num_target_layers": depth,
+        "mask_token_id": of_target.pad_token_id,  # no text has it
+        "num_anchors": shape.num_anchors,
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }.items():
+        setattr(config, name, value)
+    draft, body = DSpark(config), cast(Any, target.base_model)
+    for own, given in (
+        (draft.embed_tokens, target.get_input_embeddings()),
+        (draft.lm_head, target.get_output_embeddings()),
+        (draft.norm, body.norm),
+    ):
+        assert own is not None
+        own.load_state_dict(given.state_dict())
+    for frozen in (draft.embed_tokens, draft.lm_head):
+        assert frozen is not None
+        frozen.requires_grad_(False)
+    draft.bind(target)
+    return draft
+
+
+def teach_dspark(
+    draft: DSpark, target: PreTrainedModel, source: Iterator[StoryBatch], *, shape: Blocks, seed: int, work: Path
+) -> None:
+    """Train a draft and its confidence head beside a frozen target, or go on with it.
+
+    Args:
+        draft: as its seed has made it.
+        target: its target.
+        source: endless batches, from the first on.
+        shape: how it learns.
+        seed: decides which blocks are learned.
+        work: the folder of the checkpoint.
+
+    Raises:
+        ValueError: a checkpoint of another run.
+    """
+    target.requires_grad_(False)
+    optimiser = Optimiser(draft, shape.learning_rate, shape.num_steps)
+    checkpoint = Checkpoint(work / "checkpoint.pt", asdict(shape) | {"seed": seed}, draft, optimiser)
+    first = checkpoint.load()
+    batches = islice(source, first, shape.num_steps)
+    with Bar(desc="teach dspark", unit="steps", total=shape.num_steps, initial=first) as bar:
+        for step, batch in enumerate(batches, first):
+            generator = torch.Generator().manual_seed((seed << 32) + step)
+            blocks = proposed(draft, target, batch, drawn_anchors(batch, shape.num_anchors, generator))
+            loss = loss_of(blocks)
+            optimiser.step(loss)
+            bar.set_postfix_str(f"loss {loss.item():.3f}")
+            bar.update()
+            checkpoint.keep_now_and_then(step + 1)
+    draft.eval()
+
+
+def drawn_anchors(
+    batch: StoryBatch, num: int | None, generator: torch.Generator | None = None
+) -> Int[Tensor, "batch block"]:
+    """Places of response tokens that another follows, all of them or so many at random; 0 stands for none."""
+    has_next = functional.pad(batch.is_learned[:, :-1] & batch.is_learned[:, 1:], (1, 0))
+    num = int(has_next.sum(1).max()) if num is None else min(num, has_next.shape[1])
+    order = torch.rand(has_next.shape, generator=generator).masked_fill(~has_next, 2.0)
+    places = order.topk(num, largest=False).indices
+    return places * has_next.gather(1, places)
+
+
+def proposed(
+    draft: DSpark, target: PreTrainedModel, batch: StoryBatch, anchors: Int[Tensor, "batch block"]
+) -> Proposed:
+    """What a draft says of the blocks that begin at some places; blocks at place 0 are left out."""
+    with torch.no_grad():
+        output = target.base_model(input_ids=batch.ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([output.hidden_states[layer_id] for layer_id in draft.target_layer_ids], -1)
+    is_block = anchors > 0
+    rows = is_block.nonzero()[:, :1]
+    starts = anchors[is_block][:, None] + torch.arange(draft.block_size)
+    counts = starts < batch.is_learned.shape[1]
+    starts = starts.clamp(max=batch.is_learned.shape[1] - 1)
+    counts = (counts & batch.is_learned[rows, starts]).cummin(1).values
+    hidden = draft.joined(draft.on_text(features, batch.ids, anchors)[is_block], batch.ids[rows, starts])
+    with torch.no_grad():
+        p = target.get_output_embeddings()(output.last_hidden_state[rows, starts]).softmax(-1)
+    return Proposed(
+        draft.logits(hidden).log_softmax(-1), p, batch.ids[rows, starts + 1], draft.confidence(hidden), counts
+    )
+
+
+def loss_of(blocks: Proposed) -> Float[Tensor, ""]:
+    """The loss of some blocks."""
+    weight = blocks.counts * torch.exp(-torch.arange(blocks.counts.shape[1]) / _DECAY)
+    entropy = functional.nll_loss(blocks.log_q.flatten(0, 1), blocks.following.flatten(), reduction="none")
+    distance = (blocks.log_q.exp() - blocks.p).abs().sum(-1)
+    doubt = functional.binary_cross_entropy_with_logits(blocks.confidence, blocks.acceptance_rate, reduction="none")
+    of_place = _ENTROPY_WEIGHT * entropy.view_as(weight) + _DISTANCE_WEIGHT * distance + doubt
+    return (of_place * weight).sum() / weight.sum()
+
+
+@torch.no_grad()
+def figures_of(draft: DSpark, target: PreTrainedModel, batches: Sequence[StoryBatch]) -> dict[str, Any]:
+    """What a draft and its confidence head come to on whole texts at temperature 1, place by place in the block: mean
+    acceptance_rate, mean confidence, Brier score; and the tokens of a round that verifies whole blocks.
+    """
+    parts = [proposed(draft, target, batch, drawn_anchors(batch, None)) for batch in batches]
+    rate, said = (
+        torch.cat(columns)
+        for columns in zip(*((part.acceptance_rate, part.confidence.sigmoid()) for part in parts), strict=True)
+    )
+    counts = torch.cat([part.counts for part in parts])
+    return {
+        name: [round(value, 4) for value in ((values * counts).sum(0) / counts.sum(0)).tolist()]
+        for name, values in (("acceptance_rates", rate), ("confidences", said), ("brier", (said - rate) ** 2))
+    } | {"acceptance_length": round(1 + (rate * counts).cumprod(-1).sum(-1).mean().item(), 4)}
+
+
+def save_dspark(draft: DSpark, directory: Path, figures: dict[str, Any]) -> None:
+    """Write a draft in bfloat16 in DeepSpec's layout, and its figures; the directory appears whole or not at all."""
+    config = draft.config.to_diff_dict() | {"architectures": ["Qwen3DSparkModel"], "dtype": "bfloat16"}
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
+    with atomic_directory(directory) as folder:
+        for name, values in (("config.json", config), ("figures.json", figures)):
+            (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

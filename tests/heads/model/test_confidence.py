@@ -1,0 +1,178 @@
+"""A DSpark draft's confidence head as a prefix head, and a prefix head in its place: no other byte of it differs."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from heads import AcceptanceHead, Provenance
+from heads.command import import_
+from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
+from lm import load_pair
+
+TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
+WIDTH = 160
+PROJ = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+def draft_in(directory: Path, dtype: str = "float32"):
+    sources = {"target": TINY / "target", "draft": directory}
+    pair = PairConfig(**{name: ModelSource(path=str(path), dtype=dtype) for name, path in sources.items()})
+    return load_pair(pair).drafting
+
+
+def random_head(**provenance) -> AcceptanceHead:
+    torch.manual_seed(0)
+    return AcceptanceHead(WIDTH, 0, "prefix", provenance=Provenance(**provenance))
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = Path(shutil.copytree(TINY / "dspark", tmp_path / "draft"))
+    (folder / "notes.txt").write_text("somebody's own")
+    return folder
+
+
+@pytest.fixture
+def sharded(source) -> Path:
+    """The same draft in two files."""
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    for number in range(2):
+        part = {name: tensor for place, (name, tensor) in enumerate(sorted(tensors.items())) if place % 2 == number}
+        save_file(part, source / f"model-{number}.safetensors", metadata={"format": "pt"})
+    return source
+
+
+@pytest.mark.parametrize("layout", ["source", "sharded"])
+def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(layout, request, tmp_path):
+    source = request.getfixturevalue(layout)
+    out = write_confidence_head(random_head(), "prefix-d0-w1", source=source, out=tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()} | {CARD}
+    changed = 0
+    for path in source.iterdir():
+        old, new = path.read_bytes(), (out / path.name).read_bytes()
+        if path.suffix != ".safetensors":
+            assert old == new
+            continue
+        places = [place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]]
+        changed += len(places)
+        with safe_open(path, "pt") as before, safe_open(out / path.name, "pt") as after:
+            assert before.metadata() == after.metadata()
+            for name in before.keys():  # noqa: SIM118
+                assert torch.equal(before.get_tensor(name), after.get_tensor(name)) == (name not in PROJ)
+    assert 0 < changed <= 2 * (WIDTH + 1)
+
+
+def test_what_stands_in_its_place_says_the_calibrated_logit(source, tmp_path):
+    tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors")
+    head = random_head(reject_weight=6.0, calibration_temperature=1.7)
+    draft = draft_in(write_confidence_head(head, "head", source=source, out=tmp_path / "out"))
+    hidden = torch.randn(50, WIDTH)
+    torch.testing.assert_close(draft.confidence(hidden), head.calibrated_logit(head(hidden)), atol=1e-5, rtol=1e-5)
+
+
+def test_the_drafts_own_head_comes_back_byte_for_byte(source, tmp_path):
+    draft = draft_in(source)
+    head = confidence_head_of(draft)
+    hidden = torch.randn(50, WIDTH)
+    torch.testing.assert_close(head(hidden), draft.confidence(hidden), atol=1e-6, rtol=1e-6)
+    out = write_confidence_head(head, "own", source=source, out=tmp_path / "out")
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
+    sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in ("target", "draft")}
+    config = Config(pair=PairConfig(**sources), data=DataConfig(dir=str(tmp_path / "data")))
+    path = import_(config, source=str(TINY / "dspark"), out=str(tmp_path / "head"))
+    head, own = AcceptanceHead.from_pretrained(path), confidence_head_of(draft_in(TINY / "dspark"))
+    assert torch.equal(head.out.weight, own.out.weight)
+    assert (head.timing, head.provenance.mixing_ratio) == ("prefix", None)
+    assert head.provenance.draft["path"] == str(TINY / "dspark")
+    with pytest.raises(ValueError, match=r"does not say its reject weight; give --reject_weight"):
+        import_(config, source=str(TINY / "draft"), out=str(tmp_path / "other"))
+
+
+def test_the_card_says_for_which_sampling_and_draft(source, tmp_path):
+    head = random_head(
+        sampling={"temperature": 0.7, "top_k": None, "top_p": 0.9},
+        target={"path": "a-target"},
+        training={"prompts": "stories"},
+    )
+    out = write_confidence_head(head, "prefix-d0-w1", source=source, out=tmp_path / "out")
+    card = (out / CARD).read_text()
+    for said in ("temperature 0.7", "top_p 0.9", "`draft`", "`prefix-d0-w1`", "`a-target`", "prompts: stories"):
+        assert said in card
+    again = write_confidence_head(random_head(), "another", source=out, out=tmp_path / "again")
+    assert (again / CARD).read_text().count("# Confidence head of") == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (
+            AcceptanceHead(WIDTH, 2, "prefix"),
+            r"is prefix-d2, and a confidence head is one linear layer; export a linear",
+        ),
+        (AcceptanceHead(WIDTH, 0, "prefix", scalars=True), r"confidence head is one linear layer"),
+        (AcceptanceHead(WIDTH, 0, "drawn"), r"is drawn-d0, and a confidence head"),
+        (AcceptanceHead(96, 0, "prefix"), r"reads 96 numbers and this draft's confidence head 160; export a head that"),
+        (AcceptanceHead(200, 0, "prefix"), r"reads 200 numbers and this draft's confidence head the first 160"),
+    ],
+)
+def test_a_head_that_its_format_cannot_say_is_refused(head, problem, source, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        write_confidence_head(head, "head", source=source, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_but_an_export(source, tmp_path):
+    head = random_head()
+    with pytest.raises(ValueError, match="is the draft itself, which would be changed; name another directory"):
+        write_confidence_head(head, "head", source=source, out=source)
+    with pytest.raises(ValueError, match="no export of a confidence head; name another directory"):
+        write_confidence_head(head, "head", source=TINY / "dspark", out=source)
+    assert (source / "notes.txt").exists()
+    out = write_confidence_head(head, "head", source=source, out=tmp_path / "out")
+    assert write_confidence_head(head, "head", source=source, out=out) == out
+
+
+def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no draft at .*nowhere; pair.draft.path names the directory"):
+        write_confidence_head(random_head(), "head", source=tmp_path / "nowhere", out=tmp_path / "out")
+    with pytest.raises(ValueError, match=r"has no confidence_head.proj.weight .* name a DSpark draft that has one"):
+        write_confidence_head(random_head(), "head", source=TINY / "draft", out=tmp_path / "out")
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"no whole safetensors file .* fetch the draft again"):
+        write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
+    draft = draft_in(TINY / "dspark")
+    draft.confidence_head = None
+    with pytest.raises(ValueError, match="has no confidence head"):
+        confidence_head_of(draft)
+
+
+def test_a_copy_in_which_another_byte_differs_is_refused(source, tmp_path, monkeypatch):
+    def faulty(path, copy):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        copy.write_bytes(bytes(data))
+
+    monkeypatch.setattr("heads.model.confidence.shutil.copyfile", faulty)
+    with pytest.raises(ValueError, match=r"is no copy of .*the disk changed bytes"):
+        write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_provenance_of_another_temperature_changes_what_is_written(source, tmp_path):
+    head = random_head()
+    plain = write_confidence_head(head, "head", source=source, out=tmp_path / "plain")
+    head.provenance = replace(head.provenance, calibration_temperature=2.0)
+    other = write_confidence_head(head, "head", source=source, out=tmp_path / "other")
+    weights = [load_file(path / "model.safetensors")[PROJ[0]].float() for path in (plain, other)]
+    torch.testing.assert_close(weights[0] / 2, weights[1])
