@@ -145,7 +145,7 @@ def test_what_is_none_of_a_few_is_told_which(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--config", "tiny", "--parts", "[speeds]"])
     [line] = capsys.readouterr().err.splitlines()
-    assert 'key "parts": speeds is none of policies, lengths, overheads' in line
+    assert "--parts: speeds is none of policies, lengths, overheads" in line
 
 
 def test_a_yaml_that_cannot_be_read_is_named(tmp_path, capsys):
