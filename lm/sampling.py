@@ -87,6 +87,11 @@ class Sampling:
         """
         return type(self).processed is Sampling.processed
 
+    @property
+    def text(self) -> str:
+        """The settings that are set, in words: temperature 0.7, top_p 0.9."""
+        return ", ".join(f"{name} {value}" for name, value in self.as_dict().items() if value is not None)
+
     def as_dict(self) -> dict[str, float | int | None]:
         """The three settings, for manifests and head configs."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

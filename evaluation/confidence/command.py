@@ -17,6 +17,7 @@ from evaluation.sheet import Sheet, announce, printing
 from heads.batches.module import FeatureData
 from heads.measures.histogram import Histogram
 from heads.measures.scores import auroc, measures
+from lm import Sampling
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.shards import write_atomic
@@ -51,9 +52,10 @@ def judge(config: Config, *, json: bool = False) -> None:
         FileNotFoundError: no data.
         ValueError: no draft with a confidence head, or no test prompts.
     """
+    sampling = Sampling(**vars(config.pair.sampling))
     with printing(aside=json):
         judged = list(_judged(*_drafts(config)))
-        for sheet in sheets(judged, title=f"{config.data.dir}, test split; {config.pair.sampling}"):
+        for sheet in sheets(judged, title=f"{config.data.dir}, test split; {sampling.text}"):
             sheet.print()
         path = Path(config.decode.dir) / "confidence.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -293,7 +293,6 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
 
 def about(experiment: Experiment, cost: CostModel) -> str:
     """One line on what was evaluated."""
-    sampling = ", ".join(f"{key} {value}" for key, value in experiment.sampling.as_dict().items() if value is not None)
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
     measured = (
         f"t_draft {cost.t_draft_s * 1e3:.2f} ms, t_target {cost.t_target_s[0] * 1e3:.2f} ms ({cost.origin}; "
@@ -302,7 +301,7 @@ def about(experiment: Experiment, cost: CostModel) -> str:
     limits = (
         f"responses up to {experiment.decode.max_new_tokens} tokens, drafts up to {experiment.decode.max_draft_length}"
     )
-    return f"{names}; {sampling}; {limits}; {measured}"
+    return f"{names}; {experiment.sampling.text}; {limits}; {measured}"
 
 
 def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) -> list[str]:

@@ -59,7 +59,7 @@ class TreeDrafter(PolicyDrafter):
 
     def __init__(
         self,
-        model: PreTrainedModel | TreeDraft,
+        model: PreTrainedModel | TreeDraft | BlockModel,
         policy: Policy,
         shape: Shape | None = None,
         *,
@@ -68,7 +68,7 @@ class TreeDrafter(PolicyDrafter):
     ) -> None:
         """Args:
             model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.feature_model`)
-                reads the very target that verifies.
+                reads the very target that verifies; one of blocks is refused.
             policy: when to stop.
             shape: the rule by which the tree branches; None: EAGLE-2's.
             read_every: levels after which the policy's stop is heeded.
