@@ -215,5 +215,5 @@ class LargestProb(OwnConfidence):
     temperature: float = 1.0  # type: ignore[misc]
 
     def calibrated_logit(self, logit: Number) -> Number:
-        """The regression's."""
+        """Logit of the acceptance rate, by the regression."""
         return (logit + self.calibration_shift) / self.temperature

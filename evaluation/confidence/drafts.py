@@ -79,7 +79,7 @@ class Drafts:
         return torch.arange(len(firsts)) - firsts
 
     def histograms(self, predicted: Predicted) -> tuple[Histogram, Histogram]:
-        """Those of `by_place`: of tokens, weighed by how often verification looks at them, and of survival."""
+        """(tokens by place, weighed by how often verification looks at them; survival by place), from `by_place`."""
         return by_place(
             predicted.logit[None],
             label=predicted.label[None],

@@ -51,7 +51,7 @@ class Targets(NamedTuple):
         return cls(accepted, rejected, accept_weight, reject_weight, mass)
 
     def at(self, part: slice) -> "Targets":
-        """Those of some of the tokens; the denominator stays."""
+        """Targets of some of the tokens, with the denominator of all."""
         return self._replace(accepted=self.accepted[part], rejected=self.rejected[part])
 
     @property

@@ -151,7 +151,7 @@ class BlockChains:
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " chain"]) -> Float[Tensor, "chain wide"]:
-        """As `Chains.begin`."""
+        """`hidden` of the first place of each block, whose anchor is the last token of each length (`Chains.begin`)."""
         places = lengths.to(self.draft.device) - 1
         self._states = torch.cat([self._blocks(some) for some in places.split(_BLOCKS_AT_ONCE)])
         self._places = torch.zeros_like(places)
@@ -160,7 +160,7 @@ class BlockChains:
 
     @torch.inference_mode()
     def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed wide"]:
-        """As `Chains.feed`."""
+        """`hidden` of the next place of some blocks, given the token of the place before (`Chains.feed`)."""
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
         self._places[owners] += 1
         states = self._states[owners, self._places[owners]]
