@@ -107,26 +107,23 @@ def import_(
             draft.
         out: the directory to which the head is written.
         reject_weight: the reject weight of its training (the official config does not say; its name often does). A
-            confidence head has none.
+            confidence head has none, and a weight given for it is refused.
         accept_weight: the accept weight of its training.
         mixing_ratio: the mixing ratio of its training data.
     """
     place = local_path(out, "--out")
     pair = replace(config.pair, draft=replace(config.pair.draft, path=source))
     is_dspark = released_layout_of(pair.draft) == "dspark"
+    weight = _reject_weight(reject_weight, source, is_dspark=is_dspark)
     if not is_dspark:
         pair = config.pair
-        if reject_weight is None:
-            raise ValueError(
-                f"{source} does not say its reject weight; give --reject_weight, which its name often says"
-            )
     models: dict[str, Any] = {
         name: {"path": model.path, "name": model.path, "revision": model.revision}
         for name, model in (("draft", pair.draft), ("target", pair.target))
     }
     provenance = Provenance(
         accept_weight=accept_weight,
-        reject_weight=reject_weight or 1.0,
+        reject_weight=weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
         sampling=asdict(config.pair.sampling),
         training={"imported_from": source},
@@ -136,6 +133,17 @@ def import_(
     path = save_whole(head, place)
     print(f"wrote the head of {source} into {path}; next: acceptance-heads inspect --path {path}")
     return path
+
+
+def _reject_weight(given: float | None, source: str, *, is_dspark: bool) -> float:
+    """Reject weight of an imported head's training: as given, and 1 of a DSpark draft's, which has none."""
+    if is_dspark and given is not None:
+        raise ValueError(
+            f"--reject_weight is {given}, and the confidence head of {source} was trained without one; leave it out"
+        )
+    if given is None and not is_dspark:
+        raise ValueError(f"{source} does not say its reject weight; give --reject_weight, which its name often says")
+    return 1.0 if given is None else given
 
 
 def _dspark(pair: PairConfig) -> DSpark:

@@ -97,6 +97,8 @@ def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
     assert head.provenance.draft["path"] == str(TINY / "dspark")
     with pytest.raises(ValueError, match=r"does not say its reject weight; give --reject_weight"):
         import_(config, source=str(TINY / "draft"), out=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"--reject_weight is 6\.0, .* trained without one; leave it out"):
+        import_(config, source=str(TINY / "dspark"), reject_weight=6.0, out=str(tmp_path / "other"))
 
 
 def test_the_card_says_for_which_sampling_and_draft(source, tmp_path):
