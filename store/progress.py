@@ -56,6 +56,7 @@ class Bar(tqdm):
         else:  # tqdm draws into the void; `display` writes the lines
             form = f"{{desc}}{{percentage:.0f}} %, {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
             drawing = {"file": io.StringIO(), "mininterval": 0, "miniters": 1}
+        drawing["smoothing"] = 0  # what remains is told by the whole run so far: many units come in bursts
         super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:

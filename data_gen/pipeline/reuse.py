@@ -1,4 +1,4 @@
-"""`acceptance-heads responses`: the responses of finished rows as a file, so that the dear part of data is made once.
+"""`acceptance-heads responses`: responses of a data directory as a file, so that the dear part of data is made once.
 
 With `data.source file` and `data.responses FILE` another run labels them anew: for another draft, another
 `mixing_ratio`, other timings, or another `Sampling` of the labels, over the positions of these responses. No target
@@ -13,8 +13,10 @@ from typing import Any
 
 from configs.paths import local_path
 from configs.schema import Config
+from data_gen.pipeline.stages import exchanges_in, responded_in
 from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.splits import SPLITS
+from data_gen.responses.exchange import Exchange
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
 from store.progress import Bar
@@ -25,8 +27,8 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
 def responses(config: Config, *, out: str) -> None:
-    """Write the responses of the rows in data.dir as JSONL for `data.source file`; a file that is there gets what it
-    lacks, at its end.
+    """Write the responses in data.dir, of rows and of the stage `respond`, as JSONL for `data.source file`; a file that
+    is there gets what it lacks, at its end.
 
     Args:
         config: the experiment that made the rows.
@@ -75,17 +77,18 @@ def _hashes_in(path: Path) -> dict[str, int]:
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
-    """A record for each row of the whole shards, split by split."""
-    paths = [
-        path
-        for split in SPLITS
-        for path in sorted(Path(directory, "rows").glob(f"{split}-*.parquet"))
+    """A record for each response of the whole shards, split by split."""
+    found = {
+        path.stem: path
+        for path in (*responded_in(directory), *Path(directory, "rows").glob("*.parquet"))  # of both, the rows
         if is_whole(path)
-    ]
+    }
+    paths = [path for split in SPLITS for name, path in sorted(found.items()) if name.startswith(f"{split}-")]
     check_sums(paths)
     for path in Bar(paths, unit="shards", desc="responses"):
-        for row in read_rows(path, _COLUMNS).to_pylist():
-            yield {name: value for name, value in row.items() if value is not None}
+        is_row = path.suffix == ".parquet"
+        for record in read_rows(path, _COLUMNS).to_pylist() if is_row else map(Exchange._asdict, exchanges_in(path)):
+            yield {name: record[name] for name in _COLUMNS if record[name] is not None}
 
 
 def _hash(record: Mapping[str, Any]) -> int:

@@ -212,20 +212,30 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """The answers that `save_responses` saved."""
-    content = read_json(
-        _stage_path(spec, data, "respond"),
-        remedy="delete it and run the same command again",
-        keys=("exchanges", "problems"),
-    )
-    answers = Answers(
-        [Exchange(**exchange) for exchange in content["exchanges"]],
-        [Problem(**problem) for problem in content["problems"]],
-    )
+    answers = _answers_in(_stage_path(spec, data, "respond"))
     if data.labels == "target":
         return answers
     laws, lengths = safetensors.torch.load_file(_stage_path(spec, data, "laws")), layout_of(answers.exchanges).lengths
     parts = zip(laws["ids"].split(lengths), laws["probs"].split(lengths), strict=True) if lengths else ()
     return answers._replace(laws=[Laws(ids, probs) for ids, probs in parts])
+
+
+def responded_in(directory: str) -> list[Path]:
+    """What the stage `respond` left in a data directory."""
+    return sorted(Path(directory, "stages", "respond").glob(f"*.{_SUFFIXES['respond']}"))
+
+
+def exchanges_in(path: Path) -> list[Exchange]:
+    """The exchanges of one of these files."""
+    return _answers_in(path).exchanges
+
+
+def _answers_in(path: Path) -> Answers:
+    content = read_json(path, remedy="delete it and run the same command again", keys=("exchanges", "problems"))
+    return Answers(
+        [Exchange(**exchange) for exchange in content["exchanges"]],
+        [Problem(**problem) for problem in content["problems"]],
+    )
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:

@@ -96,3 +96,12 @@ def test_a_line_whose_prompt_ids_are_no_ids_is_refused(toy_config, with_data, tm
         ValueError, match=r"responses.jsonl:1: expected prompt_ids to be a list of integers, got 'five'"
     ):
         make(with_data(toy_config, source="file", responses=str(path)))
+
+
+def test_what_the_stage_respond_left_is_written_as_it_is_once_the_rows_are_there(toy_config, with_data, tmp_path):
+    config = with_data(toy_config, mode="sequential")
+    make(config, stages="respond")
+    responses(config, out=str(tmp_path / "early.jsonl"))
+    make(config)
+    responses(config, out=str(tmp_path / "late.jsonl"))
+    assert (tmp_path / "early.jsonl").read_bytes() == (tmp_path / "late.jsonl").read_bytes() != b""
