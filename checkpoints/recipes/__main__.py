@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoints.recipes.learning import Distillation, learn
-from checkpoints.recipes.readings import likeliest_tokens, read_target, texts_of
+from checkpoints.recipes.readings import feature_sizes, likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_dspark, make_feature_drafts, make_trio
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
@@ -65,6 +65,7 @@ def eagle3(
     out: str,
     vocab_size: int = 8192,
     num_epochs: int = Distillation.num_epochs,
+    num_deep_epochs: int = Distillation.num_deep_epochs,
     learning_rate: float = Distillation.learning_rate,
 ) -> None:
     """Teach an EAGLE-3 draft with a reduced vocabulary on responses of a target, which is read once; resumes.
@@ -75,13 +76,14 @@ def eagle3(
         out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
         vocab_size: tokens that the draft can say; the target's likeliest.
         num_epochs: times that the readings are learned from.
+        num_deep_epochs: the last of them, which teach three depths; those before teach the first token of drafts.
         learning_rate: the peak.
     """
     directory, model, paths, layer_ids = _read(target, responses, out)
-    distillation = Distillation(num_epochs=num_epochs, learning_rate=learning_rate)
+    distillation = Distillation(num_epochs=num_epochs, num_deep_epochs=num_deep_epochs, learning_rate=learning_rate)
     torch.manual_seed(distillation.seed)
     ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
-    draft = Reduced(model, layer_ids, ids)
+    draft = Reduced(model, layer_ids, ids, feature_sizes(paths[0]))
     figures = learn(draft, paths, _beside(directory, "work"), distillation)
     draft.save(directory)
     _tell(directory, figures)

@@ -39,12 +39,18 @@ class Distillation:
 
     num_depths: int = 3
     """Depths that it is taught, where it has several."""
-    num_epochs: int = 4
-    batch_size: int = 8
+    num_epochs: int = 6
+    num_deep_epochs: int = 2
+    """The last epochs, which teach all depths; those before teach the first alone, in a third of the time."""
+    batch_size: int = 4
     learning_rate: float = 1e-3
     seed: int = 0
     is_mixed: bool = True
     """bfloat16 where torch's autocast has it: half the time on a CPU that computes in it."""
+
+    def depths_of(self, epoch: int) -> int:
+        """Depths that an epoch teaches."""
+        return self.num_depths if epoch >= self.num_epochs - self.num_deep_epochs else 1
 
 
 class Batch(NamedTuple):
@@ -120,7 +126,14 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Di
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
     taught, held_out = paths[:-1], paths[-1:]
-    groups = [group for epoch in range(distillation.num_epochs) for group in _groups(taught, distillation, epoch)]
+    groups, depths = zip(
+        *(
+            (group, distillation.depths_of(epoch))
+            for epoch in range(distillation.num_epochs)
+            for group in _groups(taught, distillation, epoch)
+        ),
+        strict=True,
+    )
     *firsts, num_steps = accumulate((group.num_batches for group in groups), initial=0)
     optimiser = Optimiser(pupil.module, distillation.learning_rate, num_steps, has_muon=False)
     key = asdict(distillation) | {
@@ -130,10 +143,10 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Di
     checkpoint = Checkpoint(directory / "checkpoint.pt", key, pupil.module, optimiser)
     step = checkpoint.load()
     with Bar(desc="the draft learns", unit="steps", total=num_steps, initial=step) as bar:
-        for group, first, end in zip(groups, firsts, [*firsts[1:], num_steps], strict=True):
+        for group, num_depths, first, end in zip(groups, depths, firsts, [*firsts[1:], num_steps], strict=True):
             for batch in group.batches(step - first) if step < end else ():
                 with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
-                    loss = loss_of(pupil, batch, distillation.num_depths)
+                    loss = loss_of(pupil, batch, num_depths)
                 optimiser.step(loss.total)
                 step += 1
                 bar.set_postfix_str(f"KL {loss.divergences[0]:.2f}, acceptance {loss.acceptance_rates[0]:.2f}")

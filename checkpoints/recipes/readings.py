@@ -30,6 +30,8 @@ from store.shards import is_whole, read_sidecar, write_shard
 NUM_LIKELIEST = 64
 _TEXTS_PER_SHARD = 128
 _BATCH_SIZE = 8
+_SIGMA_OF_MEDIAN = 1.4826
+"""Standard deviation of a normal over the median of its distances from the mean."""
 
 
 class Text(NamedTuple):
@@ -122,6 +124,13 @@ def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int
         tensors = load_file(path)
         mass.index_add_(0, tensors["likeliest"].long().flatten(), tensors["log_p"].double().exp().flatten())
     return mass.topk(num).indices.sort().values
+
+
+def feature_sizes(path: Path) -> Float[Tensor, " feature"]:
+    """The size of each feature in one shard: the standard deviation of a normal of the same median distance from 0,
+    which a few huge entries do not move.
+    """
+    return load_file(path)["features"].float().abs().median(0).values.clamp(min=1e-6) * _SIGMA_OF_MEDIAN
 
 
 def _key(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> str:

@@ -1,7 +1,10 @@
 """An EAGLE-3 draft with a reduced vocabulary (arXiv 2503.01840), taught on readings of its target.
 
 It reads three of the target's layers and is taught several depths on its own outputs (`checkpoints.recipes.learning`).
-Departure: the output head is the target's own rows, frozen, so that what is trained, and saved, is one layer.
+Departures, for a small target and few texts: the output head is the target's own rows, frozen, so that what is trained,
+and saved, is one layer; this layer begins as the target's last and reads the highest of the three as that one does; and
+features are divided by their sizes while it learns, which the saved weights take in: a few of a residual stream are
+hundreds of times as large as the rest.
 """
 
 import json
@@ -21,15 +24,25 @@ from checkpoints.recipes.learning import Batch
 from lm.features.eagle import Eagle3
 from store.shards import atomic_directory
 
+_SHARE_OF_OTHERS = 0.3
+"""Of torch's random weights."""
+
 
 class Reduced:
     """A draft, the vocabulary it draws from, and how it learns."""
 
-    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int], target_ids: Int[Tensor, " reduced"]) -> None:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        layer_ids: Sequence[int],
+        target_ids: Int[Tensor, " reduced"],
+        sizes: Float[Tensor, " feature"],
+    ) -> None:
         """Args:
-        target: whose embeddings, output rows and last norm it begins with.
+        target: whose embeddings, output rows, last layer and last norm it begins with.
         layer_ids: layers of the target that it reads.
         target_ids: the target's ids of its vocabulary.
+        sizes: of each feature (`checkpoints.recipes.readings.feature_sizes`).
         """
         of_target = target.config.get_text_config()
         config = layer_config(target, is_tied=False)
@@ -39,8 +52,25 @@ class Reduced:
         self.draft.norm.load_state_dict(body.norm.state_dict())
         self.draft.reduce(target_ids)
         self.draft.bind(target)
+        self._sizes = sizes
+        self._begin_as(body.layers[-1], of_target.hidden_size)
         self._places = torch.full((of_target.vocab_size,), -1)
         self._places[target_ids] = torch.arange(len(target_ids))
+
+    @torch.no_grad()
+    def _begin_as(self, last: Any, width: int) -> None:
+        """Take over a layer of the target, which the highest of the features enters as they are; the token and the
+        other features begin with random weights, smaller than torch's.
+        """
+        layer: Any = self.draft.layers[0]
+        for name, begun in (("mlp", layer.mlp), ("input_layernorm", layer.hidden_norm)):
+            begun.load_state_dict(getattr(last, name).state_dict())
+        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+        layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name).weight[:, width:] = getattr(last.self_attn, name).weight
+        self.draft.fc.weight.mul_(_SHARE_OF_OTHERS)
+        self.draft.fc.weight[:, -width:] += self._sizes[-width:].diag()
 
     @property
     def module(self) -> nn.Module:
@@ -50,7 +80,7 @@ class Reduced:
     def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
         """Logits of its vocabulary at each depth."""
         is_learned = batch.is_learned[:, 1:]  # entry t says token t + 2, of which the target speaks at t + 1
-        for outputs in islice(unrolled(self.draft, batch.ids, batch.features), num_depths):
+        for outputs in islice(unrolled(self.draft, batch.ids, batch.features / self._sizes), num_depths):
             assert self.draft.lm_head is not None
             yield self.draft.lm_head(outputs.hidden[is_learned])
 
@@ -68,6 +98,7 @@ class Reduced:
             for name, tensor in self.draft.state_dict().items()
             if not name.startswith("lm_head.")
         }
+        tensors["fc.weight"] = (self.draft.fc.weight.detach() / self._sizes).bfloat16()
         tensors["d2t"] = target_ids - torch.arange(len(target_ids))
         with atomic_directory(directory) as folder:
             (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

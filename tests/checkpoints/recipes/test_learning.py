@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.recipes.learning import Distillation, learn
-from checkpoints.recipes.readings import Text, likeliest_tokens, read_target, readings_in, texts_of
+from checkpoints.recipes.readings import Text, feature_sizes, likeliest_tokens, read_target, readings_in, texts_of
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
 from checkpoints.recipes.training import encode_story
@@ -22,12 +22,12 @@ from lm import Sampling, load_model, load_pair, load_tokenizer
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 LAYERS = (2, 5, 7)
-DISTILLATION = Distillation(num_epochs=2, batch_size=4, learning_rate=4e-3, is_mixed=False)
+DISTILLATION = Distillation(num_epochs=2, num_deep_epochs=1, batch_size=4, learning_rate=4e-3, is_mixed=False)
 
 
 def reduced_draft(target, paths):
     torch.manual_seed(0)
-    return Reduced(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768))
+    return Reduced(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768), feature_sizes(paths[0]))
 
 
 def small_draft(target, paths):
