@@ -2,8 +2,9 @@
 steps that go on where they were stopped.
 
 The loss is KL(p' || q), p' the target's NUM_LIKELIEST tokens as far as the draft's vocabulary has them, made to sum to
-1. Positions where the vocabulary has less than a twentieth of the target's probability do not count. Of a draft that is
-taught several depths, as EAGLE-3's "training-time test" has it (arXiv 2503.01840), depth k weighs .8^k.
+1, mixed with 1 - acceptance_rate, which is what decoding meets and alone would teach a fresh draft nothing. Positions
+where the vocabulary has less than a twentieth of the target's probability do not count for the divergence. Of a draft
+that is taught several depths, as EAGLE-3's "training-time test" has it (arXiv 2503.01840), depth k weighs .8^k.
 """
 
 import random
@@ -26,6 +27,8 @@ from store.shards import atomic_file, read_sidecar
 NUM_DEPTHS = 5
 """Depths of a draft that are measured."""
 _DEPTH_WEIGHT = 0.8
+_ACCEPTANCE_SHARE = 0.5
+"""Of the loss; the divergence has the rest."""
 _LEAST_MASS = 0.05
 """Probability of the target that the vocabulary must have where a position counts."""
 _SHARDS_TOGETHER = 4
@@ -105,9 +108,10 @@ def loss_of(pupil: Pupil, batch: Batch, num_depths: int) -> Loss:
     for depth, logits in enumerate(pupil.said(batch, num_depths)):
         log_q = logits.float().log_softmax(-1).gather(-1, places)
         divergence = ((-(aim * log_q).sum(-1) - entropy) * counts).sum() / counts.sum().clamp(min=1)
-        total = total + _DEPTH_WEIGHT**depth * divergence
+        rate = torch.minimum(log_q.exp(), p).sum(-1).mean()
+        total = total + _DEPTH_WEIGHT**depth * torch.lerp(divergence, 1 - rate, _ACCEPTANCE_SHARE)
         divergences.append(divergence.item())
-        rates.append(torch.minimum(log_q.detach().exp(), p).sum(-1).mean().item())
+        rates.append(rate.item())
     return Loss(total, divergences, rates)
 
 
