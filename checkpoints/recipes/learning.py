@@ -45,7 +45,7 @@ class Distillation:
     num_epochs: int = 6
     num_deep_epochs: int = 2
     """The last epochs, which teach all depths; those before teach the first alone, in a third of the time."""
-    batch_size: int = 4
+    batch_size: int = 2
     learning_rate: float = 1e-3
     seed: int = 0
     is_mixed: bool = True
