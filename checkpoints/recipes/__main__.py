@@ -97,7 +97,7 @@ def small(
     hidden_size: int = SmallShape.hidden_size,
     num_layers: int = SmallShape.num_layers,
     num_epochs: int = Distillation.num_epochs,
-    learning_rate: float = Distillation.learning_rate,
+    learning_rate: float = 1e-3,
 ) -> None:
     """Teach a small Llama with the target's vocabulary on responses of a target, which is read once; resumes.
 
@@ -111,7 +111,7 @@ def small(
         learning_rate: the peak.
     """
     directory, model, paths, _ = _read(target, responses, out)
-    distillation = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate)
+    distillation = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=8)
     torch.manual_seed(distillation.seed)
     draft = Small(model, SmallShape(hidden_size=hidden_size, num_layers=num_layers, intermediate_size=4 * hidden_size))
     figures = learn(draft, paths, _beside(directory, "work"), distillation)

@@ -46,7 +46,7 @@ class Distillation:
     num_deep_epochs: int = 2
     """The last epochs, which teach all depths; those before teach the first alone, in a third of the time."""
     batch_size: int = 2
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     seed: int = 0
     is_mixed: bool = True
     """bfloat16 where torch's autocast has it: half the time on a CPU that computes in it."""
