@@ -287,6 +287,11 @@ class DecodeConfig:
     """Responses of a trace to each prompt, with coins of their own. Raised, it keeps what is there. Intervals resample
     whole prompts.
     """
+    as_recorded: bool = False
+    """Take models, sampling, prompts and limits as the trace in `decode.dir` has them, and the times that lie beside
+    it: `evaluate`, `replay` and `tune` then read a published trace with neither models nor prompts, and record and
+    measure nothing.
+    """
     trace_hidden: bool = True
     """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
     perfect_head: bool = True

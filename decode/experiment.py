@@ -22,6 +22,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
+from data_gen.store.manifest import read_manifest
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
 from decode.policies.chosen import UNTUNED, best_head
@@ -68,6 +69,8 @@ class Experiment:
         self._described: dict[Level, dict[str, Any]] = {}
         self.presumed: set[Level] = set()
         """Models that are not here, and are taken to be those of a record."""
+        if self.decode.as_recorded:
+            self._take_record()
 
     @cached_property
     def data(self) -> DataConfig:
@@ -129,6 +132,24 @@ class Experiment:
                     raise
                 self._described[level] = dict(description)
                 self.presumed.add(level)
+
+    def _take_record(self) -> None:
+        """Let the trace in decode.dir decide what is evaluated.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        keys = ("target", "draft", "sampling", "max_draft_length", "max_new_tokens", "prompts")
+        record = read_manifest(self.directory / "trace", command="trace", keys=keys)
+        self._described = {"target": record["target"], "draft": record["draft"]}
+        self.presumed = {"target", "draft"}
+        self.sampling = Sampling(**record["sampling"])
+        limits = {name: record[name] for name in ("max_draft_length", "max_new_tokens")}
+        self.decode = replace(self.decode, **limits)
+        names = dict.fromkeys(key.rpartition(".")[0] for key in record["prompts"])
+        self.data = self._data
+        self.datasets = {name: PromptSource(path=name) for name in names}
+        self.home = dict(list(self.datasets.items())[:1])
 
     @cached_property
     def num_draft_weights(self) -> int:

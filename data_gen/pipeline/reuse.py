@@ -27,8 +27,8 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
 def responses(config: Config, *, out: str) -> None:
-    """Write the responses in data.dir, of rows and of the stage `respond`, as JSONL for `data.source file`; a file that
-    is there gets what it lacks, at its end.
+    """Write the responses in data.dir, with rows or without yet, as JSONL for `data.source file`; a file that is there
+    gets what it lacks, at its end.
 
     Args:
         config: the experiment that made the rows.

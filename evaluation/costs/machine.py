@@ -18,7 +18,7 @@ from data_gen.store.identity import HASHES
 from decode.experiment import Experiment, Level
 from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
-from evaluation.costs.model import CostModel, StopShares, check_ratio
+from evaluation.costs.model import RECORDED, CostModel, StopShares, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.costs.waiting import Timing
 from evaluation.intervals import TimeErrors
@@ -56,6 +56,8 @@ def costs_for(
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
     policies = policies_by_kind(experiment.heads.values() if has_heads else (), others)
+    if experiment.decode.as_recorded and draft_s is None:
+        return _recorded(experiment, policies)
     if draft_s is not None and target_s is not None:
         return CostModel.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
     return _model_of(times_of(experiment, policies), experiment, policies)
@@ -78,13 +80,13 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
         return costs_for(experiment, ratio, others=[policy], has_heads=False)
     if ratio is not None:
         check_ratio(ratio)
-    if times := kept_costs(experiment.directory).get(key_of(experiment)):
-        cost = _model_of(times, experiment, policies)
-        if unmeasured := {kind: cost.elsewhere.of.get(kind, 0.0) for kind in policies if kind not in cost.t_stop_s}:
-            by_size = {kind: share * cost.t_draft_s for kind, share in unmeasured.items()}
-            cost = replace(
-                cost, t_stop_s={**cost.t_stop_s, **by_size}, stop_origin=f"this stop not timed: {cost.elsewhere.origin}"
-            )
+    times = (
+        _times_beside_trace(experiment)
+        if decode.as_recorded
+        else kept_costs(experiment.directory).get(key_of(experiment))
+    )
+    if times:
+        cost = _kept(times, experiment, policies)
         return cost if ratio is None else cost.with_ratio(ratio)
     if ratio is None and not decode.ratios:
         raise ValueError(
@@ -95,6 +97,38 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
     check_ratio(chosen)
     origin = f"ratio {chosen:g}, nothing measured: a second is a target forward"
     return CostModel.constant(1 / chosen, 1.0, origin, shares_of(experiment, policies, {}))
+
+
+def _recorded(experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+    """The times beside a published trace.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if (times := _times_beside_trace(experiment)) is None:
+        raise ValueError(
+            f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
+            "sampling; give decode.t_draft_s and decode.t_target_s"
+        )
+    return _kept(times, experiment, policies)
+
+
+def _times_beside_trace(experiment: Experiment) -> dict[str, Any] | None:
+    """The last entry of DIR/costs.jsonl of the trace's sampling and longest draft, wherever its models lay."""
+    shared = {name: key_of(experiment)[name] for name in ("sampling", "max_draft_length")}
+    entries = kept_costs(experiment.directory).entries()
+    return next((times | {"origin": RECORDED} for key, times in entries[::-1] if shared.items() <= key.items()), None)
+
+
+def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+    """Times that were kept; a stop that was not timed has its share by size."""
+    cost = _model_of(times, experiment, policies)
+    if unmeasured := {kind: cost.elsewhere.of.get(kind, 0.0) for kind in policies if kind not in cost.t_stop_s}:
+        by_size = {kind: share * cost.t_draft_s for kind, share in unmeasured.items()}
+        cost = replace(
+            cost, t_stop_s={**cost.t_stop_s, **by_size}, stop_origin=f"this stop not timed: {cost.elsewhere.origin}"
+        )
+    return cost
 
 
 def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:

@@ -21,6 +21,9 @@ from evaluation.intervals import CERTAIN, TimeErrors, Work
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Array, Trace
 
+RECORDED = "recorded"
+"""Origin of times that a published trace brought along."""
+
 
 class StopShares(NamedTuple):
     """t_stop / t_draft of each kind of stop, where times are not measured but given or a ratio."""
@@ -84,6 +87,7 @@ class CostModel:
     def where(self) -> str:
         """The same as the first words of a sentence."""
         place = "On this machine" if self.origin.startswith("measured") else "At the times given"
+        place = "At the times of the record" if self.origin == RECORDED else place
         place = "On other hardware" if self.origin.startswith("ratio") else place
         return f"{place} (a target forward costs {self.ratio:.1f} draft forwards)"
 

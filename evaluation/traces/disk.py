@@ -62,6 +62,12 @@ class Place(NamedTuple):
         return all(map(is_whole, self.paths(directory)))
 
 
+def places_in(directory: Path, dataset: str, split: str) -> list[Place]:
+    """The shards of a split that are there, first draws alone."""
+    paths = sorted((directory / dataset / "rows").glob(f"{split}-?????.parquet"))
+    return [Place(dataset, split, int(path.stem.rpartition("-")[2])) for path in paths]
+
+
 def write_trace(directory: Path, place: Place, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
     """Write one shard; `trace` is None when no prompt of it could be answered."""
     rows_path, signals_path = place.paths(directory)

@@ -63,7 +63,7 @@ class TraceFolder:
 
     def refuse_other(self) -> None:
         """Raise ValueError where a trace of other settings lies here, before something is timed that takes minutes."""
-        if (self.directory / "manifest.json").is_file():
+        if not self.decode.as_recorded and (self.directory / "manifest.json").is_file():
             eos_ids = read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"]
             settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
 
@@ -73,6 +73,8 @@ class TraceFolder:
         Raises:
             ValueError: a trace of other settings lies there.
         """
+        if self.decode.as_recorded:
+            return
         present = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
         if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
@@ -221,19 +223,12 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
             "all draws of a prompt would be equal; set it to 1"
         )
 
-    def shards(dataset: str) -> list[ShardSpec]:
-        return [
-            spec
-            for split in SPLITS
-            for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
-        ]
-
     greedy = experiment.sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
     other = None if greedy or draft_sampling == experiment.sampling else draft_sampling
     return TraceFolder(
         directory=experiment.directory / ("trace" if other is None else f"trace-{_name_of(other)}"),
         draft_sampling=other,
-        shards={dataset: shards(dataset) for dataset in experiment.datasets},
+        shards={dataset: _shards_of(experiment, dataset) for dataset in experiment.datasets},
         models={"target": experiment.described("target"), "draft": experiment.described("draft")},
         pair=lambda: experiment.pair,
         sampling=experiment.sampling,
@@ -241,6 +236,19 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
         data=data,
         decode=decode,
     )
+
+
+def _shards_of(experiment: Experiment, dataset: str) -> list[ShardSpec]:
+    """The shards of one dataset, dev first; those of a record without their prompts."""
+    decode = experiment.decode
+    if decode.as_recorded:
+        places = [place for split in SPLITS for place in disk.places_in(experiment.directory / "trace", dataset, split)]
+        return [ShardSpec(place.split, place.shard, ()) for place in places]
+    return [
+        spec
+        for split in SPLITS
+        for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
+    ]
 
 
 def _name_of(sampling: Sampling) -> str:

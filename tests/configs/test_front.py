@@ -267,8 +267,10 @@ def completed(*words: str) -> set[str]:
     """What bash offers for the last of these words."""
     ask = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_acceptance_heads; printf "%s\\n" "${COMPREPLY[@]}"'
     script = completion_of({name: entry.target for name, entry in COMMANDS.items()}, "bash")
-    asked = ["bash", "--norc", "-c", f"{script}\n{ask}", "bash", "acceptance-heads", *words]
-    return set(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
+    asked = ["bash", "--norc", "-s", "acceptance-heads", *words]
+    return set(
+        subprocess.run(asked, input=f"{script}\n{ask}", capture_output=True, text=True, check=True).stdout.split()
+    )
 
 
 @pytest.mark.parametrize(

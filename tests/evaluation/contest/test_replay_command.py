@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,7 @@ from decode.policies.auto import Auto
 from decode.policies.chosen import stop_of
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.command import verdict_of as costs_verdict
-from evaluation.costs.machine import kept_costs
+from evaluation.costs.machine import kept_costs, key_of
 from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
 from evaluation.sheet import wide_console
@@ -308,3 +309,54 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
             ],
         )
     assert "nowhere/trace/manifest.json" in capsys.readouterr().err
+
+
+RECORD = (
+    "--decode.as_recorded",
+    "true",
+    "--pair.target.path",
+    "/nowhere/one",
+    "--pair.draft.path",
+    "/nowhere/other",
+    "--data.prompts",
+    "/nowhere/prompts.jsonl",
+    "--pair.sampling.temperature",
+    "0.3",
+)
+"""Neither models nor prompts, and a config that says otherwise than the trace."""
+
+
+def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
+    record = tmp_path / "record"
+    shutil.copytree(Path(flags[3]) / "trace", record / "trace")
+    flags = [*flags, "--decode.stop_share", "0"]  # of a draft that is not here no share is known
+    _, here = printed(capsys, "evaluate", *flags)
+    there = [str(record) if flag == flags[3] else flag for flag in flags if flag not in SMALL]
+    _, away = printed(capsys, "evaluate", *there, *RECORD)
+    frames = [pd.DataFrame(document["stages"]).drop(columns="costs") for document in (here, away)]
+    pd.testing.assert_frame_equal(*frames)
+    results = [pd.read_csv(folder / "results.csv").drop(columns="costs") for folder in (Path(flags[3]), record)]
+    pd.testing.assert_frame_equal(*results)
+    policy = ("--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=0.5")
+    _, here = printed(capsys, "replay", *flags, *policy)
+    _, away = printed(capsys, "replay", *there, *RECORD, *policy)
+    assert away["played"] == here["played"]
+
+
+def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
+    shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
+    untimed = [str(tmp_path) if flag == flags[3] else flag for flag in flags if flag not in (*SMALL, *TIMES)]
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["evaluate", *untimed, *RECORD])
+    assert "has no times of this trace's sampling; give decode.t_draft_s" in capsys.readouterr().err
+    parser = parser_for(COMMANDS["trace"])
+    experiment = Experiment(config_of(parser, parser.parse_args(flags)))
+    times = {"t_draft_s": 0.01, "t_target_s": [0.05, 0.06], "origin": "measured", "fit": None, "stops": {}}
+    errors = {"errors": {"drafting": 0.0, "verifying": 0.0}}
+    kept_costs(tmp_path).keep([(key_of(experiment), times | errors)])
+    lines, document = printed(capsys, "replay", *untimed, *RECORD, "--policy", "fixed_length:k=2")
+    assert document["costs"]["t_target_s"] == [0.05, 0.06]
+    assert "At the times of the record" in " ".join(lines)
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path / "x"), *RECORD, "--policy", "entropy"])
+    assert str(tmp_path / "x" / "trace") in capsys.readouterr().err
