@@ -279,6 +279,8 @@ class DecodeConfig:
     """Prompts on which each policy is reported."""
     datasets: tuple[str, ...] = ()
     """Prompt sets, as data.prompts takes them; empty: data.prompts alone."""
+    abroad_weights: tuple[int, int] = (1, 1)
+    """Shares of dev and test in a set that no head was trained on; a small set may have few prompts to choose by."""
     seed: int = 0
     """0 to 2^32 - 1; decides the coins of traces and generations."""
     prompts_per_shard: int = 16

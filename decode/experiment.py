@@ -192,14 +192,14 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        Of a set that no head was trained on, half is dev and half is test, and where it has fewer than asked for, all
+        A set that no head was trained on is cut by `decode.abroad_weights`, and where it has fewer than asked for, all
         of them are taken.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_home(dataset):
             return load_prompts(data, split, section="decode")
-        abroad = replace(data, split_weights=(0, 1, 1), split_ids=None)
+        abroad = replace(data, split_weights=(0, *self.decode.abroad_weights), split_ids=None)
         return load_prompts(abroad, split, may_be_fewer=True, section="decode")
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:

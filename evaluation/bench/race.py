@@ -165,6 +165,8 @@ class Race:
         decode = self.experiment.decode
         key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
         key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
+        if decode.abroad_weights != (1, 1):  # left out as before there was a choice
+            key["abroad_weights"] = list(decode.abroad_weights)
         key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
         # the families that compete; left out of the key where all do
         return key | {
