@@ -130,15 +130,12 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Di
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
     taught, held_out = paths[:-1], paths[-1:]
-    groups, depths = zip(
-        *(
-            (group, distillation.depths_of(epoch))
-            for epoch in range(distillation.num_epochs)
-            for group in _groups(taught, distillation, epoch)
-        ),
-        strict=True,
-    )
-    *firsts, num_steps = accumulate((group.num_batches for group in groups), initial=0)
+    plan = [
+        (group, distillation.depths_of(epoch))
+        for epoch in range(distillation.num_epochs)
+        for group in _groups(taught, distillation, epoch)
+    ]
+    *firsts, num_steps = accumulate((group.num_batches for group, _ in plan), initial=0)
     optimiser = Optimiser(pupil.module, distillation.learning_rate, num_steps, has_muon=False)
     key = asdict(distillation) | {
         "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
@@ -147,7 +144,7 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Di
     checkpoint = Checkpoint(directory / "checkpoint.pt", key, pupil.module, optimiser)
     step = checkpoint.load()
     with Bar(desc="the draft learns", unit="steps", total=num_steps, initial=step) as bar:
-        for group, num_depths, first, end in zip(groups, depths, firsts, [*firsts[1:], num_steps], strict=True):
+        for (group, num_depths), first, end in zip(plan, firsts, [*firsts[1:], num_steps], strict=True):
             for batch in group.batches(step - first) if step < end else ():
                 with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
                     loss = loss_of(pupil, batch, num_depths)
