@@ -7,6 +7,7 @@ raising it keeps what is there.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -40,6 +41,8 @@ from store.sums import forget_broken, problems_of
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
 """Settings of `decode` that decide the trace, beside models, sampling and prompts."""
+_NUM_SHARDS = "num_shards"
+"""Entry of a manifest's `recorded`: shards of each split, by "dataset.split"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,12 @@ class TraceFolder:
             **{name: getattr(self.decode, name) for name in _DECIDING},
             "generator": GENERATOR,
             "heads": [] if self.decode.trace_hidden else list(self.decode.heads),
+            # what a record is to be made of; no run is compared with it
+            "recorded": {
+                _NUM_SHARDS: Counter(
+                    f"{dataset}.{spec.split}" for dataset, specs in self.shards.items() for spec in specs
+                )
+            },
         }
 
 
@@ -242,13 +251,30 @@ def _shards_of(experiment: Experiment, dataset: str) -> list[ShardSpec]:
     """The shards of one dataset, dev first; those of a record without their prompts."""
     decode = experiment.decode
     if decode.as_recorded:
-        places = [place for split in SPLITS for place in disk.places_in(experiment.directory / "trace", dataset, split)]
-        return [ShardSpec(place.split, place.shard, ()) for place in places]
+        return [spec for split in SPLITS for spec in _recorded_shards(experiment.directory / "trace", dataset, split)]
     return [
         spec
         for split in SPLITS
         for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
     ]
+
+
+def _recorded_shards(directory: Path, dataset: str, split: Split) -> list[ShardSpec]:
+    """The shards of one split of a record, without their prompts.
+
+    Raises:
+        FileNotFoundError: not all that were recorded are there; a record from before their number was kept has no way
+            to tell.
+    """
+    places = disk.places_in(directory, dataset, split)
+    manifest = read_manifest(directory, command="trace")
+    num = manifest.get("recorded", {}).get(_NUM_SHARDS, {}).get(f"{dataset}.{split}", len(places))
+    if len(places) != num:
+        raise FileNotFoundError(
+            f"{directory} has {len(places)} of the {num} shards of {dataset}'s {split} split that were recorded; copy "
+            "the rest beside them, its rows and its signals"
+        )
+    return [ShardSpec(place.split, place.shard, ()) for place in places]
 
 
 def _name_of(sampling: Sampling) -> str:

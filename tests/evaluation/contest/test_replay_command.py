@@ -343,6 +343,15 @@ def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_p
     assert away["played"] == here["played"]
 
 
+def test_a_record_that_lost_a_shard_is_refused(flags, tmp_path, capsys):
+    trace = shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
+    lost = max(trace.glob("*/rows/test-*.parquet"))
+    lost.unlink()
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path), *RECORD, "--policy", "entropy"])
+    assert "test split that were recorded" in capsys.readouterr().err
+
+
 def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
     shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
     untimed = [str(tmp_path) if flag == flags[3] else flag for flag in flags if flag not in (*SMALL, *TIMES)]
