@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from checkpoints.recipes.learning import Distillation, learn
-from checkpoints.recipes.readings import feature_sizes, likeliest_tokens, read_target, texts_of
+from checkpoints.recipes.readings import apart, feature_sizes, likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_dspark, make_feature_drafts, make_trio
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
@@ -72,7 +72,8 @@ def eagle3(
 
     Args:
         target: directory of the target.
-        responses: the target's own responses, a file of `acceptance-heads responses`.
+        responses: the target's own responses, a file of `acceptance-heads responses`; of the last 128 some are held
+            out, and other responses to their prompts are not taught.
         out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
         vocab_size: tokens that the draft can say; the target's likeliest.
         num_epochs: times that the readings are learned from.
@@ -103,7 +104,8 @@ def small(
 
     Args:
         target: directory of the target.
-        responses: the target's own responses, a file of `acceptance-heads responses`.
+        responses: the target's own responses, a file of `acceptance-heads responses`; of the last 128 some are held
+            out, and other responses to their prompts are not taught.
         out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
         hidden_size: width of the draft, a multiple of 64.
         num_layers: layers of the draft.
@@ -124,7 +126,10 @@ def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel,
     directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
     num_layers = model.config.get_text_config().num_hidden_layers
     layer_ids = (2, num_layers // 2, num_layers - 3)
-    texts = texts_of(Path(local_path(responses, "--responses")))
+    told = texts_of(Path(local_path(responses, "--responses")))
+    texts = apart(told)
+    if len(texts) < len(told):
+        print(f"{len(told) - len(texts)} of {len(told)} responses answer a prompt of those held out, and are left out")
     paths = read_target(model, texts, _beside(directory, "readings"), layer_ids=layer_ids)
     return directory, model.float().requires_grad_(False), paths, layer_ids
 

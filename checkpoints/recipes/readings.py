@@ -69,6 +69,15 @@ def texts_of(path: Path) -> list[Text]:
     return [text for text in texts if text.response_ids]
 
 
+def apart(texts: Sequence[Text]) -> list[Text]:
+    """The texts without those that answer a prompt of the last ones, of which some are held out: a second answer to a
+    prompt tells much of the first.
+    """
+    last = texts[-_TEXTS_PER_SHARD:]
+    prompts = {tuple(text.prompt_ids) for text in last}
+    return [*(text for text in texts[: -len(last)] if tuple(text.prompt_ids) not in prompts), *last]
+
+
 def read_target(
     target: PreTrainedModel, texts: Sequence[Text], directory: Path, *, layer_ids: Sequence[int]
 ) -> list[Path]:

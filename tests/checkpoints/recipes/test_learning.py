@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.recipes.learning import Distillation, learn
-from checkpoints.recipes.readings import Text, feature_sizes, likeliest_tokens, read_target, readings_in, texts_of
+from checkpoints.recipes.readings import (
+    Text,
+    apart,
+    feature_sizes,
+    likeliest_tokens,
+    read_target,
+    readings_in,
+    texts_of,
+)
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
 from checkpoints.recipes.training import encode_story
@@ -152,3 +160,12 @@ def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"responses.jsonl:1 has no prompt_ids"):
         texts_of(path)
+
+
+def test_no_prompt_is_taught_and_held_out():
+    texts = [Text([place % 250], [1]) for place in range(300)]  # the last fifty repeat the first fifty prompts
+    kept = apart(texts)
+    assert kept == texts[50:]
+    assert apart(kept) == kept
+    assert apart(texts[:100]) == texts[:100]
+    assert apart([]) == []
