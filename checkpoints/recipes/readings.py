@@ -70,12 +70,18 @@ def texts_of(path: Path) -> list[Text]:
 
 
 def apart(texts: Sequence[Text]) -> list[Text]:
-    """The texts without those that answer a prompt of the last ones, of which some are held out: a second answer to a
-    prompt tells much of the first.
+    """The texts of which the last shard, which is held out, shares no prompt with any other: where several answer one
+    of the last prompts, the last of them stays. A second answer to a prompt tells much of the first.
     """
-    last = texts[-_TEXTS_PER_SHARD:]
-    prompts = {tuple(text.prompt_ids) for text in last}
-    return [*(text for text in texts[: -len(last)] if tuple(text.prompt_ids) not in prompts), *last]
+    kept: list[Text] = []
+    last: set[tuple[int, ...]] = set()
+    for text in reversed(texts):
+        prompt = tuple(text.prompt_ids)
+        if prompt not in last:
+            kept.append(text)
+            if len(last) < _TEXTS_PER_SHARD:
+                last.add(prompt)
+    return kept[::-1]
 
 
 def read_target(

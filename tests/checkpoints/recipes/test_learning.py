@@ -169,3 +169,7 @@ def test_no_prompt_is_taught_and_held_out():
     assert apart(kept) == kept
     assert apart(texts[:100]) == texts[:100]
     assert apart([]) == []
+    # few prompts: the last shard is cut out of the last 128 texts, which must not repeat one another either
+    assert apart([Text([place % 140], [place]) for place in range(280)]) == [
+        *(Text([place % 140], [place]) for place in (*range(12), *range(140, 280)))
+    ]
