@@ -1,14 +1,19 @@
-"""The one progress bar of the project: a line that is redrawn on a terminal, and in a log a line at each tenth."""
+"""The one progress bar of the project: a line that is redrawn on a terminal, and in a log a line at each tenth, or
+after five minutes without one.
+"""
 
 import io
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 AnyMade = TypeVar("AnyMade")
+_QUIET_S = 300.0
+"""Seconds after which a log gets a line though no further tenth is done."""
 _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
@@ -26,8 +31,8 @@ def _size_of(terminal: Any) -> dict[str, Any]:
 class Bar(tqdm):
     """A progress bar on stderr.
 
-    Where stderr is no terminal, a line at the start, at each 10 % and at the end, as a log wants it; a bar without a
-    total then says only its start and its end.
+    Where stderr is no terminal, a line at the start, at each 10 %, after five minutes without one and at the end, as a
+    log wants it.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Bar(tqdm):
             **settings: further arguments of tqdm, such as `disable`.
         """
         self._log = None if sys.stderr.isatty() else sys.stderr
-        self._tenth, self._shown = -1, ""
+        self._tenth, self._shown, self._told = -1, "", time.monotonic()
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
             form = f"{{desc}}{{percentage:3.0f}}%|{{bar}}| {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
@@ -64,8 +69,8 @@ class Bar(tqdm):
         if self._log is None:
             return super().display(msg, pos)
         tenth = int(10 * self.n / self.total + 1e-9) if self.total else 0
-        if tenth > self._tenth:
-            self._tenth = tenth
+        if tenth > self._tenth or time.monotonic() - self._told > _QUIET_S:
+            self._tenth, self._told = tenth, time.monotonic()
             self._write()
         return True
 

@@ -1,4 +1,4 @@
-"""Progress: a line at each tenth in a log, one line that is redrawn on a terminal, and no bars besides."""
+"""Progress: a line at each tenth and after a silence in a log, one that is redrawn on a terminal, no bars besides."""
 
 import io
 import os
@@ -6,6 +6,7 @@ import pty
 import sys
 from pathlib import Path
 
+from store import progress
 from store.progress import Bar
 
 ROOT = Path(__file__, "../../..").resolve()
@@ -28,6 +29,15 @@ def test_a_log_has_a_line_for_each_tenth(capsys):
         pass
     lines = counts(capsys.readouterr().err.splitlines())
     assert lines == [f"replay: tiny: {10 * tenth} %, {100 * tenth}/1000 settings" for tenth in range(11)]
+
+
+def test_a_log_has_a_line_after_a_long_silence(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_QUIET_S", -1.0)
+    with Bar(total=1000, desc="labels", unit="rows") as bar:
+        for _ in range(3):
+            bar.update()
+    lines = counts(capsys.readouterr().err.splitlines())
+    assert lines == [f"labels: 0 %, {count}/1000 rows" for count in range(4)]
 
 
 def test_a_bar_that_ends_early_says_how_far_it_came(capsys):
