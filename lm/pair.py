@@ -35,6 +35,7 @@ from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
+from lm.models.emulated import tell_emulated
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -184,6 +185,7 @@ def load_model(
         )
     refuse_offloaded(model, source)
     expand(model.eval(), source.extra_layers)
+    tell_emulated(model, source.path)
     return model
 
 
