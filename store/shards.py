@@ -141,8 +141,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    for file in partial.iterdir():
-        file.chmod(0o644)
+    for inside in partial.rglob("*"):
+        inside.chmod(0o755 if inside.is_dir() else 0o644)
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
 

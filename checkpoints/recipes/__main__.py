@@ -1,6 +1,6 @@
 """`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the
 target). `… dspark`: the DSpark draft among them alone. `… smollm2`: make a directory of a published model without a
-hub. `… eagle3` and `… small`: teach a draft for a model of yours.
+hub. `… eagle3` and `… small`: teach a draft for a model of yours. `… record`: a trace without its prompts.
 """
 
 import json
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from checkpoints.recipes.learning import Distillation, learn
 from checkpoints.recipes.readings import apart, feature_sizes, likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_dspark, make_feature_drafts, make_trio
+from checkpoints.recipes.record import record
 from checkpoints.recipes.reduced import Reduced
 from checkpoints.recipes.small import Small, SmallShape
 from checkpoints.recipes.smollm2 import smollm2
@@ -146,4 +147,7 @@ def _tell(directory: Path, figures: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run({"tiny": tiny, "dspark": dspark, "smollm2": smollm2, "eagle3": eagle3, "small": small}, default="tiny")
+    run(
+        {"tiny": tiny, "dspark": dspark, "smollm2": smollm2, "eagle3": eagle3, "small": small, "record": record},
+        default="tiny",
+    )

@@ -182,8 +182,10 @@ def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel
     return {part: (spent[part] - expected[part]) / total_s for part in expected}
 
 
-def check_clock(num_prompts: int, repeats: int) -> None:
-    """Raise ValueError unless a clock can run so often."""
+def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
+    """Raise ValueError unless a clock can run so often; on a record, which may have no prompts, it cannot at all."""
+    if num_prompts > 0 and as_recorded:
+        raise ValueError("--clock decodes, and decode.as_recorded has neither models nor prompts; give one of the two")
     if num_prompts < 0:
         raise ValueError(f"clock is {num_prompts}; it is a number of test prompts, 0 for none")
     if repeats < 1:

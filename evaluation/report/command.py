@@ -72,7 +72,7 @@ def evaluate(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(home, "--home")
-    check_clock(clock, repeats)
+    check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
     with printing(aside=json):

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
+from checkpoints.recipes.record import record
 from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
 from decode.policies import Entropy
@@ -327,15 +329,17 @@ RECORD = (
 
 
 def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
-    record = tmp_path / "record"
-    shutil.copytree(Path(flags[3]) / "trace", record / "trace")
+    published = tmp_path / "record"
+    record(decode_dir=flags[3], out=str(published))
+    for rows in published.glob("trace/stories/rows/*.parquet"):
+        assert not any(map(len, pq.read_table(rows)["prompt_ids"]))
     flags = [*flags, "--decode.stop_share", "0"]  # of a draft that is not here no share is known
     _, here = printed(capsys, "evaluate", *flags)
-    there = [str(record) if flag == flags[3] else flag for flag in flags if flag not in SMALL]
+    there = [str(published) if flag == flags[3] else flag for flag in flags if flag not in SMALL]
     _, away = printed(capsys, "evaluate", *there, *RECORD)
     frames = [pd.DataFrame(document["stages"]).drop(columns="costs") for document in (here, away)]
     pd.testing.assert_frame_equal(*frames)
-    results = [pd.read_csv(folder / "results.csv").drop(columns="costs") for folder in (Path(flags[3]), record)]
+    results = [pd.read_csv(folder / "results.csv").drop(columns="costs") for folder in (Path(flags[3]), published)]
     pd.testing.assert_frame_equal(*results)
     policy = ("--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=0.5")
     _, here = printed(capsys, "replay", *flags, *policy)
@@ -350,6 +354,12 @@ def test_a_record_that_lost_a_shard_is_refused(flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path), *RECORD, "--policy", "entropy"])
     assert "test split that were recorded" in capsys.readouterr().err
+
+
+def test_nothing_is_clocked_on_a_record(flags, capsys):
+    with pytest.raises(SystemExit):
+        run(COMMANDS, argv=["evaluate", *flags, *RECORD, "--clock", "1"])
+    assert "decode.as_recorded has neither models" in capsys.readouterr().err
 
 
 def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
