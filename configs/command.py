@@ -125,10 +125,11 @@ def run(
     parser = parser_for(commands[name], trainer=trainer)
     parsed = _parsed(parser, argv, commands[name])
     kinds = get_type_hints(commands[name])
+    sections = {"config", *(f.name for f in fields(Config))} if takes_config(commands[name]) else set()
     flags = {
         key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
         for key, value in vars(parsed).items()
-        if key.split(".")[0] not in {"config", *(f.name for f in fields(Config))}
+        if key.split(".")[0] not in sections
     }
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []

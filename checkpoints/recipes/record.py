@@ -1,52 +1,51 @@
-"""A trace that can be published: prompts belong to whoever wrote them, and replay reads none."""
+"""A trace that can be published: without its prompts, which belong to whoever wrote them and which replay does not
+read, and with the logits of some heads in the place of the hidden states, which are fifty times as much.
+"""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any
 
 from configs.paths import local_path
-from store.shards import atomic_directory, read_sidecar, write_shard
+from data_gen.store.manifest import read_manifest
+from evaluation.traces.disk import places_in, read_shard, write_trace
+from evaluation.traces.recording import SPLITS
+from heads import AcceptanceHead
+from store.shards import atomic_directory, read_sidecar, write_atomic
 from store.sums import check_sums
 
-_FOUND_ANEW = ("shard", "bytes", "sha256")
-"""Facts of a sidecar that belong to the file."""
 
-
-def record(*, decode_dir: str, out: str) -> None:
-    """Copy the trace of an evaluation, and the times beside it, without the prompts: with `--decode.as_recorded true`
-    others then evaluate, replay and tune on it.
+def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
+    """Copy the trace of an evaluation, and the times beside it, for others to evaluate, replay and tune on with
+    `--decode.as_recorded true`: no prompts are in it, and no hidden states.
 
     Args:
-        decode_dir: the decode.dir of the evaluation.
+        decode_dir: the decode.dir of the evaluation, whose trace has first draws alone and hidden states.
         out: the folder that becomes another decode.dir.
+        heads: directories of the heads whose logits the copy holds.
     """
     source, directory = Path(local_path(decode_dir, "--decode_dir")), Path(local_path(out, "--out"))
     if directory.exists():
         raise ValueError(f"{directory} is there already; choose another --out, or delete it")
-    if not (source / "trace" / "manifest.json").is_file():
-        raise FileNotFoundError(f"no {source}/trace/manifest.json; --decode_dir is the decode.dir of an evaluation")
-    all_rows = sorted(source.glob("trace/*/rows/*.parquet"))
-    check_sums([*all_rows, *source.glob("trace/*/signals/*.safetensors")], command="trace")
+    trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
+    manifest = read_manifest(trace, command="trace")
+    datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))
+    places = [place for dataset in datasets for split in SPLITS for place in places_in(trace, dataset, split)]
+    check_sums([path for place in places for path in place.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
-        for path in (source / "costs.jsonl", source / "trace" / "manifest.json"):
-            if path.is_file():
-                (unfinished / path.relative_to(source)).parent.mkdir(exist_ok=True)
-                shutil.copy(path, unfinished / path.relative_to(source))
-        for folder in source.glob("trace/*/signals"):
-            shutil.copytree(folder, unfinished / folder.relative_to(source))
-        for path in all_rows:
-            facts = {name: value for name, value in read_sidecar(path).items() if name not in _FOUND_ANEW}
-            write_shard(unfinished / path.relative_to(source), _without_prompts(pq.read_table(path)), **facts)
+        if (source / "costs.jsonl").is_file():
+            shutil.copy(source / "costs.jsonl", unfinished)
+        facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
+        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
+        for place in places:
+            if (shard := read_shard(trace, place, manifest)) is not None:
+                rows = tuple(replace(row, prompt_ids=()) for row in shard.rows)
+                scores = {head.fingerprint(): shard.logit(head) for head in scorers}
+                shard = replace(shard, rows=rows, scores=shard.scores | scores, inputs=None)
+            write_trace(
+                unfinished / "trace", place, trace=shard, problems=read_sidecar(place.paths(trace)[0])["problems"]
+            )
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    print(f"{directory}: {len(all_rows)} shards without their prompts, {num_bytes / 1e6:.1f} MB")
-
-
-def _without_prompts(rows: pa.Table) -> bytes:
-    """The rows of a trace as Parquet, each with an empty prompt."""
-    place = rows.schema.get_field_index("prompt_ids")
-    nothing = pa.array([[]] * len(rows), type=rows.schema.field(place).type)
-    sink = pa.BufferOutputStream()
-    pq.write_table(rows.set_column(place, "prompt_ids", nothing), sink, compression="zstd")
-    return bytes(sink.getvalue())
+    print(f"{directory}: {len(places)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

@@ -94,16 +94,19 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         if not path.is_file():
             raise FileNotFoundError(f"no {path}: run `acceptance-heads trace` with this config to go on")
     check_sums(chain.from_iterable(paths), command="trace")
-    traces = []
-    for rows_path, signals_path in paths:
-        rows = pq.read_table(rows_path).to_pylist()
-        if rows:
-            traces.append(_trace([_row(row, dataset) for row in rows], signals_path, manifest))
+    traces = [trace for place in places if (trace := read_shard(directory, place, manifest)) is not None]
     if not traces:
         raise ValueError(
             f"none of the {split} prompts of {dataset} could be answered; see {directory / 'errors.jsonl'}"
         )
     return join_traces(traces)
+
+
+def read_shard(directory: Path, place: Place, manifest: Mapping[str, Any]) -> Trace | None:
+    """One shard as a trace, its sums not looked at; None where no prompt of it could be answered."""
+    rows_path, signals_path = place.paths(directory)
+    rows = pq.read_table(rows_path).to_pylist()
+    return _trace([_row(row, place.dataset) for row in rows], signals_path, manifest) if rows else None
 
 
 def _tensors(trace: Trace) -> dict[str, Tensor]:

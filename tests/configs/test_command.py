@@ -155,6 +155,18 @@ def test_a_command_without_a_config_parameter_takes_its_own_flags_only():
     assert run({"double": double}, argv=["double", "--number", "4"]) == 8
 
 
+def test_a_flag_may_be_called_as_a_section_where_there_is_no_config():
+    def publish(*, heads: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Nothing.
+
+        Args:
+            heads: directories.
+        """
+        return heads
+
+    assert run({"publish": publish}, argv=["publish", "--heads", "[a,b]"]) == ("a", "b")
+
+
 def test_without_a_config_the_message_says_where_to_start(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         run({"show": show}, argv=["show"])

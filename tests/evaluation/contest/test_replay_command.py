@@ -330,7 +330,8 @@ RECORD = (
 
 def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
     published = tmp_path / "record"
-    record(decode_dir=flags[3], out=str(published))
+    record(decode_dir=flags[3], out=str(published), heads=(f"{flags[5]}/exported/plain",))
+    assert sum(path.stat().st_size for path in published.rglob("*.safetensors")) < 100_000
     for rows in published.glob("trace/stories/rows/*.parquet"):
         assert not any(map(len, pq.read_table(rows)["prompt_ids"]))
     flags = [*flags, "--decode.stop_share", "0"]  # of a draft that is not here no share is known
