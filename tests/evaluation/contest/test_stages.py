@@ -58,7 +58,7 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
     assert [stage.knows for stage in stages[2:]] == [
         "what a head learned",
         "what the draft cannot see, or a head has not learned",
-        "the coin, which nobody can see",
+        "the coin, and the token before it is drawn",
     ]
 
 
