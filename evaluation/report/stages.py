@@ -3,9 +3,9 @@
     best fixed length -> product of token probabilities -> best head -> perfect head -> oracle
 
 Each stage knows more than the one before it, and what it adds says what is missing below it: training, what the draft
-cannot see, or the coin; greedy there is no coin, and the oracle is ahead of the perfect head by the rejected tokens that
-it does not draw. The product stands there always; where dev prefers another policy that needs no training, that one has
-a stage of its own behind it. A stage that did not compete keeps its row, which says why.
+cannot see, or the coin; greedy there is no coin, and the oracle is ahead of the perfect head by the rejected tokens
+that it does not draw. The product stands there always; where dev prefers another policy that needs no training, that
+one has a stage of its own behind it. A stage that did not compete keeps its row, which says why.
 
 The interval of a speed is the best fixed length's times 1 + the ends of its gain's interval: it says how sure the
 difference is on the same prompts, not how fast they are. What a stage adds has an interval of its own, paired with the
