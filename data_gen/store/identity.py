@@ -23,7 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from configs.schema import ModelSource
-from lm.features.released import commit_of, no_model, width_of
+from lm.features.released import commit_of, width_of
 from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20
@@ -45,10 +45,10 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
     """
     try:
         commit, width = _commit_and_width(source, trust_remote_code=trust_remote_code)
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        raise FileNotFoundError(f"{no_model(source)} ({str(error).splitlines()[0]})") from error
+        raise FileNotFoundError(
+            f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
+        ) from error
     except StrictDataclassError as error:
         raise ValueError(
             f"config.json of {source.path!r} is none that transformers reads: {' '.join(str(error).split())}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -81,7 +81,6 @@ def released_layout_of(source: ModelSource) -> str | None:
     """Layout of a directory or hub repository, by its config.json; None: a language model, or nothing that can be read.
 
     Raises:
-        FileNotFoundError: the hub cannot be reached, and its cache has no such model.
         ValueError: a config.json that is broken, or weights that would have to be looked at and are pickled.
     """
     config = _config_of(source)
@@ -98,14 +97,6 @@ def released_layout_of(source: ModelSource) -> str | None:
     # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
     is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
     return "eagle" if is_eagle else None
-
-
-def no_model(source: ModelSource) -> str:
-    """What is said of a source that is nowhere."""
-    return (
-        f"no model at {source.path!r} (revision {source.revision or 'main'}): neither a local directory nor a hub id "
-        "that can be reached; check the path, or `hf download` it first"
-    )
 
 
 def commit_of(source: ModelSource) -> str | None:
@@ -135,9 +126,7 @@ def max_positions_of(source: ModelSource) -> int:
 def _config_of(source: ModelSource) -> dict[str, Any] | None:
     try:
         path = cached_file(source.path, "config.json", revision=source.revision)
-    except OSError as error:
-        if isinstance(error.__cause__, LocalEntryNotFoundError):  # told now: whoever asks next waits as long again
-            raise FileNotFoundError(no_model(source)) from error
+    except OSError:
         return None
     try:
         config = json.loads(Path(str(path)).read_text(encoding="utf-8"))

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from configs.schema import ModelSource
 from data_gen.store import identity
 from data_gen.store.identity import describe_model, same_model
-from lm.features import released
 
 
 @pytest.fixture
@@ -79,17 +77,3 @@ def test_a_feature_draft_is_described_though_transformers_knows_not_its_layout(t
     described = describe_model(ModelSource(path=str(tmp_path)))
     assert described["hidden_size"] == 24
     assert described["weights"]
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_remedy_is_told(monkeypatch):
-    """Each question lasts half a minute, that of the hub's retries."""
-    asked = []
-
-    def unreachable(path, *_, **__):
-        asked.append(path)
-        raise OSError("We couldn't connect") from LocalEntryNotFoundError("no such file in the cache")
-
-    monkeypatch.setattr(released, "cached_file", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"no model at 'an/id' .*check the path, or `hf download` it first"):
-        describe_model(ModelSource(path="an/id"))
-    assert asked == ["an/id"]
