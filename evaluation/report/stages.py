@@ -67,6 +67,11 @@ class Stage:
         return "" if self.result else _MISSING[self.family]
 
     @property
+    def share(self) -> str:
+        """`percent_of_gain` in a cell; empty where there is none."""
+        return "" if self.percent_of_gain is None else f"{round(self.percent_of_gain)} %"
+
+    @property
     def speeds(self) -> Gain:
         """Tokens per second, as the gain has its parts: the best fixed length's times 1 + gain and its ends."""
         assert self.result is not None
@@ -142,7 +147,7 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
         if stage.result and stage.added:
             row["tokens/s"] = f"{_speed(speed)} ({_speed(low)}, {_speed(high)})"
             row |= {"gain": stage.result.gain.words, "adds": stage.added.words}
-            row["share"] = "" if stage.percent_of_gain is None else f"{stage.percent_of_gain:.0f} %"
+            row["share"] = stage.share
         rows.append(row)
     behind = " and ".join(stage.name for stage in stages if stage.added and stage.added.value < 0)
     lost = f". {behind}: behind the row above, so that the row below first wins back what is lost" if behind else ""
@@ -185,9 +190,7 @@ def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plo
         text, end = stage.missing.partition(":")[0], base
         if stage.result:
             value, low, end, _ = stage.speeds
-            text = (
-                _speed(value) if stage.percent_of_gain is None else f"{_speed(value)} ({stage.percent_of_gain:.0f} %)"
-            )
+            text = f"{_speed(value)} ({stage.share})" if stage.share else _speed(value)
             axes.barh(row, min(before, value) - base, left=base, color=colours[stage.family], alpha=0.35, height=0.62)
             axes.barh(row, max(value - before, 0), left=before, color=colours[stage.family], height=0.62)
             if row:
