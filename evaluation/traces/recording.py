@@ -70,17 +70,19 @@ class TraceFolder:
             eos_ids = read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"]
             settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
 
-    def complete(self) -> None:
-        """Record the shards that are missing, or are not what was written; no model is loaded when there is none.
+    def complete(self, splits: Sequence[Split] = SPLITS) -> None:
+        """Record the shards of these splits that are missing, or are not what was written; no model is loaded when
+        there is none.
 
         Raises:
             ValueError: a trace of other settings lies there.
         """
         if self.decode.as_recorded:
             return
-        present = [path for place, _ in self._every() for path in place.paths(self.directory) if is_whole(path)]
+        asked = [(place, spec) for place, spec in self._every() if place.split in splits]
+        present = [path for place, _ in asked for path in place.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
-        if not is_broken and all(place.is_done(self.directory) for place, _ in self._every()):
+        if not is_broken and all(place.is_done(self.directory) for place, _ in asked):
             settle(
                 self.directory,
                 self._manifest(read_manifest(self.directory, command="trace")["eos_ids"]),
@@ -89,7 +91,7 @@ class TraceFolder:
             return
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
-            self._record_missing()
+            self._record_missing([(place, spec) for place, spec in asked if not place.is_done(self.directory)])
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -106,9 +108,8 @@ class TraceFolder:
         num = sum(spec.split == split for spec in self.shards[dataset])
         return disk.read_trace(self.directory, dataset, split, num, num_draws=self.decode.draws_per_prompt)
 
-    def _record_missing(self) -> None:
+    def _record_missing(self, missing: Sequence[tuple[disk.Place, ShardSpec]]) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
-        missing = [(place, spec) for place, spec in self._every() if not place.is_done(self.directory)]
         total = sum(spec.num_requests for _, spec in missing)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
             pair = self.pair()
@@ -174,6 +175,8 @@ class TraceFolder:
         """errors.jsonl: the prompts that have no row, with the reason."""
         lines = []
         for place, _ in self._every():
+            if not place.is_done(self.directory):
+                continue
             rows_path, _ = place.paths(self.directory)
             draw = {"draw": place.draw} if place.draw else {}
             lines += [problem | draw for problem in read_sidecar(rows_path)["problems"]]
