@@ -24,8 +24,11 @@ from evaluation.bench.standings import standings_of, summary_sheet, verdict_of
 from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, gain_over
+from evaluation.traces.disk import places_in
+from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
+from lm import Sampling
 
 ROOT = Path(__file__, "../../../..").resolve()
 COST = CostModel.constant(0.001, 0.005)
@@ -118,6 +121,21 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         assert chosen["fixed_length"].policy.k == int(COST.tokens_per_s(fixed.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         choices.at(COST, ("oracle",))
+
+
+def test_a_race_records_dev_alone_and_an_evaluation_the_rest(config):
+    for name in ("greedy", "own"):
+        choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name], cost=COST)
+        dev = choices.replays(choices.home).traces.dev
+        folder = trace_folder(choices.experiment)
+        assert places_in(folder.directory, choices.home, "dev")
+        assert not places_in(folder.directory, choices.home, "test")
+        with pytest.raises(FileNotFoundError, match="test"):
+            folder.load(choices.home)
+        folder.complete()
+        both = folder.load(choices.home)
+        assert both.dev.rows == dev.rows, "what was there is kept"
+        assert len(both.test.rows) == choices.experiment.decode.num_test
 
 
 def test_policies_of_ones_own_compete_and_a_cell_without_them_is_not_theirs(config, tmp_path, monkeypatch):
