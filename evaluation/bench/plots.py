@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.bench.abroad import Judged
+from evaluation.bench.schedules import UNASSISTED
 from evaluation.bench.standings import SAMPLING_NAMES, SCHEDULES, best_of, name_of, ratio_of
 from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.figure import GREY, Plot, panels_of, plot_of
@@ -19,7 +20,8 @@ def race_plot(cells: Sequence[Judged]) -> Plot:
 
 def _by_family(cells: Sequence[Judged]) -> Plot:
     """One panel per dataset and sampling, one row per family."""
-    families = [family for family in _families(cells) if family != BASELINE]
+    # without a draft is so far behind that nothing else could be told apart
+    families = [family for family in _families(cells) if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]
     figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
     for axes, (cell, standings) in zip(panels, cells, strict=True):
         for row, family in enumerate(families):

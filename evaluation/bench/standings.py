@@ -106,7 +106,8 @@ def _row_name(standing: Standing) -> str:
 
 def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Sheet:
     """One row per cell and family of heads: where trained heads stand."""
-    rivals = {rival: f"over {name_of(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES)}
+    known = {rival for _, standings in cells for rival in standings[0].over}
+    rivals = {rival: f"over {name_of(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES) if rival in known}
     rows = [
         {
             "ratio": f"{ratio_of(cell):.2f}",
@@ -153,8 +154,11 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     ]
     where = f"{cell['dataset']}, {SAMPLING_NAMES[cell['sampling']]} at ratio {ratio_of(cell):.2f}"
     if not against:
-        fastest = name_of(best.family)
-        return f"{where}: fastest of ours {fastest}; without --assistant no schedule of transformers runs beside it."
+        lead = "" if best.family == BASELINE else f", {_short(best.over[BASELINE])} % over the best fixed length"
+        return (
+            f"{where}: fastest of ours {name_of(best.family)}{lead}; without --race.assistant no schedule of "
+            "transformers runs beside it."
+        )
     return (
         f"{where}: fastest of ours {name_of(best.family)}: {against}. "
         f"{'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind'}."

@@ -233,6 +233,12 @@ def test_the_best_training_free_policy_is_what_heads_have_to_lead():
     sheet = summary_sheet([(cell, standings_of(cell))])
     assert sheet.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
     assert sheet.column("over best training-free") == ["+100.0 (+0, +200)"] * 2
+    no_schedules = cell | {"arms": [arm for arm in cell["arms"] if not arm["family"].startswith("transformers")]}
+    headings = summary_sheet([(no_schedules, standings_of(no_schedules))]).columns
+    assert headings[-2:] == ["over best fixed length", "over best training-free"], "no column for what did not run"
+    assert "% over the best fixed length; without --race.assistant" in verdict_of(
+        no_schedules, standings_of(no_schedules)
+    )
 
 
 def test_without_a_fixed_length_there_is_nothing_to_gain_from():
@@ -246,3 +252,4 @@ def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
     assert text.count("entropy (SVIP)") == 1
     assert "greedy" in text
     assert "top-p 0.9" in text
+    assert "target alone" not in text, "so far behind that the others could not be told apart"
