@@ -112,8 +112,8 @@ def _family_of(spec: str) -> str:
 
 
 def _under(config: Config, name: str, sampling: Sampling) -> Config:
-    """The same experiment under another sampling, in a folder of its own; of test prompts one is traced, which a trace
-    needs.
+    """The same experiment under another sampling, in a folder of its own, whose manifest names one test prompt and of
+    which dev alone is traced.
     """
     decode = replace(
         config.decode,

@@ -20,8 +20,7 @@ def race_plot(cells: Sequence[Judged]) -> Plot:
 
 def _by_family(cells: Sequence[Judged]) -> Plot:
     """One panel per dataset and sampling, one row per family."""
-    # without a draft is so far behind that nothing else could be told apart
-    families = [family for family in _families(cells) if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]
+    families = _families(cells)
     figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
     for axes, (cell, standings) in zip(panels, cells, strict=True):
         for row, family in enumerate(families):
@@ -51,8 +50,6 @@ def _against_ratio(cells: Sequence[Judged]) -> Plot:
         )
         ratios = [ratio_of(cell) for cell, _ in of_sampling]
         for place, family in enumerate(_families(of_sampling)):
-            if family in (BASELINE, ALONE):
-                continue
             arms = [best_of(standings, family) for _, standings in of_sampling]
             points = np.array([(np.nan,) * 3 if arm is None else arm.over[BASELINE][:3] for arm in arms])
             errors = np.maximum(0, np.stack([points[:, 0] - points[:, 1], points[:, 2] - points[:, 0]]))
@@ -70,5 +67,8 @@ def _against_ratio(cells: Sequence[Judged]) -> Plot:
 
 
 def _families(cells: Sequence[Judged]) -> list[str]:
-    """Every family that ran, in the order of the arms."""
-    return list(dict.fromkeys(standing.family for _, standings in cells for standing in standings))
+    """Every family beside the best fixed length, in the order of the arms. Without a draft the target is so far behind
+    that nothing else could be told apart: it is there only where nothing else is.
+    """
+    ran = dict.fromkeys(standing.family for _, standings in cells for standing in standings)
+    return [family for family in ran if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]
