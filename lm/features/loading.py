@@ -13,6 +13,7 @@ from configs.schema import ModelSource, PairConfig
 from lm.features.draft import FeatureDraft
 from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
+from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
 from lm.features.released import Released
 
@@ -49,19 +50,24 @@ def load_feature_draft(
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
-            target.
+            target; extra layers, or a quantisation that is not of 8 bits.
     """
     released = Released(source)
     if source.extra_layers:
         remedy = "only models of their own take extra layers: leave it out"
         raise released.refusal(f"extra_layers is {source.extra_layers}", remedy)
+    if source.quantization not in (None, "8bit"):
+        raise released.refusal(f"quantization is {source.quantization}", "of feature drafts it is 8bit or null")
     makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
     with init_empty_weights():
         draft = makers[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
     device = next(target.get_output_embeddings().parameters()).device
     draft.name_or_path = source.path
-    return draft.to(device).eval().bind(target)
+    draft.to(device).eval().bind(target)
+    if source.quantization is not None:
+        to_eight_bits(draft)
+    return draft
 
 
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
