@@ -44,7 +44,7 @@ from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
 from evaluation.flag_types import RaceRules
 from evaluation.turns import in_turns
-from lm import Pair, Sampling, load_model
+from lm import Pair, Sampling, load_config, load_model
 from store.keyed import KeyedStore
 from store.progress import Bar
 
@@ -91,7 +91,7 @@ class Race:
     def __init__(self, config: Config, terms: RaceTerms) -> None:
         """Raises:
         ValueError: a policy that there is not, a head that does not fit.
-        FileNotFoundError: a head that is not there.
+        FileNotFoundError: a head or an assistant that is not there.
         """
         self._config, self._terms = config, terms
         self.experiment = Experiment(config)
@@ -111,8 +111,13 @@ class Race:
         for name, value in (asked | {"race.num_fixed": rules.num_fixed, "race.cycles": rules.cycles}).items():
             if value < 1:
                 raise ValueError(f"--{name} is {value}; at least 1")
-        if rules.assistant and not self.experiment.has_feature_draft:
-            raise ValueError(f"--race.assistant is {rules.assistant}, and the pair's own draft drafts for transformers")
+        self._assistant_source: ModelSource | None = None
+        if rules.assistant is not None:
+            if not self.experiment.has_feature_draft:
+                drafts = "and the pair's own draft drafts for transformers"
+                raise ValueError(f"--race.assistant is {rules.assistant}, {drafts}")
+            self._assistant_source = ModelSource(path=rules.assistant, dtype=config.pair.target.dtype)
+            load_config(self._assistant_source)
         self._choices: dict[str, Choices] = {}
         self.path = self.experiment.directory / "bench.jsonl"
         self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
@@ -259,10 +264,8 @@ class Race:
     @cached_property
     def _assistant(self) -> PreTrainedModel | None:
         """The language model that drafts for transformers where it is not the pair's own draft."""
-        if self._terms.rules.assistant is None:
-            return None
-        source = ModelSource(path=self._terms.rules.assistant, dtype=self._config.pair.target.dtype)
-        return load_model(source, device=self.experiment.pair.target.device)
+        source = self._assistant_source
+        return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
     def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Racer]) -> dict[str, tuple[Racer, Timed]]:
         """Every competitor, and its generations, by a name of its own."""

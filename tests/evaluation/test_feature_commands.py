@@ -132,6 +132,11 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
 REFUSED = {
     "hierarchy": ("hierarchy", ["--pair.micro.path", "checkpoints/tiny/micro"], "a feature draft"),
     "the loop's parts": ("bench", ["--parts", "[overheads]", "--num_prompts", "1"], "a feature draft"),
+    "an assistant that is not there": (
+        "bench",
+        ["--race.assistant", "no/such/model", "--num_prompts", "1"],
+        "no model with safetensors weights at 'no/such/model'",
+    ),
     "a tree of GliDe's": (
         "generate",
         ["--prompt", TEXT, "--pair.draft.path", "checkpoints/tiny/glide", "--tree", "eagle2"],
@@ -156,6 +161,7 @@ def test_what_a_feature_draft_cannot_do_is_refused_in_one_line(what, capsys, tmp
     assert stopped.value.code == 2
     assert message in error
     assert "Traceback" not in error
+    assert not any(tmp_path.iterdir()), "refused before anything is measured"
 
 
 def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_written(capsys, tmp_path):
