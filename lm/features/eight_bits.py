@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _LEVELS = 127
-_FEW = 4
-"""Rows of input up to which torch's kernel is faster than a product in bfloat16 (9 million weights out of memory, one
-core with AMX: one row takes 1.4 ms for 2.8, four take 1.8 for 3.0, eight 3.0 for 2.9)."""
+_FEW = 16
+"""Rows of input up to which torch's kernel is faster than a product with the matrix put back (9 million weights out of
+memory, one core with AMX: one row takes 1.4 ms, four take 1.8, eight 3.0, put back 5.4; in bfloat16 2.8 to 3.0)."""
 _LANES = 16
 """torch's kernel reads so many columns at once, and checks for no end: other widths must not reach it."""
 

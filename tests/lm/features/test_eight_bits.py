@@ -50,7 +50,7 @@ def test_a_draft_computes_what_its_rounded_matrices_say(layout, tmp_path):
 
 
 @pytest.mark.parametrize("width", [16, 48, 24, 5])
-@pytest.mark.parametrize("num_rows", [1, 4, 5])
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
 def test_widths_and_rows_of_every_kind_have_one_product_in_bfloat16(num_rows, width):
     torch.manual_seed(0)
     linear = nn.Linear(width, 10).bfloat16()
