@@ -1,5 +1,5 @@
-"""Matrices of feature drafts in 8 bits, each row with a scale of its own: on a CPU a draft step is mostly the reading
-of its matrices, and so reads half of what it does in bfloat16.
+"""Matrices of feature drafts in 8 bits, each row with a scale of its own: a draft step on a CPU is mostly the reading
+of its matrices, which then are half as many bytes as in bfloat16.
 
 W8A16, symmetric, rounded to nearest: w_ij ≈ s_i q_ij with s_i = max_j |w_ij| / 127 and q_ij a whole number from -127
 to 127. Activations keep their dtype. torchao's `Int8WeightOnlyConfig` gives the same numbers, but multiplies by way of
@@ -22,7 +22,7 @@ _LANES = 16
 
 
 class EightBitLinear(nn.Module):
-    """The linear layer that it is made from, its matrix in 8 bits."""
+    """The linear layer that it is made from, its matrix in 8 bits, its bias as it was."""
 
     weight: Int8[Tensor, "output input"]
 
