@@ -316,12 +316,8 @@ class DecodeConfig:
     """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
     head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.
     Measured times have measured stops."""
-    t_micro_s: float | None = None
-    """Seconds per micro forward; null: its ratio to t_draft is measured while the hierarchies are decoded."""
     hierarchies: bool = False
-    """evaluate and bench also run HSDDW and Chen's variant (needs pair.micro). They are decoded, not replayed: seconds
-    per prompt.
-    """
+    """bench also runs HSDDW and Chen's variant (needs pair.micro): seconds per prompt."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
     """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a
     draft step.

@@ -96,7 +96,7 @@ def bench(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
-    sizes, bare = sizes_of(batch, has_hierarchies=config.decode.hierarchies), Bare(config, lengths=lengths, **counts)
+    sizes, bare = sizes_of(batch), Bare(config, lengths=lengths, **counts)
     document: dict[str, Any] = {"where": where(config), **counts}
     terms = RaceTerms(num_prompts, num_tokens, t_draft_ms, policies, families, constants, race)
     with printing(aside=json):

@@ -214,12 +214,11 @@ def _learning(rule: BatchAuto) -> BatchAuto:
     return replace(rule, throughput=None, is_learning=True)
 
 
-def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] | None:
+def sizes_of(asked: Sizes | None) -> tuple[int, ...] | None:
     """The sizes of batches that a command line asks for; None where it asks for no batches.
 
     Raises:
-        ValueError: what is no list of numbers, no size at all, a batch of no sequence, three models, which draft for
-            one prompt at a time.
+        ValueError: what is no list of numbers, no size at all, a batch of no sequence.
     """
     if asked is None:
         return None
@@ -233,10 +232,6 @@ def sizes_of(asked: Sizes | None, *, has_hierarchies: bool) -> tuple[int, ...] |
     for size in sizes:
         if size < 1:
             raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
-    if has_hierarchies:
-        raise ValueError(
-            "decode.hierarchies is true, but three models draft for one prompt at a time; leave it out with --batch"
-        )
     return sizes
 
 

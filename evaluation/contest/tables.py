@@ -8,7 +8,6 @@ import pandas as pd
 
 from decode.policies.registry import POLICIES, RULES
 from evaluation.contest.arms import ALONE, BASELINE, Arm
-from evaluation.contest.decoded import HIERARCHY_NAMES
 from evaluation.contest.results import Result
 from evaluation.costs.model import CostModel
 from evaluation.sheet import Sheet, flat
@@ -32,7 +31,6 @@ _BEHIND = {
     "auto_confidence_learning": "auto online, confidence learning",
     "auto_max_prob": "auto, largest probability (vLLM)",
     "auto_max_prob_learning": "auto online, largest probability learning",
-    **HIERARCHY_NAMES,
     "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",

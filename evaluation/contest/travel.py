@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 
 from evaluation.contest.arms import Arm, by_family, picks_of
-from evaluation.contest.decoded import DecodedHierarchies
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
 from evaluation.contest.tables import NAMES, ordered, result_frame
@@ -40,8 +39,6 @@ class Judged:
     arms: Sequence[Arm]
     yardstick: Yardstick
     results: Sequence[Result]
-    decoded: DecodedHierarchies | None = None
-    """Hierarchies among the results."""
 
     @property
     def num_dev(self) -> int:

@@ -58,7 +58,7 @@ def flags(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     engine, given = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log)
-    sizes = sizes_of(batch, has_hierarchies=False)
+    sizes = sizes_of(batch)
     check_batches(engine, for_, sizes)
     with printing(aside=json):
         experiment, contest = contest_for(config, for_, given)

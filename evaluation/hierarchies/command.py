@@ -4,7 +4,6 @@ Every competitor runs in the real loop, prompt by prompt in turns. Where its len
 dev, by the modelled throughput at the fitted times. Beside the measured speed-ups stand those that the same counts give
 at other times, and, from dev, at which ratios of times the best hierarchy beats the best plain speculation. Generations
 are stored (`evaluation.hierarchies.generations`), so a killed run resumes; times are those of the run that decoded.
-With `decode.hierarchies: true` in the YAML, `evaluation evaluate` shows hierarchies beside the replayed policies.
 
 Some 38 drafters play each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35 s
 on that of benchmarks/alpaca.yaml, on one quiet core. Four minutes each:

@@ -1,8 +1,4 @@
-"""python -m evaluation evaluate: every policy and every threshold from one trace, chosen on dev, reported on test.
-
-Hierarchies of three models cannot be replayed from it: with `decode.hierarchies` they are decoded
-(`evaluation.contest.decoded`).
-"""
+"""python -m evaluation evaluate: every policy and every threshold from one trace, chosen on dev, reported on test."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,13 +12,11 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
-from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.contest.arms import Replays, replay_dataset
-from evaluation.contest.decoded import DecodedHierarchies, decode_hierarchies
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.results import parallel_results, results_of, yardstick_of
@@ -32,15 +26,12 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.flag_types import Sizes
-from evaluation.hierarchies.runs import resumable_loop
-from evaluation.intervals import Splits
 from evaluation.report.gains import speed_up_bars, verification_curve
 from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of
 from evaluation.sheet import announce, printing, say
 from evaluation.traces.recording import trace_folder
-from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
 
@@ -74,9 +65,9 @@ def evaluate(
     check_local(home, "--home")
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     check_at_least_zero("exchange_s", exchange_s)
-    sizes = sizes_of(batch, has_hierarchies=config.decode.hierarchies)
+    sizes = sizes_of(batch)
     with printing(aside=json):
-        experiment = Experiment(config, needs_micro=config.decode.hierarchies)
+        experiment = Experiment(config)
         grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
         folder.refuse_other()
         into = folder_of(experiment, grids)
@@ -170,7 +161,7 @@ def compare_all(
         exchange_s: of PEARL.
         has_all: whether every policy's row is printed, below the stages.
     """
-    heads, trio, is_away = experiment.heads, PairModels(lambda: experiment.pair), bool(homes)
+    heads, is_away = experiment.heads, bool(homes)
     folder = trace_folder(experiment)
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
         heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
@@ -180,22 +171,20 @@ def compare_all(
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=perfect, name=dataset)
-        every[dataset], decoded = replays, hierarchies_of(experiment, dataset, traces, trio=trio, costs=costs)
+        every[dataset] = replays
         # heads are trained on a home set, so that nothing travels to it
         is_home = experiment.is_home(dataset) and not is_away
         page.answers[dataset], bars = [], []
         for cost in costs:
             home = None if is_home else homes.get(cost.title)
             num_home = home.num_dev if home else 0
-            judged = judge(dataset, replays, cost, decoded=decoded, exchange_s=exchange_s, num_home=num_home)
+            judged = judge(dataset, replays, cost, exchange_s=exchange_s, num_home=num_home)
             homes.setdefault(cost.title, judged)
             answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
             page.answers[dataset].append(answer)
             frames.append(compare_at(answer, judged, cost, home=home, replays=replays, has_all=has_all))
             bars.append(speed_up_bars(judged.results, cost, names=NAMES, best=answer.best))
         show(page, dataset, replays, costs[0], bars=bars, is_one_of_several=len(experiment.datasets) > 1)
-        if decoded:
-            page.hierarchies[dataset] = decoded
     return every, pd.concat(frames)
 
 
@@ -213,16 +202,6 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return list(loads(frame.to_json(orient="records")))
 
 
-def hierarchies_of(
-    experiment: Experiment, dataset: str, traces: Splits[Trace], *, trio: PairModels, costs: Sequence[CostModel]
-) -> DecodedHierarchies | None:
-    """Decoded hierarchies of one dataset; None where none are asked for."""
-    if not experiment.decode.hierarchies:
-        return None
-    loop = resumable_loop(experiment, dataset, trio)
-    return decode_hierarchies(loop, traces, costs=costs, t_micro_s=experiment.decode.t_micro_s)
-
-
 def compare_at(
     answer: Answer, judged: Judged, cost: CostModel, *, home: Judged | None, replays: Replays, has_all: bool
 ) -> pd.DataFrame:
@@ -236,13 +215,9 @@ def compare_at(
         replays: of the dataset.
         has_all: whether every policy's row is printed, below the stages.
     """
-    results, dataset, decoded = judged.results, judged.dataset, judged.decoded
-    frame = result_frame(results, cost, dataset=dataset, chosen_on=dataset)
+    frame = result_frame(judged.results, cost, dataset=judged.dataset, chosen_on=judged.dataset)
     for sheet in answer.printed(has_all=has_all):
         sheet.print()
-    if decoded:
-        decoded.sheet(cost).print()
-        frame = decoded.annotated(frame, cost)
     if home is not None:
         travelled = travel(home, judged, test=replays.traces.test, cost=cost)
         travel_sheet(travelled, home, judged, cost).print()
@@ -255,19 +230,15 @@ def judge(
     replays: Replays,
     cost: CostModel,
     *,
-    decoded: DecodedHierarchies | None = None,
     exchange_s: float = 0.0,
     num_home: int = 0,
 ) -> Judged:
     """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it, `exchange_s` is PEARL's."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=num_home)
-    others = [
-        *parallel_results(replays.traces, cost, yardstick, exchange_s=exchange_s),
-        *(decoded.results(cost, yardstick) if decoded else []),
-    ]
+    others = parallel_results(replays.traces, cost, yardstick, exchange_s=exchange_s)
     results = ordered([*results_of(arms, cost, yardstick), *others])
-    return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results, decoded=decoded)
+    return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
 
 
 def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:

@@ -3,8 +3,7 @@
 The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and
 intervals itself (law 4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the
 dearest stop adds to a draft step. Nothing is fetched from anywhere. Very large grids are thinned to stay under
-`MAX_NUMBERS` counts a split. Hierarchies, which are decoded and not replayed, stand in the ranking too, with times
-recomputed from totals of their three models' forwards. Batches, which the page cannot replay (law 4.13), are shown as
+`MAX_NUMBERS` counts a split. Batches, which the page cannot replay (law 4.13), are shown as
 evaluated: a reader picks one of the costs, what a verified token takes, and the batch size.
 """
 
@@ -21,11 +20,9 @@ from decode.policies.base import JOINT
 from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Arm, Replays, picks_of
 from evaluation.contest.colours import colours_of
-from evaluation.contest.decoded import FAMILIES, DecodedHierarchies
 from evaluation.contest.grids import BOUNDS, label_of
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
-from evaluation.hierarchies.runs import Candidate
 from evaluation.report.verdict import Answer, called
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Array
@@ -53,8 +50,6 @@ class Page:
     """The arms of each, bounds included."""
     here: dict[str, Sequence[Arm]] = field(default_factory=dict)
     """Arms of each that are made for `cost`."""
-    hierarchies: dict[str, DecodedHierarchies] = field(default_factory=dict)
-    """Those of each dataset, where some were decoded; they stand in the ranking too."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Report of each dataset's clock, where there was one."""
@@ -88,11 +83,7 @@ def write_report(page: Page, *, names: Mapping[str, str]) -> None:
         "stop": max(page.cost.shares.values(), default=0.0),
         "curve": _is_curve(page.cost),
         "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
-        "datasets": [
-            _dataset(name, arms, page)
-            | {"hierarchies": _hierarchies(page.hierarchies[name], page.cost) if name in page.hierarchies else []}
-            for name, arms in page.datasets.items()
-        ],
+        "datasets": [_dataset(name, arms, page) for name, arms in page.datasets.items()],
         "plots": [_plot(plot) for plot in page.plots],
         "clocks": [_clock(report, names) for report in page.clocks],
         "batches": page.batches,
@@ -183,37 +174,6 @@ def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
         "verdict": report.verdict,
         "plot": _plot(report.plot(names)),
     }
-
-
-def _hierarchies(decoded: DecodedHierarchies, cost: CostModel) -> list[dict[str, Any]]:
-    """Each hierarchy at every setting that was decoded on both splits; the page's slider of t_micro / t_draft stands at
-    `micro_ratio` at first.
-    """
-    on_dev = {(run.competitor.name, run.setting.key): run for run in decoded.dev}
-    settings: dict[str, list[dict[str, Any]]] = {}
-    for run in decoded.test:
-        dev = on_dev[run.competitor.name, run.setting.key]
-        shown = {"label": run.label, "dev": _totals(dev, cost), "test": _totals(run, cost)}
-        settings.setdefault(FAMILIES[run.competitor.name], []).append(shown)
-    return [
-        {"family": family, "micro_ratio": decoded.micro_ratio, "settings": settings_of_family}
-        for family, settings_of_family in settings.items()
-    ]
-
-
-def _totals(run: Candidate, cost: CostModel) -> dict[str, int | float]:
-    counts = run.counts
-    lengths = np.concatenate([decoded.lengths for decoded in run.decoded])
-    names = {
-        "tokens": "num_emitted",
-        "micro": "num_micro_forwards",
-        "draft": "num_draft_forwards",
-        "target": "num_target",
-        "drafted": "num_drafted",
-        "accepted": "num_accepted",
-    }
-    totals = {short: int(getattr(counts, name)) for short, name in names.items()}
-    return {"prompts": len(run.decoded), **totals, "extra": float(_extra(lengths, cost).sum())}
 
 
 def _extra(lengths: Array, cost: CostModel) -> Array:

@@ -14,7 +14,6 @@ from data_gen.labels.scalars import SCALARS
 from evaluation.contest import colours
 from evaluation.contest.arms import BASELINE, fastest_heads, picks_of
 from evaluation.contest.colours import kind_of
-from evaluation.contest.decoded import FAMILIES
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
 from evaluation.contest.tables import NAMES, result_sheet, values_of
 from evaluation.contest.travel import Judged
@@ -39,7 +38,6 @@ _ONE_OF_EACH = (
     colours.PAPERS,
     colours.HEADS,
     colours.AUTO,
-    colours.THREE_MODELS,
 )
 
 
@@ -132,15 +130,7 @@ def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
 
 def speeds_on_dev(judged: Judged, cost: CostModel) -> dict[str, float]:
     """Throughput of every family on dev, by which settings and families are chosen; PEARL's is not among them."""
-    speeds = {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks_of(judged.arms, cost).items()}
-    if judged.decoded:
-        best = judged.decoded.best(cost)
-        speeds |= {
-            FAMILIES[run.competitor.name]: judged.decoded.spent(run, cost).tokens_per_s
-            for run in judged.decoded.dev
-            if run.setting.key == best[run.competitor.name].key
-        }
-    return speeds
+    return {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks_of(judged.arms, cost).items()}
 
 
 def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num_prompts: int) -> str:

@@ -136,21 +136,20 @@ def test_a_batch_without_a_perfect_head_says_why(replays):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "has_hierarchies", "says"),
+    ("sizes", "says"),
     [
-        ((4, 0), False, "--batch has 0"),
-        (0, False, "--batch has 0"),
-        ((), False, "names no size"),
-        ("four", False, "--batch is four; name sizes"),
-        ("[1, x]", False, "name sizes"),
-        ((4,), True, "decode.hierarchies"),
+        ((4, 0), "--batch has 0"),
+        (0, "--batch has 0"),
+        ((), "names no size"),
+        ("four", "--batch is four; name sizes"),
+        ("[1, x]", "name sizes"),
     ],
 )
-def test_sizes_that_are_none_and_three_models_are_refused(sizes, has_hierarchies, says):
+def test_sizes_that_are_none_are_refused(sizes, says):
     with pytest.raises(ValueError, match=says):
-        sizes_of(sizes, has_hierarchies=has_hierarchies)
+        sizes_of(sizes)
 
 
 @pytest.mark.parametrize(("asked", "sizes"), [("1,4,16", (1, 4, 16)), (4, (4,)), ((1, 4), (1, 4)), (None, None)])
 def test_sizes_are_read_as_a_command_line_names_them(asked, sizes):
-    assert sizes_of(asked, has_hierarchies=False) == sizes
+    assert sizes_of(asked) == sizes

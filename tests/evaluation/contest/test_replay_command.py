@@ -173,7 +173,7 @@ def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags,
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
     few = {"fixed_length": {"k": [0, 2]}, "head": {"max_rejection_prob": [0.3, 0.6]}}
     few |= {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    asked = ["evaluate", *flags, "--decode.hierarchies", "false", "--decode.grid", json.dumps(few)]
+    asked = ["evaluate", *flags, "--decode.grid", json.dumps(few)]
     capsys.readouterr()
     run(COMMANDS, argv=asked)
     shown = capsys.readouterr().out

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
@@ -117,33 +116,6 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_evaluate_shows_hierarchies_as_decoded_rows_at_the_given_times(capsys, tmp_path):
-    times = [
-        "--decode.t_draft_s",
-        "0.2",
-        "--decode.t_target_s",
-        "1",
-        "--decode.t_micro_s",
-        "0.05",
-        "--decode.ratios",
-        "[20]",
-    ]
-    grid = ["--decode.grid", '{"fixed_length": {"k": [0, 1, 2, 3]}}', "--decode.hierarchies", "true"]
-    command("evaluate", tmp_path, *FEW, *times, *grid)
-    assert "decoded on 2 test prompts, not replayed" in capsys.readouterr().out
-    frame = pd.read_csv(tmp_path / "results.csv")
-    decoded = frame[frame["source"] == "decoded"]
-    assert len(decoded) == 2 * 6
-    for row in decoded.to_dict("records"):
-        t_draft_s = 1 / row["ratio"]
-        seconds = t_draft_s * (0.25 * row["num_micro_forwards"] + row["num_draft_forwards"]) + row["num_target"]
-        assert row["tokens_per_s"] == pytest.approx(row["num_emitted"] / seconds)
-        assert row["verification_rate"] == pytest.approx(row["target_utilisation"])
-        assert row["gain_low"] <= row["gain"] <= row["gain_high"]
-    assert "decoded_hsddw" in (tmp_path / "report.html").read_text()
-
-
 def test_bench_times_three_models_beside_two():
     config = config_of(parser := parser_for(COMMANDS["bench"]), parser.parse_args(["--config", "configs/tiny.yaml"]))
     rows = list(
@@ -166,7 +138,7 @@ def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp
     assert all(Path(path).stat().st_size > 0 for path in found["written"])
 
 
-@pytest.mark.parametrize("name", ["hierarchy", "evaluate", "bench"])
+@pytest.mark.parametrize("name", ["hierarchy", "bench"])
 def test_without_a_micro_model_the_answer_is_one_line(name, capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         command(name, tmp_path, "--pair.micro", "null", "--decode.hierarchies", "true")
