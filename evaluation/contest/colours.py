@@ -21,7 +21,7 @@ class Hue(NamedTuple):
 
 
 LENGTHS, PROBABILITIES, ENTROPIES, OWN = "lengths", "probabilities", "entropies", "own policies"
-PAPERS, HEADS, AUTO, TWO_DEVICES, LIMITS = "SpecDec++", "heads", "auto", "two devices", "bounds"
+PAPERS, HEADS, AUTO, LIMITS = "SpecDec++", "heads", "auto", "bounds"
 _HUES = {
     LENGTHS: Hue(215, 0.1, 0.42, 0.56),
     PROBABILITIES: Hue(214, 0.65),
@@ -29,7 +29,6 @@ _HUES = {
     PAPERS: Hue(46, 0.85, 0.44, 0.44),
     HEADS: Hue(2, 0.65, 0.34, 0.76),
     AUTO: Hue(285, 0.45, 0.38, 0.74),
-    TWO_DEVICES: Hue(60, 0.5, 0.38, 0.38),
     LIMITS: Hue(215, 0.16, 0.66, 0.8),
     OWN: Hue(330, 0.6, 0.4, 0.68),
 }
@@ -40,7 +39,7 @@ _BUILT_IN = tuple(name for name in NAMES if name not in RULES)  # engines' rules
 
 def kind_of(family: str) -> str:
     """Kind of policy that a family is: what it looks at, or why nothing can reach it."""
-    prefixes = {"auto_": AUTO, "head_": HEADS, "parallel_": TWO_DEVICES}
+    prefixes = {"auto_": AUTO, "head_": HEADS}
     if family in BOUNDS:
         return LIMITS
     if family == "head_specdec":

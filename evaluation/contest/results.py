@@ -10,10 +10,9 @@ from decode.policies.registry import POLICIES
 from evaluation.competitors import Finalist
 from evaluation.contest.arms import BASELINE, Arm, by_family, picks_of
 from evaluation.contest.grids import label_of
-from evaluation.contest.pearl_steps import fastest_gamma, pearl_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Resamples, Spent, Splits, gain_of, gain_over
-from evaluation.traces.trace import Array, Trace
+from evaluation.intervals import Gain, Resamples, Spent, gain_of, gain_over
+from evaluation.traces.trace import Array
 
 TRAINING_FREE, HEADS = "training-free", "heads"
 GROUPS: dict[str, Callable[[str], bool]] = {
@@ -101,20 +100,6 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
 def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
     return [result_of(pick.finalist(cost), yardstick) for pick in picks_of(arms, cost).values()]
-
-
-def parallel_results(
-    traces: Splits[Trace], cost: CostModel, yardstick: Yardstick, *, exchange_s: float
-) -> list[Result]:
-    """PEARL on two devices at the gamma that is fastest on dev, replayed like the policies and predicted by
-    `evaluation.contest.pearl_steps`.
-
-    None of a feature draft, which waits for the target's states.
-    """
-    if traces.test.num_passing is not None:
-        return []
-    gamma = fastest_gamma(traces.dev, cost, exchange_s=exchange_s)
-    return [result_of(pearl_of(traces.test, cost, gamma=gamma, exchange_s=exchange_s), yardstick)]
 
 
 def result_of(finalist: Finalist, yardstick: Yardstick) -> Result:

@@ -31,7 +31,6 @@ _BEHIND = {
     "auto_confidence_learning": "auto online, confidence learning",
     "auto_max_prob": "auto, largest probability (vLLM)",
     "auto_max_prob_learning": "auto online, largest probability learning",
-    "parallel_pearl": "PEARL, on two devices",
     "perfect_fed": "perfect head, fed-time",
     "perfect_drawn": "perfect head",
     "oracle": "oracle",

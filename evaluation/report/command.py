@@ -13,13 +13,12 @@ from configs.paths import check_local
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
-from decode.policies.entropy import check_at_least_zero
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.contest.arms import Replays, replay_dataset
 from evaluation.contest.grids import Grid, grids_of
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
-from evaluation.contest.results import parallel_results, results_of, yardstick_of
+from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.tables import NAMES, ordered, result_frame, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
@@ -42,7 +41,6 @@ def evaluate(
     batch: Sizes | None = None,
     clock: int = 0,
     repeats: int = 3,
-    exchange_s: float = 0.0,
     home: str | None = None,
     all: bool = False,
     json: bool = False,
@@ -55,8 +53,6 @@ def evaluate(
         clock: also time real generations of so many test prompts, every family at its best setting, beside what is
             predicted; 0: none.
         repeats: of each timed generation; medians count.
-        exchange_s: of PEARL, which is predicted for two devices: seconds that a step takes to bring distributions from
-            one to the other.
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
             dataset of this one.
         all: print every policy's row too, below the stages to the oracle.
@@ -64,7 +60,6 @@ def evaluate(
     """
     check_local(home, "--home")
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
-    check_at_least_zero("exchange_s", exchange_s)
     sizes = sizes_of(batch)
     with printing(aside=json):
         experiment = Experiment(config)
@@ -77,7 +72,7 @@ def evaluate(
         folder.complete()  # may take hours, so heads, grids and times were made, and checked, before it
         curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []
         page = Page(about=about(experiment, cost), cost=cost, directory=into, plots=curve)
-        every, results = compare_all(experiment, costs, homes=homes, page=page, exchange_s=exchange_s, has_all=all)
+        every, results = compare_all(experiment, costs, homes=homes, page=page, has_all=all)
         written = write(results, every, page=page)
         written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
         written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
@@ -147,7 +142,6 @@ def compare_all(
     *,
     homes: dict[str, Judged],
     page: Page,
-    exchange_s: float,
     has_all: bool,
 ) -> tuple[dict[str, Replays], pd.DataFrame]:
     """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
@@ -158,7 +152,6 @@ def compare_all(
         homes: title of a cost -> the set on which what travels is chosen, the first one; where there are some already,
             all datasets are away from home.
         page: of the report.
-        exchange_s: of PEARL.
         has_all: whether every policy's row is printed, below the stages.
     """
     heads, is_away = experiment.heads, bool(homes)
@@ -178,7 +171,7 @@ def compare_all(
         for cost in costs:
             home = None if is_home else homes.get(cost.title)
             num_home = home.num_dev if home else 0
-            judged = judge(dataset, replays, cost, exchange_s=exchange_s, num_home=num_home)
+            judged = judge(dataset, replays, cost, num_home=num_home)
             homes.setdefault(cost.title, judged)
             answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
             page.answers[dataset].append(answer)
@@ -230,14 +223,12 @@ def judge(
     replays: Replays,
     cost: CostModel,
     *,
-    exchange_s: float = 0.0,
     num_home: int = 0,
 ) -> Judged:
-    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it, `exchange_s` is PEARL's."""
+    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
     yardstick = yardstick_of(arms, cost, num_home=num_home)
-    others = parallel_results(replays.traces, cost, yardstick, exchange_s=exchange_s)
-    results = ordered([*results_of(arms, cost, yardstick), *others])
+    results = ordered(results_of(arms, cost, yardstick))
     return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
 
 

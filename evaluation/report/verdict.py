@@ -86,7 +86,7 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
     """Sentence, rows and picture of one dataset at one cost."""
     speeds = speeds_on_dev(judged, cost)
     names = _head_names(judged, cost, heads)
-    runnable = [family for family in speeds if kind_of(family) not in (colours.LIMITS, colours.TWO_DEVICES)]
+    runnable = [family for family in speeds if kind_of(family) != colours.LIMITS]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
     deciding, stages = deciding_families(judged, cost), stages_of(judged, heads=names)
@@ -129,7 +129,7 @@ def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
 
 
 def speeds_on_dev(judged: Judged, cost: CostModel) -> dict[str, float]:
-    """Throughput of every family on dev, by which settings and families are chosen; PEARL's is not among them."""
+    """Throughput of every family on dev, by which settings and families are chosen."""
     return {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks_of(judged.arms, cost).items()}
 
 

@@ -1,22 +1,15 @@
-"""PEARL keeps the target's law exactly, a draw that two tests share does not, and its replay has the law of the real
-loop's steps.
-"""
+"""PEARL keeps the target's distribution exactly; a draw that two tests share does not."""
 
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from threading import current_thread
 from time import sleep
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
 import decode.drafters.parallel.pearl
 from decode.drafters.parallel.pearl import PearlDecoder, Step
-from evaluation.contest.pearl_steps import pearl_steps_of
-from evaluation.costs.model import CostModel
 from lm import Draws, Sampling, acceptance_prob, num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import PROMPT, SAMPLINGS
@@ -82,42 +75,6 @@ def test_greedy_output_equals_transformers_generate_and_two_at_once_write_the_sa
     assert {one.strategy for one in generation.rounds if isinstance(one, Step)} == {"pre-verify", "post-verify"}
     decoder._pool = ThreadPoolExecutor(1)  # as where there are two devices
     assert decoder.generate(prompt, 24).token_ids == generation.token_ids
-
-
-@pytest.mark.parametrize(("gamma", "eos_ids"), [(2, ()), (3, (2,))])
-def test_replayed_steps_have_the_law_of_the_loops_steps(gamma, eos_ids):
-    """Law 4.10 on every response and every outcome of its positions."""
-    decoder, draft, sampling = toy_pearl(gamma, Sampling(), eos_ids), ToyModel(2), Sampling()
-
-    def play(draws: Draws) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        generation = decoder.generate(PROMPT, _LENGTH, generator=draws)
-        return generation.token_ids, tuple(len(one.emitted) for one in generation.rounds)
-
-    target, replayed = ToyModel(1), defaultdict(float)
-    for response, probability in target.law(PROMPT, _LENGTH, sampling=sampling, eos_ids=frozenset(eos_ids)).items():
-        text, index = [*PROMPT, *response], torch.tensor(response)[:, None]
-        target.reset()
-        draft.reset()
-        p, q = (
-            model.forward(text[:-1], len(response)).softmax(-1).gather(-1, index)[:, 0] for model in (target, draft)
-        )
-        passes = (q / p).clamp(max=1.0).tolist()
-        for outcome in product((False, True), repeat=len(response)):
-            chance = np.prod([1 - a if rejected else a for rejected, a in zip(outcome, passes, strict=True)])
-            steps = pearl_steps_of(np.array(outcome), gamma=gamma, limit=_LENGTH)
-            replayed[response, tuple(steps.emitted.tolist())] += probability * float(chance)
-    assert_same_law({key: value for key, value in replayed.items() if value > 1e-15}, law_of(play), tolerance=1e-11)
-
-
-def test_a_step_takes_as_long_as_the_slower_of_the_two():
-    """Positions 0 to 5 pass but 3: pre-verify 0, post-verify 1 and 2, fail at 3, pre-verify 4, post-verify 5."""
-    steps = pearl_steps_of(np.array([False, False, False, True, False, False]), gamma=2)
-    assert steps.emitted.tolist() == [1, 2, 1, 1, 1]
-    assert steps.drafted.tolist() == [2, 2, 2, 2, 0]
-    assert steps.waiting.tolist() == [0, 1, 1, 0, 1]
-    cost = CostModel(2.0, (3.0, 5.0))
-    assert steps.seconds(cost, exchange_s=0.5) == pytest.approx(4 + 5 + 5 + 4 + 5 + 5 * 0.5)
-    assert steps.counts.num_target == 5
 
 
 class Slow(ToyModel):
