@@ -54,7 +54,7 @@ class Choices:
             grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies)
             traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
             self._replays[dataset] = replay_dataset(
-                traces, grids, heads=heads, cost=self._cost, perfect_head=False, name=f"dev, {dataset}, {self._name}"
+                traces, grids, heads=heads, perfect_head=False, name=f"dev, {dataset}, {self._name}"
             )
         return self._replays[dataset]
 

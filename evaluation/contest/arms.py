@@ -15,7 +15,7 @@ from decode.loop.counts import Counts
 from decode.policies.base import Policy
 from decode.policies.bounds import Oracle
 from evaluation.competitors import Finalist, fastest
-from evaluation.contest.grids import Grid, both_grid, bounds, kept_grid, label_of
+from evaluation.contest.grids import Grid, bounds, label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, Splits, Work
 from evaluation.traces.replay import Replayed, replay_settings
@@ -126,21 +126,27 @@ class Replays:
             found |= fastest_heads([arm for arm in arms if stop_s[arm.grid.name] <= least], cost)
         return {timing: self.heads[name] for timing, name in found.items()}
 
-    def auto_arms(self, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
-        """The rule of law 4.11 for these costs, with the best head of each timing: lambda from dev, or learned online,
-        or the head too.
+    def auto_arms(
+        self, cost: CostModel, *, is_online: Sequence[bool] = (False, True), timing: Timing | None = None
+    ) -> list[Arm]:
+        """The rule of law 4.11 for these costs, lambda from dev or learned online, with the head that is fastest on dev
+        of this timing; None: of the timing of the fastest head.
         """
+        heads = self.best(cost)
+        if not heads:
+            return []
+        timing = timing or self.fastest_timing(cost)
         rules = {
-            f"auto_{timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
-            for timing, head in self.best(cost).items()
+            f"auto_{timing}{'_online' * learns}": auto_for(heads[timing], self.traces.dev, cost, is_online=learns)
             for learns in is_online
         }
-        for timing, head in self.best(cost).items() if True in is_online else ():
-            if timing != "fed":
-                rules[f"auto_{timing}_learning"] = auto_for(
-                    head, self.traces.dev, cost, is_online=True, is_learning=True
-                )
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
+
+    def fastest_timing(self, cost: CostModel) -> Timing | None:
+        """Timing of the head that is fastest on dev; None where no heads compete."""
+        timings = {family: timing for timing, families in _HEADS.items() for family in families}
+        arms = [arm for arm in self.arms if arm.grid.family in timings]
+        return timings[fastest_on_dev(arms, cost).family] if arms else None
 
     def oracle_arm(self, cost: CostModel) -> Arm:
         """Gain that knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
@@ -156,7 +162,6 @@ def replay_dataset(
     grids: Sequence[Grid],
     *,
     heads: Mapping[str, AcceptanceHead],
-    cost: CostModel,
     perfect_head: bool,
     name: str,
 ) -> Replays:
@@ -166,19 +171,12 @@ def replay_dataset(
         traces: of the dataset.
         grids: all but the bounds.
         heads: those of the grids, by name.
-        cost: decides which head of each timing is best; those form grids of their own.
         perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
         name: of the dataset, for the progress bar.
     """
     ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
     with Bar(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="settings") as bar:
         arms = list(replay_arms(grids, traces, bar.update))
-        best = fastest_heads(arms, cost)
-        if "fed" in best and "drawn" in best:
-            name = f"{best['fed']}+{best['drawn']}"
-            arms += replay_arms([both_grid(name, heads[best["fed"]], heads[best["drawn"]])], traces)
-        if "prefix" in best:
-            arms += replay_arms([kept_grid(best["prefix"], heads[best["prefix"]])], traces)
         arms += replay_arms(ends, traces, bar.update)
     return Replays(traces=traces, arms=arms, heads=heads)
 

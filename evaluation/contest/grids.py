@@ -115,23 +115,11 @@ def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence
     return make_grid(family_of(head), f"head:{name}", parameters, head=head)
 
 
-def kept_grid(name: str, head: AcceptanceHead) -> Grid:
-    """All thresholds of a prefix head that keeps the token which makes it stop."""
-    return make_grid("head_prefix_kept", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=head, keeps_newest=True)
-
-
 def family_of(head: AcceptanceHead) -> str:
     """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), or the others of its
     timing.
     """
     return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
-
-
-def both_grid(name: str, fed: AcceptanceHead, drawn: AcceptanceHead) -> Grid:
-    """All thresholds of two heads, calibrated, the drawn-time one for the newest token only."""
-    return make_grid(
-        "head_both", f"head:{name}", {"max_rejection_prob": LOGISTIC}, head=fed, also=drawn, is_calibrated=True
-    )
 
 
 def bounds() -> Iterator[Grid]:

@@ -61,7 +61,7 @@ def _arms(traces: Splits[Trace], contest: Contest, heads: Mapping[str, Acceptanc
     cost, fitting = contest.times.speculating, calibrated_on(traces.dev, heads)
     every = dict(heads) | fitting
     grids = grids_of({}, every, max_draft_length=traces.dev.max_draft_length)
-    replays = replay_dataset(traces, grids, heads=every, cost=cost, perfect_head=False, name="our policies")
+    replays = replay_dataset(traces, grids, heads=every, perfect_head=False, name="our policies")
     return [*replays.arms, *replays.auto_arms(cost, is_online=(False,))]
 
 

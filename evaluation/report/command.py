@@ -163,7 +163,7 @@ def compare_all(
     frames: list[pd.DataFrame] = []
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
-        replays = replay_dataset(traces, grids, heads=heads, cost=costs[0], perfect_head=perfect, name=dataset)
+        replays = replay_dataset(traces, grids, heads=heads, perfect_head=perfect, name=dataset)
         every[dataset] = replays
         # heads are trained on a home set, so that nothing travels to it
         is_home = experiment.is_home(dataset) and not is_away
@@ -246,9 +246,7 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
     )
     name = next(iter(experiment.datasets))
     heads, traces = experiment.heads, trace_folder(experiment).load(name)
-    replays = replay_dataset(
-        traces, grids, heads=heads, cost=costs[0], perfect_head=config.decode.perfect_head, name=f"home {name}"
-    )
+    replays = replay_dataset(traces, grids, heads=heads, perfect_head=config.decode.perfect_head, name=f"home {name}")
     dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
     return {cost.title: judge(dataset, replays, cost) for cost in costs}
 

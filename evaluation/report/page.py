@@ -59,10 +59,11 @@ class Page:
 
 def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
     """Every arm of a dataset, and the rule solved at several ratios."""
+    timing = replays.fastest_timing(cost)
     rules = [
         replace(arm, ratio=ratio)
         for ratio in RATIOS
-        for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,))
+        for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,), timing=timing)
     ]
     return [*replays.arms, *rules]
 

@@ -8,7 +8,6 @@ so. Everything is predicted from counts and times (law 4.9), and is called so.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from data_gen.labels.scalars import SCALARS
 from evaluation.contest import colours
@@ -85,7 +84,7 @@ class Answer:
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
     """Sentence, rows and picture of one dataset at one cost."""
     speeds = speeds_on_dev(judged, cost)
-    names = _head_names(judged, cost, heads)
+    names = _head_names(judged, cost)
     runnable = [family for family in speeds if kind_of(family) != colours.LIMITS]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
@@ -105,7 +104,7 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
         deciding=deciding,
         best=max(runnable, key=speeds.__getitem__),
         gains={result.family: result.gain.text for result in judged.results if result.family != BASELINE},
-        explained="; ".join(f"{name}: {explained(heads[name])}" for name in champion.split(" and ") if name in heads),
+        explained=f"{champion}: {explained(heads[champion])}" if champion in heads else "",
         picture=stage_plot(stages, cost, dataset=judged.dataset),
     )
 
@@ -139,7 +138,7 @@ def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num
     Args:
         judged: the dataset at this cost.
         cost: the times.
-        names: family -> names of the heads that stand for it.
+        names: family -> name of the head that stands for it.
         num_prompts: of the test split.
     """
     results = {result.family: result for result in judged.results}
@@ -170,13 +169,13 @@ def explained(head: AcceptanceHead) -> str:
     return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
 
 
-def _as_said(result: Result, heads: str) -> str:
+def _as_said(result: Result, head: str) -> str:
     """A policy with its setting, as a sentence names it."""
     value = values_of(result)
-    if not heads:
+    if not head:
         return f"{called(result.family)}{f' at {value}' if value else ''}"
-    named, rule = f"head{'s' * (' and ' in heads)} {heads}", called(result.family).partition(",")[0]
-    return f"{named} at {value}" if value else f"{named} under {rule}, which needs no threshold"
+    rule = called(result.family).partition(",")[0]
+    return f"head {head} at {value}" if value else f"head {head} under {rule}, which needs no threshold"
 
 
 def _rival(family: str) -> str:
@@ -197,15 +196,13 @@ def _doubt(lead: Gain, free_family: str, num_prompts: int) -> str:
     )
 
 
-def _head_names(judged: Judged, cost: CostModel, heads: Mapping[str, AcceptanceHead]) -> dict[str, str]:
-    """Family -> the head that stands for it, or two that do together."""
+def _head_names(judged: Judged, cost: CostModel) -> dict[str, str]:
+    """Family -> the head that stands for it."""
     best = fastest_heads(judged.arms, cost)
-    pairs = {f"{fed}+{drawn}": f"{fed} and {drawn}" for fed, drawn in product(heads, repeat=2)}
     named: dict[str, str] = {}
     for result in judged.results:
         if result.family.startswith("auto_"):
             named[result.family] = best[result.family.split("_")[1]]  # type: ignore[index]
         elif result.family.startswith("head_"):
-            name = result.name.removeprefix("head:")
-            named[result.family] = name if name in heads else pairs[name]
+            named[result.family] = result.name.removeprefix("head:")
     return named

@@ -34,9 +34,7 @@ def sets() -> list[Replays]:
         head_grid("it", head, {"max_rejection_prob": LOGISTIC})
     ]
     every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
-    return [
-        replay_dataset(traces, grids, heads={"it": head}, cost=COST, perfect_head=True, name="") for traces in every
-    ]
+    return [replay_dataset(traces, grids, heads={"it": head}, perfect_head=True, name="") for traces in every]
 
 
 def judged(replays: Replays, name: str, *, num_home: int = 0) -> Judged:
@@ -50,7 +48,7 @@ def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):
     there = judged(sets[1], "there", num_home=home.num_dev)
     travelled = {each.result.family: each for each in travel(home, there, test=sets[1].traces.test, cost=COST)}
     tuned = {result.family: result for result in there.results}
-    assert {"head_drawn", "auto_drawn_learning", *FAMILIES} <= set(travelled)
+    assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(travelled)
     assert not {"oracle", "perfect_drawn"} & set(travelled)
     for at_home, arm in zip(home.results, home.arms, strict=True):
         if at_home.family in (*FAMILIES, "head_drawn"):
@@ -74,7 +72,7 @@ def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkey
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     home = judged(sets[0], "home")
     there = judged(
-        replay_dataset(traces, [grid], heads={}, cost=COST, perfect_head=False, name=""), "there", num_home=home.num_dev
+        replay_dataset(traces, [grid], heads={}, perfect_head=False, name=""), "there", num_home=home.num_dev
     )
     travelled = {each.result.family: each for each in travel(home, there, test=traces.test, cost=COST)}
     assert there.results[0].setting == {"k": LENGTH}

@@ -52,9 +52,7 @@ def heads():
 
 def replayed(splits, heads):
     few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    return replay_dataset(
-        splits, grids_of(few, heads, max_draft_length=5), heads=heads, cost=CURVE, perfect_head=True, name="made"
-    )
+    return replay_dataset(splits, grids_of(few, heads, max_draft_length=5), heads=heads, perfect_head=True, name="made")
 
 
 @pytest.fixture(scope="module")
