@@ -23,17 +23,17 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1560, 1000),
+    "configs": (1556, 1000),
     "store": (773, 500),
     "lm": (6079, 4000),
     "data_gen": (6982, 4400),
     "heads": (5564, 3600),
     "decode": (5827, 4200),
-    "evaluation": (14170, 7400),
+    "evaluation": (13774, 7400),
     "serve": (1011, 800),
     "checkpoints/recipes": (1993, 1400),
     "benchmarks": (4531, 800),
-    "tests": (28600, 18000),
+    "tests": (28406, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
