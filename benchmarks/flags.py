@@ -32,7 +32,7 @@ from evaluation.bench.arms import Timed, Written
 from evaluation.bench.schedules import assisted
 from evaluation.contest.grids import label_of
 from evaluation.flag_types import EngineName, Milliseconds
-from evaluation.flags.choice import DEFAULT, FLAGS, NONE, Choice, Contest, Option, speed_of
+from evaluation.flags.choice import DEFAULT, FLAGS, NONE, Choice, Contest, Option
 from evaluation.flags.command import contest_for
 from evaluation.flags.engines import ENGINES, Setting, of_generation_config
 from evaluation.flags.times import given_times
@@ -103,7 +103,7 @@ def searched(
         for setting in settings:
             decoder = decoder_of(experiment, make_policy(rule, **setting), is_likeliest=is_likeliest)
             played = decoded(decoder, prompts, experiment.decode.max_new_tokens)
-            speed = speed_of(times.work(played, [setting]))
+            speed = float(times.spent(played, [setting]).tokens_per_s[0])
             print(f"{label_of('', setting):<85} {speed:8.2f} tokens/s, {len(prompts)} prompts", flush=True)
             yield speed
 
@@ -121,7 +121,7 @@ def searched(
         "best_decoded": dict(finalists[best]),
         "best_tokens_per_s": found[best],
         "short_of_best": 1 - found[0] / found[best],
-        "replay_off": speed_of(times.work(replayed, [chosen.setting])) / found[0] - 1,
+        "replay_off": float(times.spent(replayed, [chosen.setting]).tokens_per_s[0]) / found[0] - 1,
         "settings_decoded": len(grid),
     }
 

@@ -17,7 +17,7 @@ from decode.policies.bounds import Oracle
 from evaluation.competitors import Finalist, fastest
 from evaluation.contest.grids import Grid, bounds, label_of
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, Splits, Work
+from evaluation.intervals import Spent, Splits
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import auto_for
@@ -44,9 +44,9 @@ class Arm:
     ratio: float | None = None
     """t_target / t_draft that its rule was solved for; None: it depends on no times, or on those of the evaluation."""
 
-    def work(self, cost: CostModel) -> Splits[Work]:
+    def spent(self, cost: CostModel) -> Splits[Spent]:
         """Tokens and seconds of all its settings at this cost."""
-        return Splits(cost.work(self.dev), cost.work(self.test))
+        return Splits(cost.spent(self.dev), cost.spent(self.test))
 
 
 class Pick(NamedTuple):
@@ -89,8 +89,7 @@ class Pick(NamedTuple):
 
     def spent(self, cost: CostModel) -> Spent:
         """Tokens and seconds of each test prompt."""
-        work = cost.work(self.arm.test)
-        return Spent(work.tokens[self.setting], work.seconds[self.setting])
+        return cost.spent(self.arm.test).at(self.setting)
 
     def finalist(self, cost: CostModel) -> Finalist:
         """The pick with its results on test."""

@@ -88,7 +88,7 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
         f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
         [dict(zip(rows[0], first, strict=True)), *rows],
         "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % "
-        "interval: prompts resampled in pairs, settings chosen anew on dev, times within their errors. Bold: the best "
+        "interval: paired bootstrap of test prompts, at the settings that dev chose. Bold: the best "
         "on dev of what can be run",
         names=2,
     )

@@ -10,19 +10,19 @@ there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 
-from evaluation.contest.arms import Arm, by_family, picks_of
+from evaluation.contest.arms import Arm, picks_of
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
 from evaluation.contest.tables import NAMES, ordered, result_frame
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, gain_of
+from evaluation.intervals import Gain, gain_over
 from evaluation.sheet import Sheet, spread
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
@@ -39,11 +39,6 @@ class Judged:
     arms: Sequence[Arm]
     yardstick: Yardstick
     results: Sequence[Result]
-
-    @property
-    def num_dev(self) -> int:
-        """Number of prompts that choose."""
-        return self.arms[0].dev.per_prompt(self.arms[0].dev.counts.num_target).shape[1]
 
     def gain(self, family: str) -> str:
         """Gain over the best fixed length; empty where the family did not compete."""
@@ -68,22 +63,11 @@ def travel(home: Judged, away: Judged, *, test: Trace, cost: CostModel) -> list[
         test: its test prompts.
         cost: of both.
     """
-    arms = list(_moved(home.arms, away.arms, test))
-    members, yardstick = by_family(arms), away.yardstick
-    travelled = []
-    for family, pick in picks_of(arms, cost).items():
+    there, travelled = away.yardstick.spent, []
+    for family, pick in picks_of(_moved(home.arms, away.arms, test), cost).items():
         finalist = pick.finalist(cost)
-        reached = yardstick.resamples.throughput([arm.work(cost) for arm in members[family]], is_from_home=True)
-        beside = yardstick._replace(reached={**yardstick.reached, _TRAVELLED: reached})
-        result = replace(result_of(replace(finalist, family=_TRAVELLED), beside), family=family)
-        kept = None
-        if family in yardstick.spent:
-            kept = gain_of(
-                finalist.spent.tokens_per_s / yardstick.spent[family].tokens_per_s - 1,
-                yardstick.reached[family],
-                reached,
-            )
-        travelled.append(Travelled(result, kept))
+        kept = gain_over(there[family], finalist.spent) if family in there else None
+        travelled.append(Travelled(result_of(finalist, away.yardstick), kept))
     places = {
         result.family: place
         for place, result in enumerate(ordered([travelled_family.result for travelled_family in travelled]))
@@ -123,10 +107,6 @@ def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, 
         fitted = (dev.logit(head)[tokens][can_be_drawn], labels[can_be_drawn])
         calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, fitted))
     return calibrated
-
-
-_TRAVELLED = "travelled"
-"""Apart from the families that were tuned there."""
 
 
 def _moved(home: Sequence[Arm], away: Sequence[Arm], test: Trace) -> Iterator[Arm]:

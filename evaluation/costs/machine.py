@@ -18,10 +18,9 @@ from data_gen.store.identity import HASHES
 from decode.experiment import Experiment, Level
 from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
-from evaluation.costs.model import RECORDED, CostModel, StopShares, check_ratio
+from evaluation.costs.model import RECORDED, CostModel, StopShares, TimeErrors, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.costs.waiting import Timing
-from evaluation.intervals import TimeErrors
 from store.keyed import KeyedStore
 
 NUM_PROMPTS = 4

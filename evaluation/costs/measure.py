@@ -24,8 +24,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import FixedLength, Policy
 from evaluation.costs.budget import turns_within
-from evaluation.costs.model import CostModel
-from evaluation.intervals import TimeErrors
+from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.traces.trace import Array
 from evaluation.turns import in_turns
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling

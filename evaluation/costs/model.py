@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from decode.policies.base import JOINT, Policy
-from evaluation.intervals import CERTAIN, TimeErrors, Work
+from evaluation.intervals import Spent
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Array, Trace
 
@@ -33,7 +33,24 @@ class StopShares(NamedTuple):
     of: Mapping[str, float]
 
 
-NO_STOPS = StopShares("stops free", {})
+class TimeErrors(NamedTuple):
+    """Relative standard errors of the times; given times have none."""
+
+    drafting: float = 0.0
+    verifying: float = 0.0
+    stopping: Mapping[str, float] = {}
+    """Relative errors of stops, by kind."""
+
+    @property
+    def text(self) -> str:
+        """What titles say of them; of the stops the largest. Empty where the times are given."""
+        stop = max(self.stopping.values(), default=0.0)
+        errors = (("t_draft", self.drafting), ("t_target", self.verifying), ("a stop", stop))
+        said = ", ".join(f"{name} ± {100 * error:.0f} %" for name, error in errors if error)
+        return f"; standard errors: {said}" if said else ""
+
+
+NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
 
 
 @dataclass(frozen=True)
@@ -80,8 +97,10 @@ class CostModel:
 
     @property
     def title(self) -> str:
-        """Name of the costs in titles of tables and plots: the ratio, its origin, and the assumed seconds of stops."""
-        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin})"
+        """Name of the costs in titles of tables and plots: the ratio, its origin, the assumed seconds of stops, and how
+        sure measured times are.
+        """
+        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin}{self.errors.text})"
 
     @property
     def where(self) -> str:
@@ -118,17 +137,9 @@ class CostModel:
         """Seconds t_target(k) of a verification of k drafted tokens."""
         return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
 
-    def work(self, replayed: Replayed) -> Work:
-        """Tokens and seconds of every setting on every prompt, by what they were spent on."""
-        forwards = replayed.per_prompt(replayed.counts.num_draft_forwards)
-        verifying_s = replayed.lengths @ self.target_s(np.arange(replayed.lengths.shape[-1]))
-        return Work(
-            tokens=replayed.per_prompt(replayed.counts.num_emitted),
-            drafting_s=self.t_draft_s * forwards,
-            stopping_s=self.stop_s(replayed.stop_kind) * forwards,
-            verifying_s=replayed.per_prompt(verifying_s),
-            stop_kind=replayed.stop_kind,
-        )
+    def spent(self, replayed: Replayed) -> Spent:
+        """Tokens and seconds of every setting on every prompt."""
+        return Spent(replayed.per_prompt(replayed.counts.num_emitted), replayed.per_prompt(self.time_s(replayed)))
 
     def round_s(self, max_draft_length: int, *, has_blocks: bool = False) -> tuple[float, ...]:
         """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps, or with

@@ -100,8 +100,8 @@ def answer_sheet(answer: Answer) -> Sheet:
         for name, choice in answer.choices.items()
     ]
     note = (
-        "gain: predicted from counts and times (law 4.9) on test, with its 95 % interval: prompts resampled in pairs, "
-        "settings chosen anew on dev, times within their errors. What is called ours has no flag: it takes our loop "
+        "gain: predicted from counts and times (law 4.9) on test, with its 95 % interval (paired bootstrap of test "
+        "prompts, at the settings that dev chose). What is called ours has no flag: it takes our loop "
         f"or plugin. The rule is that of {answer.name} {answer.engine.version}. These flags stay "
         f"{answer.short_of_hindsight:.1%} behind the setting that would have been best on test"
     )

@@ -95,8 +95,7 @@ def calibrate(contest: Contest, best: Pick, flags: Choice) -> Calibrated:
         name: _choice(contest, name, CalibratedTopProb(offsets, slopes, is_cumulative=is_cumulative))
         for name, is_cumulative in ((PRODUCT, True), (PER_PLACE, False))
     }
-    reached = contest.resamples.throughput([best.arm.work(contest.times.speculating)])
-    choices[HEAD] = Choice(HEAD, option_of(best, contest), reached)
+    choices[HEAD] = Choice(HEAD, option_of(best, contest))
     gains = {name: choice.tokens_per_s / flags.tokens_per_s - 1 for name, choice in choices.items()}
     better = max((PRODUCT, PER_PLACE), key=lambda name: choices[name].option.speeds.dev)
     on_test = list(places_of(contest.home.test, head))
@@ -115,7 +114,7 @@ def _choice(contest: Contest, name: str, policy: CalibratedTopProb) -> Choice:
     settings = tuple({"n_max": n_max, "max_rejection_prob": value} for n_max in lengths for value in LOGISTIC)
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in settings[0]}
     arm = arm_of(Grid(name, name, replace(policy, **arrays), settings), contest.home)
-    return contest.choice(name, options_of(arm, arm.work(contest.times.speculating), None))
+    return contest.choice(name, options_of(arm, arm.spent(contest.times.speculating), None))
 
 
 def places_of(trace: Trace, head: AcceptanceHead) -> Iterator[Seen]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from decode.policies import FixedLength
 from decode.policies.registry import registered
@@ -16,7 +15,7 @@ from evaluation.contest.arms import Arm, replay_arms
 from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
 from evaluation.flags.engines import Drafting, Engine, Setting
-from evaluation.intervals import PLAIN, Gain, Resamples, Splits, Work, gain_of
+from evaluation.intervals import Gain, Spent, Splits, gain_over
 from evaluation.traces.replay import Replayed
 from evaluation.traces.trace import Trace
 
@@ -41,18 +40,18 @@ class Times(NamedTuple):
         speculating = replace(cost, t_target_s=tuple(seconds + extra_s for seconds in cost.t_target_s))
         return cls(cost, speculating, engine.drafts_whole)
 
-    def work(self, played: Replayed, settings: Sequence[Setting]) -> Work:
+    def spent(self, played: Replayed, settings: Sequence[Setting]) -> Spent:
         """What an engine pays for what its rule did at these settings, replayed or decoded."""
-        work, cost = self.speculating.work(played), self.speculating
+        spent, cost = self.speculating.spent(played), self.speculating
         if not self.drafts_whole:
-            return work
+            return spent
         lengths = np.array([[int(setting["k"])] for setting in settings])
         rounds = played.per_prompt(played.counts.num_target)
         texts = played.per_prompt(np.ones_like(played.counts.num_target))
+        stopping_s = cost.stop_s(played.stop_kind) * played.per_prompt(played.counts.num_draft_forwards)
         # a full number in every round, whatever room a text has left, and once more for each text
-        return work._replace(
-            drafting_s=cost.t_draft_s * lengths * (rounds + texts), verifying_s=cost.target_s(lengths) * rounds
-        )
+        drafting_s = cost.t_draft_s * lengths * (rounds + texts)
+        return spent._replace(seconds=drafting_s + stopping_s + cost.target_s(lengths) * rounds)
 
 
 class Option(NamedTuple):
@@ -60,14 +59,14 @@ class Option(NamedTuple):
 
     label: str
     setting: Setting
-    work: Splits[Work]
+    spent: Splits[Spent]
     drafting: Drafting | None = None
     """None: it drafts nothing."""
 
     @property
     def speeds(self) -> Splits[float]:
         """Tokens per second on both splits."""
-        return Splits(*(speed_of(work) for work in self.work))
+        return Splits(*(float(spent.tokens_per_s) for spent in self.spent))
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,6 @@ class Choice:
 
     what: str
     option: Option
-    reached: Float[np.ndarray, " resample"]
-    """Tokens per second on test of each resample, whose dev prompts choose anew."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,7 +83,7 @@ class Choice:
 
     def over(self, base: "Choice") -> Gain:
         """The predicted gain over another competitor."""
-        return gain_of(self.tokens_per_s / base.tokens_per_s - 1, base.reached, self.reached)
+        return gain_over(base.option.spent.test, self.option.spent.test)
 
 
 class Contest:
@@ -94,8 +91,6 @@ class Contest:
 
     def __init__(self, engine: Engine, traces: Traces, times: Times) -> None:
         self.engine, self.traces, self.times = engine, traces, times
-        dev, test = self.home
-        self.resamples = Resamples(dev.num_prompts, test.num_prompts, times.alone.errors)
 
     @property
     def home(self) -> Splits[Trace]:
@@ -120,10 +115,7 @@ class Contest:
         """The target alone."""
         grid = Grid(NONE, NONE, FixedLength(0), ({},))
         arm = arm_of(grid, self.home)
-        works = arm.work(self.times.alone)
-        if PLAIN in self.times.alone.errors.stopping:
-            works = Splits(works.dev.as_plain(), works.test.as_plain())
-        return options_of(arm, works, None)[0]
+        return options_of(arm, arm.spent(self.times.alone), None)[0]
 
     @property
     def best_on_test(self) -> float:
@@ -132,8 +124,7 @@ class Contest:
 
     def choice(self, what: str, options: Sequence[Option]) -> Choice:
         """The fastest of these options on dev."""
-        best = max(options, key=lambda option: option.speeds.dev)
-        return Choice(what, best, self.resamples.throughput([joined(options)]))
+        return Choice(what, max(options, key=lambda option: option.speeds.dev))
 
     def choices(self) -> dict[str, Choice]:
         """No speculation, the default where there is one, the best fixed length, and the flags."""
@@ -156,8 +147,8 @@ class Contest:
     def _options(self, arm: Arm, drafting: Drafting) -> list[Option]:
         """The engine's settings, with what it pays for them."""
         settings = arm.grid.settings
-        works = Splits(self.times.work(arm.dev, settings), self.times.work(arm.test, settings))
-        return options_of(arm, works, drafting)
+        spent = Splits(self.times.spent(arm.dev, settings), self.times.spent(arm.test, settings))
+        return options_of(arm, spent, drafting)
 
 
 def arm_of(grid: Grid, traces: Splits[Trace]) -> Arm:
@@ -165,30 +156,10 @@ def arm_of(grid: Grid, traces: Splits[Trace]) -> Arm:
     return next(replay_arms([grid], traces))
 
 
-def options_of(arm: Arm, works: Splits[Work], drafting: Drafting | None) -> list[Option]:
-    """The settings of an arm, each with its work."""
+def options_of(arm: Arm, spent: Splits[Spent], drafting: Drafting | None) -> list[Option]:
+    """The settings of an arm, each with what it spent."""
     label = "" if drafting is None else drafting.label
     return [
-        Option(label, setting, Splits(*(rows_of(work, place) for work in works)), drafting)
+        Option(label, setting, Splits(spent.dev.at(place), spent.test.at(place)), drafting)
         for place, setting in enumerate(arm.grid.settings)
     ]
-
-
-def speed_of(work: Work) -> float:
-    """Tokens per second of all settings and prompts together."""
-    return float(work.tokens.sum() / work.seconds.sum())
-
-
-def rows_of(work: Work, place: int) -> Work:
-    """The work of one setting."""
-    return Work(**{name: getattr(work, name)[[place]] for name in Work._fields[:-1]}, stop_kind=work.stop_kind)
-
-
-def joined(options: Sequence[Option]) -> Splits[Work]:
-    """The work of several options, one row each."""
-
-    def of(works: Sequence[Work]) -> Work:
-        parts = {name: np.concatenate([getattr(work, name) for work in works]) for name in Work._fields[:-1]}
-        return Work(**parts, stop_kind=works[0].stop_kind)
-
-    return Splits(of([option.work.dev for option in options]), of([option.work.test for option in options]))

@@ -14,7 +14,7 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
-from evaluation.costs.model import CostModel
+from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.flag_types import EngineName, Milliseconds, Sizes
 from evaluation.flags.answer import Answer, answer_sheet, batch_line, batch_sheet, sentences_of
 from evaluation.flags.assisted import times_of_assisted
@@ -24,7 +24,7 @@ from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.in_batches import BatchChoice, choose_in_batches
 from evaluation.flags.ours import ours
 from evaluation.flags.times import Given, given_times
-from evaluation.intervals import Splits, TimeErrors
+from evaluation.intervals import Splits
 from evaluation.sheet import printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace, join_traces

@@ -11,7 +11,7 @@ from evaluation.contest.arms import BASELINE, Arm, Pick, picks_of, replay_datase
 from evaluation.contest.grids import BOUNDS, grids_of
 from evaluation.contest.results import GROUPS, HEADS, TRAINING_FREE
 from evaluation.contest.travel import calibrated_on
-from evaluation.flags.choice import Choice, Contest, Option, rows_of
+from evaluation.flags.choice import Choice, Contest, Option
 from evaluation.intervals import Splits
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
@@ -50,9 +50,7 @@ def ours(contest: Contest, heads: Mapping[str, AcceptanceHead], *, drawn: Splits
         if not picks:
             continue
         label, best = max(picks, key=lambda labelled: labelled[1].tokens_per_s_on_dev(cost))
-        works = [arm.work(cost) for arms in members.values() for arm in arms]
-        option = option_of(best, contest, label)
-        found[NAMES[group]] = Choice(NAMES[group], option, contest.resamples.throughput(works))
+        found[NAMES[group]] = Choice(NAMES[group], option_of(best, contest, label))
     return Ours(found, picks_of(arms_of[""], cost).get("head_drawn"))
 
 
@@ -67,5 +65,5 @@ def _arms(traces: Splits[Trace], contest: Contest, heads: Mapping[str, Acceptanc
 
 def option_of(pick: Pick, contest: Contest, label: str = "") -> Option:
     """What an arm did at its setting."""
-    works = pick.arm.work(contest.times.speculating)
-    return Option(f"{pick.family}{label}", pick.values, Splits(*(rows_of(work, pick.setting) for work in works)))
+    dev, test = pick.arm.spent(contest.times.speculating)
+    return Option(f"{pick.family}{label}", pick.values, Splits(dev.at(pick.setting), test.at(pick.setting)))

@@ -170,8 +170,7 @@ def compare_all(
         page.answers[dataset], bars = [], []
         for cost in costs:
             home = None if is_home else homes.get(cost.title)
-            num_home = home.num_dev if home else 0
-            judged = judge(dataset, replays, cost, num_home=num_home)
+            judged = judge(dataset, replays, cost)
             homes.setdefault(cost.title, judged)
             answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
             page.answers[dataset].append(answer)
@@ -218,16 +217,10 @@ def compare_at(
     return frame
 
 
-def judge(
-    dataset: str,
-    replays: Replays,
-    cost: CostModel,
-    *,
-    num_home: int = 0,
-) -> Judged:
-    """Every family of one dataset at one cost; `num_home` as `yardstick_of` takes it."""
+def judge(dataset: str, replays: Replays, cost: CostModel) -> Judged:
+    """Every family of one dataset at one cost."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
-    yardstick = yardstick_of(arms, cost, num_home=num_home)
+    yardstick = yardstick_of(arms, cost)
     results = ordered(results_of(arms, cost, yardstick))
     return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
 

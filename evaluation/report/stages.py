@@ -9,7 +9,7 @@ one has a stage of its own behind it. A stage that did not compete keeps its row
 
 The interval of a speed is the best fixed length's times 1 + the ends of its gain's interval: it says how sure the
 difference is on the same prompts, not how fast they are. What a stage adds has an interval of its own, paired with the
-stage before it in the same resamples (`evaluation.intervals.Resamples`).
+stage before it over the same prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ import numpy as np
 
 from evaluation.contest.arms import BASELINE
 from evaluation.contest.colours import colours_of
-from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
+from evaluation.contest.results import HEADS, TRAINING_FREE, Result
 from evaluation.contest.tables import NAMES, values_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, plot_of
-from evaluation.intervals import Gain, gain_of
+from evaluation.intervals import Gain, gain_over
 from evaluation.sheet import Sheet, flat
 
 PRODUCT, PERFECT, ORACLE = "cumulative_token_prob", "perfect_drawn", "oracle"
@@ -95,6 +95,7 @@ def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
     it.
     """
     yardstick, results = judged.yardstick, {result.family: result for result in judged.results}
+    spent = yardstick.spent
     free, whole = yardstick.champions[TRAINING_FREE], results[ORACLE].tokens_per_s - results[BASELINE].tokens_per_s
     other = {} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}
     known = {
@@ -115,24 +116,11 @@ def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
             figures = {"setting": " at ".join(filter(None, (heads.get(family, ""), values_of(result))))}
         if result and before:
             share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
-            figures |= {"added": _added(before, result, yardstick), "percent_of_gain": share}
+            figures |= {"added": gain_over(spent[before.family], spent[family]), "percent_of_gain": share}
         unseen.append(knows)
         stages.append(Stage(family=family, knows="; ".join(unseen) if result else knows, result=result, **figures))
         before, unseen = (result, []) if result else (before, unseen)
     return stages
-
-
-def _added(before: Result, result: Result, yardstick: Yardstick) -> Gain:
-    """Throughput over that of the stage before it; what the table and the verdict both say is the same figure."""
-    champions = yardstick.champions
-    if before.family == BASELINE:
-        return result.gain
-    if (before.family, result.family) == (champions[TRAINING_FREE], champions.get(HEADS)):
-        lead = lead_of(yardstick)
-        assert lead is not None
-        return lead
-    value = result.tokens_per_s / before.tokens_per_s - 1
-    return gain_of(value, yardstick.reached[before.family], yardstick.reached[result.family])
 
 
 def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside: Sequence[str]) -> Sheet:
@@ -153,9 +141,9 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
     lost = f". {behind}: behind the row above, so that the row below first wins back what is lost" if behind else ""
     listed = f". Beside them, over the best fixed length: {'; '.join(beside)}" if beside else ""
     note = (
-        "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (prompts resampled "
-        "in pairs, settings chosen anew on dev, times within their errors); tokens/s has the same interval, times the "
-        "best fixed length's. adds: over the row above. share: of the oracle's whole gain. Bold: the best on dev of "
+        "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (paired bootstrap of "
+        "test prompts, at the settings that dev chose); tokens/s has the same interval, times the best fixed "
+        "length's. adds: over the row above. share: of the oracle's whole gain. Bold: the best on dev of "
         f"what can be run{lost}{listed}"
     )
     columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds", "share")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from configs.schema import Config
 from decode.experiment import Experiment
@@ -17,7 +16,7 @@ from decode.policies import FixedLength, HeadPolicy
 from decode.policies.chosen import ranked, stop_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Resamples, Splits, Work, gain_of
+from evaluation.intervals import Gain, Spent, Splits, gain_over
 from evaluation.sheet import Sheet, printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -73,10 +72,13 @@ class Baseline(NamedTuple):
 
     length: int
     """Best on dev."""
-    tokens_per_s: float
-    """Throughput on test."""
-    reached: Float[np.ndarray, " resample"]
-    resamples: Resamples
+    spent: Spent
+    """On test."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput on test."""
+        return float(self.spent.tokens_per_s)
 
 
 def tune(config: Config, *, write: bool = True, ratio: float | None = None, json: bool = False) -> None:
@@ -138,46 +140,39 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
 
 
 def baseline_on(traces: Splits[Trace], cost: CostModel) -> Baseline:
-    """The fixed length that is best on dev, and the draws of prompts and times that every head shares with it."""
+    """The fixed length that is best on dev."""
     lengths = np.arange(traces.dev.max_draft_length + 1)
-    arm = Splits(*(cost.work(replay_settings(trace, FixedLength(lengths))) for trace in traces))
-    resamples = Resamples(traces.dev.num_prompts, traces.test.num_prompts, cost.errors)
-    best = int(speeds_of(arm.dev).argmax())
-    return Baseline(int(lengths[best]), float(speeds_of(arm.test)[best]), resamples.throughput([arm]), resamples)
-
-
-def speeds_of(work: Work) -> Float[np.ndarray, " setting"]:
-    """Throughput of every setting, all prompts together."""
-    return np.asarray(work.tokens.sum(1) / work.seconds.sum(1))
+    dev, test = (cost.spent(replay_settings(trace, FixedLength(lengths))) for trace in traces)
+    best = int(dev.tokens_per_s.argmax())
+    return Baseline(int(lengths[best]), test.at(best))
 
 
 def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel, baseline: Baseline) -> Tuned:
     """The best threshold on dev, and what it and the rule come to on test."""
     thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    arm = Splits(*(cost.work(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces))
-    on_dev, on_test = speeds_of(arm.dev), speeds_of(arm.test)
+    dev, test = (cost.spent(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
+    on_dev, on_test = dev.tokens_per_s, test.tokens_per_s
     best = int(on_dev.argmax())
     threshold = round(float(thresholds[best]), 5)
     rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
-    ruled = Splits(*(cost.work(replay_settings(trace, rule)) for trace in traces))
-    auto_s = float(speeds_of(ruled.test)[0])
+    ruled = Splits(*(cost.spent(replay_settings(trace, rule)).at(0) for trace in traces))
     return Tuned(
         head=name,
         timing=head.timing,
         max_rejection_prob=threshold,
         tokens_per_s_on_dev=float(on_dev[best]),
         tokens_per_s=float(on_test[best]),
-        gain=gain_of(on_test[best] / baseline.tokens_per_s - 1, baseline.reached, baseline.resamples.throughput([arm])),
+        gain=gain_over(baseline.spent, test.at(best)),
         best_tokens_per_s=float(on_test.max()),
-        auto_tokens_per_s=auto_s,
-        auto_gain=gain_of(auto_s / baseline.tokens_per_s - 1, baseline.reached, baseline.resamples.throughput([ruled])),
+        auto_tokens_per_s=float(ruled.test.tokens_per_s),
+        auto_gain=gain_over(baseline.spent, ruled.test),
         online_tokens_per_s=float(cost.speeds(traces.test, online)[0]),
         target_alone_tokens_per_s=1 / cost.t_target_s[0],
         recommended={
             "max_rejection_prob": threshold,
             "is_calibrated": False,
             "tokens_per_s": float(on_dev[best]),
-            "auto_tokens_per_s": float(speeds_of(ruled.dev)[0]),
+            "auto_tokens_per_s": float(ruled.dev.tokens_per_s),
             **{name: getattr(rule, name) for name in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
             "num_prompts": traces.dev.num_prompts,

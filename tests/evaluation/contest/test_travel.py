@@ -37,15 +37,15 @@ def sets() -> list[Replays]:
     return [replay_dataset(traces, grids, heads={"it": head}, perfect_head=True, name="") for traces in every]
 
 
-def judged(replays: Replays, name: str, *, num_home: int = 0) -> Judged:
+def judged(replays: Replays, name: str) -> Judged:
     arms = [*replays.arms, *replays.auto_arms(COST)]
-    yardstick = yardstick_of(arms, COST, num_home=num_home)
+    yardstick = yardstick_of(arms, COST)
     return Judged(dataset=name, arms=arms, yardstick=yardstick, results=results_of(arms, COST, yardstick))
 
 
 def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):
     home = judged(sets[0], "home")
-    there = judged(sets[1], "there", num_home=home.num_dev)
+    there = judged(sets[1], "there")
     travelled = {each.result.family: each for each in travel(home, there, test=sets[1].traces.test, cost=COST)}
     tuned = {result.family: result for result in there.results}
     assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(travelled)
@@ -71,9 +71,7 @@ def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkey
     grid = make_grid("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     home = judged(sets[0], "home")
-    there = judged(
-        replay_dataset(traces, [grid], heads={}, perfect_head=False, name=""), "there", num_home=home.num_dev
-    )
+    there = judged(replay_dataset(traces, [grid], heads={}, perfect_head=False, name=""), "there")
     travelled = {each.result.family: each for each in travel(home, there, test=traces.test, cost=COST)}
     assert there.results[0].setting == {"k": LENGTH}
     result, kept = travelled["fixed_length"]
@@ -90,7 +88,7 @@ def always_right(sampling: Sampling, length: int = LENGTH) -> Recorder:
 
 
 def test_at_home_nothing_is_lost_on_the_way(sets):
-    home = judged(sets[0], "home", num_home=40)
+    home = judged(sets[0], "home")
     for result, kept in travel(home, home, test=sets[0].traces.test, cost=COST):
         assert kept.value == pytest.approx(0, abs=1e-12)
         assert f"{result.gain.value:+.1%}" == home.gain(result.family)

@@ -5,7 +5,6 @@ import pytest
 
 from evaluation.flags.assisted import Run, cost_of
 from evaluation.flags.times import curve_of, given_times
-from evaluation.intervals import PLAIN
 
 LOG = """\
 0.05.995.490 I slot print_timing: id  0 | task 7 | prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per \
@@ -89,4 +88,4 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
     assert cost.t_draft_s == pytest.approx(0.003, rel=0.02)
     assert cost.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
     assert 0 < cost.errors.drafting < 0.05
-    assert 0 < cost.errors.stopping[PLAIN] < 0.05
+    assert 0 < cost.errors.verifying < 0.05

@@ -1,0 +1,77 @@
+"""Intervals are of test prompts, paired, at the settings that dev chose: they hold the truth as often as they say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evaluation.costs.model import CostModel, TimeErrors
+from evaluation.intervals import Spent, gain_over
+
+NUM_DEV, NUM_TEST, NUM_SETTINGS, NUM_LENGTHS = 60, 80, 41, 9
+
+
+def simulated(generator: np.random.Generator, means: np.ndarray, hardness: np.ndarray) -> Spent:
+    """Every setting on every prompt; a prompt's hardness is shared, and the expected seconds are `means`."""
+    noise = generator.gamma(25.0, 1 / 25.0, size=(len(means), len(hardness)))
+    return Spent(np.full(noise.shape, 10), means[:, None] * hardness * noise)
+
+
+@pytest.mark.parametrize(
+    ("repetitions", "least", "most"),
+    [
+        # of 80, fewer than 69 have probability 0.06 %, 80 have 1.7 %; of 600, outside 92 to 98 % 0.07 %
+        (80, 69, 79),
+        pytest.param(600, 552, 588, marks=pytest.mark.slow),
+    ],
+)
+def test_the_interval_covers_with_41_settings_chosen_on_dev(repetitions, least, most):
+    """41 thresholds against 9 fixed lengths, near ties among both: dev chooses, and the true gain is that of its
+    choice.
+    """
+    thresholds = 1.0 + 0.1 * np.linspace(-1, 1, NUM_SETTINGS) ** 2
+    lengths = 1.1 + 0.2 * np.linspace(-1, 1, NUM_LENGTHS) ** 2
+    hits = 0
+    for seed in range(repetitions):
+        generator = np.random.default_rng(seed)
+        chosen = []
+        hardness = [generator.gamma(4.0, 0.25, size=num) for num in (NUM_DEV, NUM_TEST)]
+        for means in (lengths, thresholds):
+            dev, test = (simulated(generator, means, hard) for hard in hardness)
+            best = int(dev.tokens_per_s.argmax())
+            chosen.append((means[best], test.at(best)))
+        (base_s, base), (own_s, own) = chosen
+        gain = gain_over(base, own, seed=seed)
+        hits += gain.low <= base_s / own_s - 1 <= gain.high
+    assert least <= hits <= most
+
+
+def test_the_interval_is_near_that_of_a_bootstrap_written_out():
+    generator = np.random.default_rng(9)
+    base, own = (generator.gamma(20.0, mean / 20.0, size=60) + 1 for mean in (2.0, 1.8))
+    tokens, ratios = np.full(60, 10), []
+    for _ in range(4000):
+        rows = generator.integers(60, size=60)
+        ratios.append(base[rows].sum() / own[rows].sum() - 1)
+    gain = gain_over(Spent(tokens, base), Spent(tokens, own))
+    assert (gain.low, gain.high) == pytest.approx(np.percentile(ratios, [2.5, 97.5]), abs=0.006)
+    assert gain.standard_error == pytest.approx(np.std(ratios), rel=0.1)
+    assert gain == gain_over(Spent(tokens, base), Spent(tokens, own)), "the draws are seeded"
+
+
+@pytest.mark.parametrize(("tokens", "faster"), [([10, 20, 30], 1.0), ([10, 20, 30], 1.25), ([7], 2.0)])
+def test_where_every_prompt_gains_alike_the_interval_is_the_gain(tokens, faster):
+    seconds = np.array(tokens, dtype=float) ** 1.5
+    gain = gain_over(Spent(np.array(tokens), seconds), Spent(np.array(tokens), seconds / faster))
+    assert gain[:3] == pytest.approx([faster - 1] * 3, abs=1e-12)
+
+
+def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
+    """Its relative error is in the title; it is no part of what a policy pays."""
+    sure = CostModel(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
+    assert "±" not in sure.title
+    for error in (1.0, 2.0, 5.0):
+        unsure = replace(sure, errors=TimeErrors(0.02, 0.031, {"entropy": error, "token_prob": 0.1}))
+        assert [unsure.stop_s(kind) for kind in ("entropy", "entropy & token_prob")] == [0.001, 0.001]
+        said = f"standard errors: t_draft ± 2 %, t_target ± 3 %, a stop ± {100 * error:.0f} %"
+        assert unsure.title == f"t_target/t_draft = 2.00 (measured; stops measured; {said})"
