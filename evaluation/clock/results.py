@@ -29,6 +29,7 @@ from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.intervals import Spent, Splits, gain_over
 from evaluation.sheet import Sheet, flat, shown
 from evaluation.traces.replay import Replayed
+from evaluation.traces.trace import Array, Trace
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
@@ -126,32 +127,35 @@ class ClockReport:
 
 
 def report_of(
-    clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, baseline: str
+    clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, rows: Sequence[int]
 ) -> ClockReport:
-    """Every runner, over the prompts that all of them played as replayed; `baseline` is the family of the best fixed
-    length.
+    """Every runner, over the rows that all of them played as replayed; rows of one prompt, such as the turns of a
+    conversation, count together.
+
+    Args:
+        clocked: seconds of the rows.
+        runners: the best fixed length among them.
+        cost: predicts them.
+        dataset: its name.
+        rows: numbers of the clocked rows on the test split.
 
     Raises:
-        ValueError: there is no such prompt.
+        ValueError: there is no such row.
     """
     kept = clocked.agrees
     if not kept.any():
         raise ValueError(
-            f"{dataset}: no prompt is decoded as it was replayed; record the trace again with the models as they are "
+            f"{dataset}: no response is decoded as it was replayed; record the trace again with the models as they are "
             "now"
         )
-    replays = [runner.replayed(len(kept)) for runner in runners]
-    tokens = [replayed.counts.num_emitted[0, kept] for replayed in replays]
-    predicted = [
-        Spent(tokens_of_family, cost.time_s(replayed)[0, kept])
-        for tokens_of_family, replayed in zip(tokens, replays, strict=True)
-    ]
-    measured = [Spent(tokens_of_family, clocked.wall_s(number)) for number, tokens_of_family in enumerate(tokens)]
-    base = next(number for number, runner in enumerate(runners) if runner.family == baseline)
-    rows = []
+    replays = [runner.replayed(rows) for runner in runners]
+    predicted = [_by_prompt(replayed, cost.time_s(replayed)[0, kept], kept) for replayed in replays]
+    measured = [_by_prompt(replayed, clocked.wall_s(number), kept) for number, replayed in enumerate(replays)]
+    base = next(number for number, runner in enumerate(runners) if runner.family == BASELINE)
+    results = []
     for number, runner in enumerate(runners):
         expected, spent = predicted[number], measured[number]
-        rows.append(
+        results.append(
             {
                 "family": runner.family,
                 "setting": runner.label,
@@ -163,11 +167,25 @@ def report_of(
                 "clocked_gain": gain_over(measured[base], spent),
             }
         )
-    num_repeats = clocked.seconds.shape[1]
-    about = f"{kept.sum()} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
-    if not kept.all():
-        about += f"; {(~kept).sum()} prompts left out, where a threshold falls between the last bits of loop and trace"
-    return ClockReport(dataset=dataset, about=about, rows=rows)
+    about = _about(clocked, num_prompts=len(measured[0].tokens))
+    return ClockReport(dataset=dataset, about=about, rows=results)
+
+
+def _by_prompt(replayed: Replayed, seconds: Array, kept: Array) -> Spent:
+    """Tokens and seconds of each prompt, its kept rows together."""
+    _, numbers = np.unique(replayed.prompt_of_row[kept], return_inverse=True)
+    tokens = np.bincount(numbers, replayed.counts.num_emitted[0, kept])
+    return Spent(tokens.astype(np.int64), np.bincount(numbers, seconds))
+
+
+def _about(clocked: Clocked, *, num_prompts: int) -> str:
+    """One line on what was timed."""
+    num_rows, num_repeats = int(clocked.agrees.sum()), clocked.seconds.shape[1]
+    about = f"{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    about = f"{num_rows} responses to {about}" if num_prompts < num_rows else about
+    if left_out := len(clocked.agrees) - num_rows:
+        about += f"; {left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about
 
 
 def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel) -> dict[str, float]:
@@ -195,13 +213,18 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 def clock_dataset(
     experiment: Experiment, replays: Replays, cost: CostModel, *, dataset: str, num_prompts: int, repeats: int
 ) -> ClockReport:
-    """The first test prompts of one dataset, on the loop of the config."""
-    loop = PrimedLoop.of(experiment)
-    trace = replays.traces.test.select(range(min(num_prompts, replays.num_prompts)))
+    """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
+    loop, test = PrimedLoop.of(experiment), replays.traces.test
+    rows = rows_of(test, num_prompts)
+    trace = test.select(rows)
     picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
     families = [family for family in NAMES if family in picks and family not in BOUNDS]
-    runners = [Pick(next(replay_arms([alone], Splits(trace, trace))), 0), *(picks[family] for family in families)]
-    return report_of(
-        clock(loop, runners, trace, repeats=repeats, name=dataset), runners, cost, dataset=dataset, baseline=BASELINE
-    )
+    runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[family] for family in families)]
+    clocked = clock(loop, runners, trace, rows, repeats=repeats, name=dataset)
+    return report_of(clocked, runners, cost, dataset=dataset, rows=rows)
+
+
+def rows_of(trace: Trace, num_prompts: int) -> list[int]:
+    """Rows of the first prompts, each turn with its first draw."""
+    return sorted(row for row in trace.first_draws if trace.prompt_of_row[row] < num_prompts)

@@ -30,15 +30,15 @@ PARTS = ("wall_s", "draft_s", "target_s")
 
 @dataclass(frozen=True)
 class Clocked:
-    """Seconds of all runners, and the prompts on which all of them did what their replays say."""
+    """Seconds of all runners, and the rows on which all of them did what their replays say."""
 
-    seconds: Float[Array, "runner repeat prompt part"]
+    seconds: Float[Array, "runner repeat row part"]
     """Parts as `PARTS` names them."""
-    agrees: Bool[Array, " prompt"]
+    agrees: Bool[Array, " row"]
     """Whether every runner did what its replay says."""
 
-    def wall_s(self, runner: int) -> Float[Array, " prompt"]:
-        """Seconds of each prompt that agrees, medians over the repeats."""
+    def wall_s(self, runner: int) -> Float[Array, " row"]:
+        """Seconds of each row that agrees, medians over the repeats."""
         return np.median(self.seconds[runner, ..., 0][:, self.agrees], axis=0)
 
     def share(self, runner: int, part: str) -> float:
@@ -47,13 +47,16 @@ class Clocked:
         return float(totals[PARTS.index(part)] / totals[0])
 
 
-def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: int, name: str) -> Clocked:
+def clock(
+    loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
+) -> Clocked:
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
     Args:
         loop: the loop of the config, which writes recorded texts.
-        runners: the settings that are timed; their test prompts begin with those of the trace.
-        trace: the prompts.
+        runners: the settings that are timed.
+        trace: the rows that are played.
+        rows: their numbers on the runners' test split.
         repeats: timed turns.
         name: the name of the dataset, for the progress bar.
     """
@@ -62,7 +65,7 @@ def clock(loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, *, repeats: i
     with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
         decoders, replays = (
             [loop.decoder(runner.policy) for runner in runners],
-            [runner.replayed(num) for runner in runners],
+            [runner.replayed(rows) for runner in runners],
         )
         for turn in range(repeats + 1):
             for row, order in in_turns(range(len(runners)), range(num), first=turn):

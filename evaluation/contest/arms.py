@@ -79,12 +79,12 @@ class Pick(NamedTuple):
         """The policy with the chosen setting, as the loop runs it."""
         return replace(self.arm.grid.policy, **self.values)  # type: ignore[type-var]
 
-    def replayed(self, num_prompts: int) -> Replayed:
-        """This setting alone on the first test prompts."""
-        test, here = self.arm.test, ([self.setting], slice(num_prompts))
+    def replayed(self, rows: Sequence[int]) -> Replayed:
+        """This setting alone on some test rows."""
+        test, here = self.arm.test, np.ix_([self.setting], rows)
         counts = {name: values[here] for name, values in vars(test.counts).items() if isinstance(values, np.ndarray)}
         return replace(
-            test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[:num_prompts]
+            test, counts=Counts(**counts), lengths=test.lengths[here], prompt_of_row=test.prompt_of_row[rows]
         )
 
     def spent(self, cost: CostModel) -> Spent:

@@ -50,8 +50,8 @@ def evaluate(
     Args:
         config: of the experiment.
         batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
-        clock: also time real generations of so many test prompts, every family at its best setting, beside what is
-            predicted; 0: none.
+        clock: also time real generations of so many test prompts, with all their turns, every family at its best
+            setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
         home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
             dataset of this one.

@@ -1,5 +1,7 @@
 """On the clock every family plays the same prompts; what it took is held against what was predicted, part by part."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
 from evaluation.clock.primed import PrimedCompiledModel, PrimedLoop, PrimedModel
-from evaluation.clock.results import check_clock, report_of
+from evaluation.clock.results import check_clock, report_of, rows_of
 from evaluation.clock.turns import Clocked, clock
 from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
 from evaluation.contest.grids import Grid, make_grid
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
+from evaluation.intervals import Spent, Splits, gain_over
 from evaluation.report.page import Page, write_report
 from evaluation.traces.replay import Replayed, replay_settings
 from evaluation.traces.trace import Trace
@@ -54,7 +56,7 @@ def loop() -> PrimedLoop:
 
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):
-    clocked = clock(loop(), runners_on(recorded), recorded, repeats=2, name="made")
+    clocked = clock(loop(), runners_on(recorded), recorded, range(5), repeats=2, name="made")
     assert clocked.seconds.shape == (3, 2, 5, 3)
     assert clocked.agrees.all()
     assert (clocked.seconds > 0).all()
@@ -67,7 +69,7 @@ def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
     differs = (other.lengths != runners[1].arm.test.lengths)[0].any(-1)
     assert differs.any()
     runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
-    assert np.array_equal(clock(loop(), runners, recorded, repeats=1, name="made").agrees, ~differs)
+    assert np.array_equal(clock(loop(), runners, recorded, range(5), repeats=1, name="made").agrees, ~differs)
 
 
 @pytest.mark.parametrize("kind", [PrimedModel, PrimedCompiledModel])
@@ -109,7 +111,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     ]
     agrees = np.array([True, True, True, True, False])
     clocked = Clocked(np.stack(parts)[:, None].repeat(3, 1), agrees)
-    report = report_of(clocked, runners, COST, dataset="made", baseline="fixed_length")
+    report = report_of(clocked, runners, COST, dataset="made", rows=range(5))
     first, second, _ = report.rows
     assert (first["difference"], first["draft"], first["verify"], first["rest"]) == pytest.approx((0, 0, 0, 0))
     total_s = predicted[1][agrees].sum()
@@ -119,7 +121,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert second["clocked_gain"].value == pytest.approx(
         (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
     )
-    assert "1 prompts left out" in report.about
+    assert "1 responses left out" in report.about
     assert f"{second['family']} {second['difference']:+.1%} (most of it: draft)" in report.verdict
     assert first["family"] not in report.verdict.split("pace")[0]
     assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
@@ -131,8 +133,24 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     runner = picks_of([arm], COST)["fixed_length"]
     assert runner.policy == FixedLength(2)
     assert np.array_equal(
-        runner.replayed(3).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths
+        runner.replayed(range(3)).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths
     )
+
+
+def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(recorded):
+    """Rows lie as a trace has them: first turns, then second ones; the last row is another draw of the first."""
+    ids = ("0", "1", "0#2", "1#2", "0")
+    talks = replace(recorded, rows=tuple(replace(row, id=name) for row, name in zip(recorded.rows, ids, strict=True)))
+    assert [rows_of(talks, num) for num in (1, 2, 9)] == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    runners, rows = runners_on(talks), rows_of(talks, 2)
+    seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
+    report = report_of(Clocked(seconds, np.ones(4, dtype=bool)), runners, COST, dataset="made", rows=rows)
+    spent = [
+        Spent(runner.arm.test.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0))
+        for n, runner in enumerate(runners)
+    ]
+    assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(spent[0], other)[:3] for other in spent]
+    assert report.about.startswith("4 responses to 2 test prompts")
 
 
 @pytest.mark.parametrize(("num_prompts", "repeats", "word"), [(-1, 3, "clock"), (2, 0, "repeats")])
