@@ -103,6 +103,11 @@ class CostModel:
         return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin}{self.errors.text})"
 
     @property
+    def slug(self) -> str:
+        """Name of the costs in names of files: here, or the ratio with every digit, so that no two costs share one."""
+        return f"ratio-{self.ratio!r}" if self.origin.startswith("ratio") else "here"
+
+    @property
     def where(self) -> str:
         """The same as the first words of a sentence."""
         place = "On this machine" if self.origin.startswith("measured") else "At the times given"

@@ -29,7 +29,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[
     axes.margins(y=0.01)
     axes.set_xlabel("predicted speed-up over the target alone")
     return plot_of(
-        f"speed_up-{cost.ratio:.3g}",
+        f"speed_up-{cost.slug}",
         f"Predicted speed-up at {cost.title}, in bold what dev chooses of what can be run; whiskers: 95 %, against the "
         "best fixed length.",
         figure,

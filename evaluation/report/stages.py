@@ -196,7 +196,7 @@ def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plo
     gains.set_xlabel("gain over the best fixed length, %")
     gains.tick_params(labelsize=8)
     return plot_of(
-        f"gain-{cost.ratio:.3g}",
+        f"gain-{cost.slug}",
         f"Where the oracle's gain goes at {cost.title}: {dataset}. Full colour is what a stage adds to the one above "
         "it, in brackets in per cent of the oracle's whole gain; whiskers are 95 % intervals, paired with the best "
         "fixed length. No policy that can be run reaches the perfect head or the oracle.",

@@ -151,6 +151,11 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert all(f">{text}<" in svg for text in ("100", "120 (20 %)", "130 (10 %)", "150 (20 %)", "200 (50 %)"))
 
 
+def test_the_pictures_of_near_ratios_are_two_files():
+    costs = (CostModel.constant(0.2, 0.9996), COST.with_ratio(5), COST.with_ratio(4.998), COST.with_ratio(5.000001))
+    assert len({stage_plot(stages_at(SPEEDS), cost, dataset="made").name for cost in costs}) == 4
+
+
 def test_the_stages_fit_a_console_of_100_columns():
     stages = [
         replace(stage, family="auto_prefix_learning") if stage.family == "head_drawn" else stage
