@@ -7,7 +7,7 @@ from pathlib import Path
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.costs.machine import key_of
+from evaluation.costs.machine import key_of, recorded
 from store.keyed import KeyedStore
 
 
@@ -19,12 +19,13 @@ def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
 
 
 def kept_curves(experiment: Experiment) -> BatchCosts | None:
-    """Curves that were measured with this very loop; None where there are none.
+    """Curves that were measured with this very loop, or with that of the record; None where there are none.
 
     Raises:
         ValueError: a file that holds something else.
     """
-    curves = _stored(experiment).get(key_of(experiment))
+    store = _stored(experiment)
+    curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(key_of(experiment))
     if curves is None:
         return None
     return BatchCosts(

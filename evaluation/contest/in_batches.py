@@ -18,7 +18,7 @@ from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
-from evaluation.costs.model import CostModel
+from evaluation.costs.model import RECORDED, CostModel
 from evaluation.flag_types import Sizes
 from evaluation.intervals import Splits
 from evaluation.sheet import Sheet, crossed, flat, wide_console
@@ -238,15 +238,15 @@ def sizes_of(asked: Sizes | None) -> tuple[int, ...] | None:
 def setups_of(
     costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None
 ) -> list[Setup]:
-    """Every cost with every share of a verified token; of measured times one setup, with the curves of batches if there
-    are any.
+    """Every cost with every share of a verified token; of measured or recorded times one setup, with the curves of
+    batches if there are any.
     """
     return [
         setup
         for cost in costs
         for setup in (
             [Setup(cost, None, measured)]
-            if cost.origin == "measured"
+            if cost.origin in ("measured", RECORDED)
             else [Setup(cost, share) for share in verify_shares]
         )
     ]

@@ -113,10 +113,14 @@ def _recorded(experiment: Experiment, policies: Mapping[str, Policy]) -> CostMod
 
 
 def _times_beside_trace(experiment: Experiment) -> dict[str, Any] | None:
-    """The last entry of DIR/costs.jsonl of the trace's sampling and longest draft, wherever its models lay."""
+    times = recorded(kept_costs(experiment.directory), experiment)
+    return None if times is None else times | {"origin": RECORDED}
+
+
+def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
+    """The last entry of the trace's sampling and longest draft, wherever its models lay."""
     shared = {name: key_of(experiment)[name] for name in ("sampling", "max_draft_length")}
-    entries = kept_costs(experiment.directory).entries()
-    return next((times | {"origin": RECORDED} for key, times in entries[::-1] if shared.items() <= key.items()), None)
+    return next((value for key, value in store.entries()[::-1] if shared.items() <= key.items()), None)
 
 
 def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:

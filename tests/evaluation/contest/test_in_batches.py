@@ -22,7 +22,7 @@ from evaluation.contest.in_batches import (
     sizes_of,
 )
 from evaluation.contest.tables import NAMES
-from evaluation.costs.model import CostModel, StopShares
+from evaluation.costs.model import RECORDED, CostModel, StopShares
 from evaluation.intervals import Splits
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
@@ -103,11 +103,12 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
     assert results[-3].tokens_per_s == pytest.approx(load.spent(rule.costs).tokens_per_s)
 
 
-def test_measured_times_of_verification_are_taken_as_they_are():
-    measured = CostModel(0.1, (1.0, 1.1, 1.3), "measured")
+@pytest.mark.parametrize("origin", ["measured", RECORDED])
+def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origin):
+    measured = CostModel(0.1, (1.0, 1.1, 1.3), origin)
     setups = setups_of([measured, COST], (0.0, 0.2))
     assert [(setup.cost.origin, setup.verify_share) for setup in setups] == [
-        ("measured", None),
+        (origin, None),
         ("given", 0.0),
         ("given", 0.2),
     ]

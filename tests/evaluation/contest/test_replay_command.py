@@ -14,8 +14,10 @@ from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
+from decode.policies.batch import BatchCosts, Curve
 from decode.policies.chosen import stop_of
 from evaluation.__main__ import COMMANDS
+from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
 from evaluation.costs.model import CostModel
@@ -379,6 +381,12 @@ def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
     lines, document = printed(capsys, "replay", *untimed, *RECORD, "--policy", "fixed_length:k=2")
     assert document["costs"]["t_target_s"] == [0.05, 0.06]
     assert "At the times of the record" in " ".join(lines)
+    keep_curves(experiment, BatchCosts(Curve.line(0.01), Curve.line(0.05)))
+    shutil.copy(Path(flags[3]) / "batch_costs.jsonl", tmp_path)
+    few = ("--decode.grid", json.dumps({"fixed_length": {"k": [2]}}), "--decode.policies", "[fixed_length]")
+    lines, document = printed(capsys, "evaluate", *untimed, *RECORD, *few, "--batch", "2")
+    assert {row["verify_share"] for row in document["batches"] if row["costs"] == "recorded"} == {None}
+    assert "curves of batches" in " ".join(" ".join(lines).split())
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path / "x"), *RECORD, "--policy", "entropy"])
     assert str(tmp_path / "x" / "trace") in capsys.readouterr().err
