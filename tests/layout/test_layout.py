@@ -29,11 +29,11 @@ CEILINGS = {
     "data_gen": (6982, 4400),
     "heads": (5564, 3600),
     "decode": (5827, 4200),
-    "evaluation": (13587, 7400),
+    "evaluation": (13597, 7400),
     "serve": (1011, 800),
     "checkpoints/recipes": (1993, 1400),
     "benchmarks": (4531, 800),
-    "tests": (28395, 18000),
+    "tests": (28409, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
