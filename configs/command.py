@@ -198,7 +198,7 @@ _NO_TUPLE = (
     r'key "([\w.]+)": (?:Expected a <class \'tuple\'>. Got value|Does not validate .*\[tuple.* Given value): '
     r"([^\s\[\]]+)$"
 )
-_NO_CHOICE = r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)$"
+_NO_CHOICE, _QUOTED = r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)$", r"'([^']*)'"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
@@ -209,16 +209,11 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
         dashes = "--" if is_flag else ""
         return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
     if found := re.search(_NO_CHOICE, problem):
-        near = get_close_matches(found[2], _choices(found), n=1)
+        near = get_close_matches(found[2], re.findall(_QUOTED, found[1]), n=1)
         return f"did you mean {near[0]}?" if near else None
     if found := re.search(_NO_TUPLE, problem):
         return f"a list is wanted: --{found[1]} '[{found[2]}]'"
     return None
-
-
-def _choices(found: re.Match[str]) -> list[str]:
-    """What a complaint about one of a few words allows."""
-    return re.findall(r"'([^']*)'", found[1])
 
 
 def _plain(problem: str) -> str:
@@ -226,7 +221,7 @@ def _plain(problem: str) -> str:
     lacks, what the class itself said, or the value and the types; likewise about a value that is none of a few.
     """
     if found := re.search(_NO_CHOICE, problem):
-        return f"{problem[: found.start()]}{found[2]} is none of {', '.join(_choices(found))}"
+        return f"{problem[: found.start()]}{found[2]} is none of {', '.join(re.findall(_QUOTED, found[1]))}"
     if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
         return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)
@@ -242,15 +237,20 @@ def _plain(problem: str) -> str:
 
 
 def similar(name: str, options: Iterable[str]) -> list[str]:
-    """Names of the options that a mistyped one may stand for: the one most alike, else all whose last word is alike.
+    """Names of the options that a mistyped one may stand for: those of its last word deeper in its section, else the
+    one most alike, else all whose last word is alike.
 
-    `data.num_trian` gives data.num_train; `num_train`, without its section, data.num_train and heads.num_train.
+    `pair.dtype` gives pair.target.dtype and pair.draft.dtype; `data.num_trian` gives data.num_train; `num_train`,
+    without its section, data.num_train and heads.num_train.
 
     Args:
         name: the option that was typed, without dashes.
         options: all options of a parser, with dashes.
     """
     known = [option.removeprefix("--") for option in options if option.startswith("--")]
+    section, _, word = name.rpartition(".")
+    if deeper := [option for option in known if option.startswith(f"{section}.") and option.endswith(f".{word}")]:
+        return deeper
     if near := get_close_matches(name, known, n=1, cutoff=0.8):
         return near
     words = {option.rpartition(".")[2] for option in known}

@@ -20,6 +20,8 @@ class ModelSource:
     """A local directory or a hub id."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run the Python code in this model's repository. Read it first, and set `revision` to that commit."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     """auto: as stored."""
     device_map: str | dict[str, str | int] | None = None
@@ -61,8 +63,6 @@ class PairConfig:
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How logits become probabilities; another sampling needs data, heads and traces of its own."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a repository. Off unless you have read it."""
     gpus: str | None = None
     """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this
     machine.

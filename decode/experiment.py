@@ -29,7 +29,7 @@ from decode.policies.chosen import UNTUNED, best_head
 from decode.policies.registry import make_policy, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling, feature_draft_of, load_pair, num_weights, refuse_feature_draft
+from lm import Pair, Sampling, feature_draft_of, load_pair, refuse_feature_draft, without_weights
 from lm.features.released import released_layout_of
 
 Level = Literal["target", "draft", "micro"]
@@ -110,9 +110,7 @@ class Experiment:
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
         if level not in self._described:
-            self._described[level] = describe_model(
-                getattr(self.models, level), trust_remote_code=self.models.trust_remote_code
-            )
+            self._described[level] = describe_model(getattr(self.models, level))
         return self._described[level]
 
     def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
@@ -156,7 +154,7 @@ class Experiment:
         """Parameters of the draft; none is loaded, unless it is a feature draft."""
         if self.has_feature_draft:
             return sum(parameter.numel() for parameter in self.pair.drafting.parameters())
-        return num_weights(self.models.draft, trust_remote_code=self.models.trust_remote_code)
+        return without_weights(self.models.draft).num_parameters()
 
     @cached_property
     def home(self) -> dict[str, PromptSource]:

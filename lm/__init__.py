@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         load_pair,
         load_pair_tokenizer,
         load_tokenizer,
-        num_weights,
         refuse_feature_draft,
         vocab_size_of,
+        without_weights,
     )
     from lm.sampling import Sampling
     from lm.verification import (
@@ -90,10 +90,10 @@ __all__ = [
     "make_cache",
     "next_law",
     "num_accepted",
-    "num_weights",
     "refuse_feature_draft",
     "residual_probs",
     "revealed_probs",
     "verify",
     "vocab_size_of",
+    "without_weights",
 ]

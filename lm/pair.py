@@ -36,6 +36,7 @@ from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
 from lm.models.emulated import tell_emulated
+from lm.models.repository import repository_of
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -96,10 +97,7 @@ def load_pair(config: PairConfig) -> Pair:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     tokenizer = load_pair_tokenizer(config)
-    models = {
-        name: load_model(source, trust_remote_code=config.trust_remote_code)
-        for name, source in _sources(config).items()
-    }
+    models = {name: load_model(source) for name, source in _sources(config).items()}
     target = models["target"]
     drafting = models.get("draft") or feature_draft_of(config, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
@@ -114,9 +112,9 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: tokenizers that differ.
     """
-    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target)
     for name, source in _sources(config).items():
-        other = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        other = load_tokenizer(source)
         _check_same_ids(tokenizer, other, (config.target.path, source.path), name)
     return tokenizer
 
@@ -140,25 +138,20 @@ def _reads_the_target(kind: str) -> str:
     )
 
 
-def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
     if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
         raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
     with _reading(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(
-            source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(source.path, **repository_of(source))
 
 
-def load_model(
-    source: ModelSource, *, trust_remote_code: bool = False, device: torch.device | None = None
-) -> PreTrainedModel:
+def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
     """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled
     checkpoint is refused.
 
     Args:
         source: directory or hub repository of the model, and how it is loaded.
-        trust_remote_code: run code that comes with the model.
         device: the device that the model goes to, whatever `source.device_map` says.
 
     Raises:
@@ -166,13 +159,12 @@ def load_model(
         ValueError: weights that lack tensors or cannot be read, too little memory, settings that this model or this
             machine cannot honour.
     """
-    settings = _settings_of(source, trust_remote_code=trust_remote_code, device=device)
-    with _within_memory(source, trust_remote_code=trust_remote_code), _reading(source, "config.json or weights"):
+    settings = _settings_of(source, device=device)
+    with _within_memory(source), _reading(source, "config.json or weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
-            revision=source.revision or "main",
+            **repository_of(source),
             dtype=source.dtype,
-            trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
             **settings,
@@ -189,13 +181,13 @@ def load_model(
     return model
 
 
-def _settings_of(source: ModelSource, *, trust_remote_code: bool, device: torch.device | None) -> dict[str, Any]:
+def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, Any]:
     """Arguments of `from_pretrained`: where the model goes, whole or as a slice, and how it computes."""
     settings: dict[str, Any] = {}
     if source.attn_implementation is not None:
         settings["attn_implementation"] = source.attn_implementation
     if source.tp_plan is not None:
-        config = load_config(source, trust_remote_code=trust_remote_code)
+        config = load_config(source)
         return settings | {"distributed_config": slicing_of(source, config)}
     device_map = source.device_map if device is None else str(device)
     if device_map is None:
@@ -210,11 +202,7 @@ def _settings_of(source: ModelSource, *, trust_remote_code: bool, device: torch.
 
 
 def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
-    """transformers' settings of a quantisation.
-
-    Raises:
-        ValueError: a method or fields that transformers does not know.
-    """
+    """transformers' settings of a quantisation; ValueError where it knows no such method or fields."""
     given = source.quantization
     fields = dict(given) if isinstance(given, dict) else _BITSANDBYTES[str(given)]
     try:
@@ -229,7 +217,7 @@ def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
 
 
 @contextmanager
-def _within_memory(source: ModelSource, *, trust_remote_code: bool) -> Iterator[None]:
+def _within_memory(source: ModelSource) -> Iterator[None]:
     """Name a lack of memory as that, with what the weights take."""
     try:
         yield
@@ -237,7 +225,7 @@ def _within_memory(source: ModelSource, *, trust_remote_code: bool) -> Iterator[
         if not is_out_of_memory(error):
             raise
         free_memory()
-        need = weight_bytes(source, trust_remote_code=trust_remote_code) / 1e9
+        need = weight_bytes(source) / 1e9
         device = source.device_map or ("cuda" if torch.cuda.is_available() else "cpu")
         raise ValueError(
             f"out of memory while {source.path} was loaded (device_map {device}): its weights alone take {need:,.1f} "
@@ -265,35 +253,25 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The config.json of a model, which says everything of it but the weights.
-
-    Raises:
-        FileNotFoundError: the source has no model.
-    """
+def load_config(source: ModelSource) -> PretrainedConfig:
+    """The config.json of a model; FileNotFoundError where the source has no model."""
     with _reading(source, "config.json"):
-        return AutoConfig.from_pretrained(
-            source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
-        )
+        return AutoConfig.from_pretrained(source.path, **repository_of(source))
 
 
-def without_weights(source: ModelSource, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A model's layers on the device `meta`, by its config alone: every shape and method, no numbers.
-
-    Raises:
-        FileNotFoundError: the source has no model.
-    """
-    config = load_config(source, trust_remote_code=trust_remote_code)
+def without_weights(source: ModelSource) -> PreTrainedModel:
+    """A model's layers on the device `meta`, by its config alone: every shape and method, no numbers."""
+    config = load_config(source)
     with torch.device("meta"), _reading(source, "config.json"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
     return model
 
 
-def weight_bytes(source: ModelSource, *, trust_remote_code: bool = False) -> float:
+def weight_bytes(source: ModelSource) -> float:
     """Bytes of a model's weights, by its config alone: those of the layers as they are quantised, all else in its
     dtype.
     """
-    model = without_weights(source, trust_remote_code=trust_remote_code)
+    model = without_weights(source)
     layers, width = model.config.get_text_config().num_hidden_layers, dtype_bytes(source, model.config)
     tables = {
         id(weight): weight.numel()
@@ -320,11 +298,6 @@ def _quantised_bytes(quantization: str | dict[str, Any]) -> float:
         flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if quantization.get(name)]
         bits = float([*named, *flags, 16][0])
     return bits / 8 + 4 / 64
-
-
-def num_weights(source: ModelSource, *, trust_remote_code: bool = False) -> int:
-    """How many parameters a model has, by its config alone."""
-    return without_weights(source, trust_remote_code=trust_remote_code).num_parameters()
 
 
 @contextmanager
@@ -366,7 +339,7 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
 
 def emitted_vocab_size(config: PairConfig) -> int:
     """`Pair.vocab_size`, with no model loaded."""
-    target = load_config(config.target, trust_remote_code=config.trust_remote_code)
+    target = load_config(config.target)
     return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
 
 

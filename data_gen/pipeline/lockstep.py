@@ -45,7 +45,7 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
     assert slices is not None
     for source in (pair.target, pair.draft):
         if source.tp_plan is not None:  # before the manifest is settled
-            check_slices(source, load_config(source, trust_remote_code=pair.trust_remote_code), slices.num)
+            check_slices(source, load_config(source), slices.num)
     join()
     is_leader = slices.rank == 0
     if not is_leader:

@@ -98,13 +98,13 @@ def needs(config: Config, num_gpus: int = 1) -> list[Need]:
     Raises:
         ValueError: a model that cannot be cut into so many slices.
     """
-    data, trust = config.data, config.pair.trust_remote_code
+    data = config.data
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
-    sizes = {name: size_of(source, trust_remote_code=trust) for name, source in sources.items() if source is not None}
+    sizes = {name: size_of(source) for name, source in sources.items() if source is not None}
     sliced = sliced_models(config.pair)
     for name in sliced:
         source = getattr(config.pair, name)
-        check_slices(source, load_config(source, trust_remote_code=trust), num_gpus)
+        check_slices(source, load_config(source), num_gpus)
     pair = {name: sizes[name].cut(num_gpus) if name in sliced else sizes[name] for name in ("target", "draft")}
     makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
     stages = _data_stages(pair, data) if makes_data else []
@@ -164,9 +164,9 @@ def _room(need: Need, gpus: Sequence[float]) -> str:
     return f"{need.memory(gpus) / GB:,.0f} GB" if gpus else "no GPU"
 
 
-def size_of(source: ModelSource, *, trust_remote_code: bool = False) -> Size:
+def size_of(source: ModelSource) -> Size:
     """One model's bytes, by its config.json."""
-    whole = load_config(source, trust_remote_code=trust_remote_code)
+    whole = load_config(source)
     text, layers = whole.get_text_config(), whole.get_text_config().num_hidden_layers
     width, num_in_tables = dtype_bytes(source, whole), text.vocab_size * text.hidden_size
     heads = text.num_attention_heads
@@ -175,7 +175,7 @@ def size_of(source: ModelSource, *, trust_remote_code: bool = False) -> Size:
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     all_layers, residuals = layers + source.extra_layers, 4.0 * text.hidden_size * width
     return Size(
-        weights=weight_bytes(source, trust_remote_code=trust_remote_code),
+        weights=weight_bytes(source),
         kv_per_position=2.0 * all_layers * key_heads * head_width * width,
         activations_per_position=residuals + (2 * inner + (heads + 2 * key_heads) * head_width) * width,
         hidden_size=text.hidden_size,

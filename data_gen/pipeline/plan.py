@@ -207,7 +207,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     num_features: float = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
     width = width_of(pair.draft)
     if width is None:
-        width = load_config(pair.draft, trust_remote_code=pair.trust_remote_code).get_text_config().hidden_size
+        width = load_config(pair.draft).get_text_config().hidden_size
     else:  # a feature draft
         num_features *= data.draft_length / data.draft_every
     position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN

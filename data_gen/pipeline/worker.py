@@ -88,9 +88,7 @@ class Worker:
         self.tokenizer = load_pair_tokenizer(pair)
         asks = job.stage in ("together", "respond")
         self._server = make_server(pair, data, tokenizer=self.tokenizer) if asks else None
-        models = {
-            name: load_model(getattr(pair, name), trust_remote_code=pair.trust_remote_code) for name in models_of(job)
-        }
+        models = {name: load_model(getattr(pair, name)) for name in models_of(job)}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
             check_width(model, vocab_size, name)
@@ -267,7 +265,7 @@ def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("d
     for name in names:
         source: ModelSource = getattr(pair, name)
         is_feature_draft = name == "draft" and released_layout_of(source) is not None
-        model = None if is_feature_draft else without_weights(source, trust_remote_code=pair.trust_remote_code)
+        model = None if is_feature_draft else without_weights(source)
         limit = max_positions_of(source) if model is None else max_positions(model)
         if limit is not None and longest > limit:
             raise ValueError(

@@ -58,7 +58,7 @@ def make_server(
     sampling, spelling = Sampling(**vars(pair.sampling)), Spelling(tokenizer, _eos_ids(pair.target, tokenizer))
     reader = None
     if data.labels == "server":
-        width = load_config(pair.target, trust_remote_code=pair.trust_remote_code).get_text_config().vocab_size
+        width = load_config(pair.target).get_text_config().vocab_size
         reader = LawReader(
             sampling=sampling,
             num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),

@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 from configs.schema import ModelSource
 from lm.features.released import commit_of, width_of
+from lm.models.repository import repository_of
 from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20
@@ -36,7 +37,7 @@ HASHES = ("weights", "config")
 _UNTOLD = ("transformers_version", "_name_or_path")
 
 
-def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def describe_model(source: ModelSource) -> dict[str, Any]:
     """Name, revision, commit and hashes of one model.
 
     Raises:
@@ -44,7 +45,7 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
         ValueError: its config does not fit together.
     """
     try:
-        commit, width = _commit_and_width(source, trust_remote_code=trust_remote_code)
+        commit, width = _commit_and_width(source)
     except OSError as error:
         raise FileNotFoundError(
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
@@ -69,14 +70,12 @@ def describe_model(source: ModelSource, *, trust_remote_code: bool = False) -> d
     }
 
 
-def _commit_and_width(source: ModelSource, *, trust_remote_code: bool) -> tuple[str | None, int]:
+def _commit_and_width(source: ModelSource) -> tuple[str | None, int]:
     """The hub's commit, and the width of what heads read."""
     width = width_of(source)
     if width is not None:  # a feature draft: transformers knows not every layout
         return commit_of(source), width
-    config = AutoConfig.from_pretrained(
-        source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
-    )
+    config = AutoConfig.from_pretrained(source.path, **repository_of(source))
     return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 

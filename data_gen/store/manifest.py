@@ -68,8 +68,8 @@ def make_manifest(
     is_served = "server" in (data.source, data.labels)
     return {
         "format": FORMAT,
-        "target": describe_model(pair.target, trust_remote_code=pair.trust_remote_code),
-        "draft": describe_model(pair.draft, trust_remote_code=pair.trust_remote_code),
+        "target": describe_model(pair.target),
+        "draft": describe_model(pair.draft),
         "tokenizer": digest(_tokenizer_text(tokenizer)),
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),

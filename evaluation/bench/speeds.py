@@ -60,7 +60,7 @@ class Stopwatch:
 
     def forwards_s(self, source: ModelSource, extra_layers: int, lengths: Sequence[int] = (0,)) -> list[float]:
         """Median seconds of a forward of 1 + k tokens after the prompt, for each k."""
-        slow = load_model(deeper(source, extra_layers), trust_remote_code=self.models.trust_remote_code)
+        slow = load_model(deeper(source, extra_layers))
         model = CachedModel(slow, vocab_size=self.vocab_size)
         ids = list(self.prompt)
         model.forward(ids)

@@ -255,7 +255,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     on_disk = {name: manifest.get(name) for name in expected}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         hashed = "weights" if "weights" in manifest[name] else "fingerprint"
-        described = _described(source, trust_remote_code=pair.trust_remote_code)
+        described = _described(source)
         if described is None and manifest[name].get(hashed) and manifest[name].get("name") == Path(source.path).name:
             if is_first_process():
                 print(
@@ -277,13 +277,13 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
             )
 
 
-def _described(source: ModelSource, *, trust_remote_code: bool) -> dict[str, Any] | None:
+def _described(source: ModelSource) -> dict[str, Any] | None:
     """The description of a model that lies in a directory of this machine; None where there is none, or nothing that
     can be read.
     """
     if not Path(source.path).is_dir():
         return None
     try:
-        return describe_model(source, trust_remote_code=trust_remote_code)
+        return describe_model(source)
     except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
         return None

@@ -30,7 +30,7 @@ from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
-    "pair": {"gpus", "num_threads"},
+    "pair": {"gpus", "num_threads", "trust_remote_code"},  # the last one is of older runs
     "data": {"batch_size", "chunk_mb", "engine", "ray"},
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {

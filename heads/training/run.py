@@ -46,7 +46,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
             )
         data = RowData(config.data, config.heads, pair=config.pair)
         vocab_size = emitted_vocab_size(config.pair)
-        model = load_model(config.pair.draft, trust_remote_code=config.pair.trust_remote_code, device=device)
+        model = load_model(config.pair.draft, device=device)
         check_width(model, vocab_size, "draft")
         data.draft = draft = DraftFeatures(model, vocab_size=vocab_size, timings=data.timings)
     else:
@@ -71,7 +71,7 @@ def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
     """The draft alone, or with its target where it reads the target's states."""
     if released_layout_of(pair.draft):
         return load_pair(pair).drafting
-    return load_model(pair.draft, trust_remote_code=pair.trust_remote_code, device=_CPU)
+    return load_model(pair.draft, device=_CPU)
 
 
 def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> Float[Tensor, "vocab hidden"]:

@@ -37,9 +37,9 @@ def policies_of(config: Any) -> Policies:
 
 
 def _description(model: Any, role: str) -> Callable[[], dict[str, Any]]:
-    source = ModelSource(path=model.model, revision=model.revision)
+    source = ModelSource(path=model.model, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return lambda: {
         "role": role,
         "path": model.model,
-        **describe_model(source, trust_remote_code=model.trust_remote_code),
+        **describe_model(source),
     }

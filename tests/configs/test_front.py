@@ -124,6 +124,11 @@ def test_screens_follow_the_code():
     ("flags", "hint"),
     [
         (["--data.num_trian", "5"], "did you mean --data.num_train?"),
+        (["--pair.dtype", "float32"], "did you mean --pair.target.dtype or --pair.draft.dtype?"),
+        (
+            ["--pair.trust_remote_code", "true"],
+            "did you mean --pair.target.trust_remote_code or --pair.draft.trust_remote_code?",
+        ),
         (["--heads.depths", "2"], "a list is wanted: --heads.depths '[2]'"),
         (["--heads.timings", "drawn"], "a list is wanted: --heads.timings '[drawn]'"),
         (["--num_train", "5"], "did you mean --data.num_train or --heads.num_train?"),

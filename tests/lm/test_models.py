@@ -1,6 +1,7 @@
 """Pairs that fit, caches that roll back, and the compiled step."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm.models.repository import _warn_of_moving_code, repository_of
 from tests.toys.small_pair import llama
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
@@ -83,6 +85,40 @@ def test_the_width_of_distributions_is_the_largest_id_and_no_more_than_the_targe
     wider = tokenizer_of({str(place): place for place in range(24)} | {"a": 24})
     assert len(wider) == 25
     assert Pair(model, model, None, wider).vocab_size == 24
+
+
+@pytest.mark.parametrize("trusts", [{"target": True}, {"draft": True}, {}])
+def test_code_of_a_repository_runs_for_the_model_that_is_trusted_alone(trusts, tmp_path, capsys):
+    """Each directory has an architecture of its own, which transformers knows by the directory's code alone."""
+    sources = {}
+    for name in ("target", "draft"):
+        path = tmp_path / name
+        shutil.copytree(TINY / name, path)
+        config = json.loads((path / "config.json").read_text())
+        auto = {"AutoConfig": "code.Ours", "AutoModelForCausalLM": "code.OurModel"}
+        (path / "config.json").write_text(json.dumps(config | {"model_type": f"our_{name}", "auto_map": auto}))
+        (path / "code.py").write_text(
+            "from transformers import LlamaConfig, LlamaForCausalLM\n"
+            f"class Ours(LlamaConfig):\n    model_type = 'our_{name}'\n"
+            "class OurModel(LlamaForCausalLM):\n    config_class = Ours\n"
+        )
+        sources[name] = ModelSource(path=str(path), trust_remote_code=trusts.get(name, False))
+    for name, source in sources.items():
+        if trusts.get(name):
+            assert type(load_model(source)).__name__ == "OurModel"
+        else:
+            with pytest.raises(ValueError, match="contains custom code"):
+                load_model(source)
+    assert "warning" not in capsys.readouterr().err  # a directory is what it is
+
+
+@pytest.mark.parametrize(("revision", "is_warned"), [(None, True), ("main", True), ("a" * 40, False)])
+def test_code_at_a_floating_revision_is_warned_of_once(revision, is_warned, capsys):
+    _warn_of_moving_code.cache_clear()
+    for _ in range(2):
+        repository_of(ModelSource(path="org/model", revision=revision, trust_remote_code=True))
+        repository_of(ModelSource(path="org/model", revision=revision))
+    assert capsys.readouterr().err.count("warning: org/model: trust_remote_code") == is_warned
 
 
 def saved_with_one_more_token(source, path):
