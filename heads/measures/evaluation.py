@@ -16,9 +16,8 @@ from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
 from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram, observe
-from heads.measures.running import NUM_POSITIONS, THRESHOLDS, DraftMetric, LogitHistogram
+from heads.measures.running import NUM_POSITIONS, DraftMetric, LogitHistogram
 from heads.measures.scores import Measures, auroc, measures, reliability
-from heads.measures.survival import LAGS
 
 Result = dict[str, Any]
 SIGNALS = ("log_token_prob", "negative_entropy")
@@ -44,8 +43,7 @@ class Evaluation(nn.Module):
         counts = {timing: len(rows) for timing, rows in self._rows.items()}
         self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
         self.raw, self.calibrated = (
-            nn.ModuleDict({timing: DraftMetric(count, lag=LAGS[timing]) for timing, count in counts.items()})
-            for _ in range(2)
+            nn.ModuleDict({timing: DraftMetric(count) for timing, count in counts.items()}) for _ in range(2)
         )
         self.signals = nn.ModuleDict({timing: LogitHistogram(len(SIGNALS)) for timing in counts})
 
@@ -96,27 +94,12 @@ class Evaluation(nn.Module):
 
 
 def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
-    """The metrics of each head by draft position and of the survival product, and its expected rates."""
+    """The metrics of each head by draft position and of the survival product."""
     token = metric.token.compute()
     by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
     along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]
-    counts = metric.counts.compute()
-    discard, verification = counts.discard_rate.tolist(), counts.verification_rate.tolist()
-    results = []
-    for head in range(num_heads):
-        positions = slice(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS)
-        rates = zip(THRESHOLDS, discard[head], verification[head], strict=True)
-        results.append(
-            {
-                "by_position": along[positions],
-                "survival": of_survival[positions],
-                "rates": [
-                    dict(zip(("max_rejection_prob", "discard_rate", "verification_rate"), values, strict=True))
-                    for values in rates
-                ],
-            }
-        )
-    return results
+    positions = [slice(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS) for head in range(num_heads)]
+    return [{"by_position": along[part], "survival": of_survival[part]} for part in positions]
 
 
 def _signal_results(histogram: Histogram) -> dict[str, Any]:

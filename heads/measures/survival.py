@@ -1,5 +1,4 @@
-"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product,
-expected counts.
+"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product.
 
 A draft of k tokens that starts at position s survives with probability S_k(s) = P_s … P_{s+k-1}; a head predicts the
 product of its own. Drafts are taken to start at every position of a response. Draft position k is reached with
@@ -12,36 +11,12 @@ start at each of their places, too. These are indications for choosing heads; `e
 (law 4.10).
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from heads.measures.histogram import Histogram, observe
-
-LAGS = {"fed": 1, "drawn": 0, "prefix": -1, "candidate": 0}
-"""Timing -> by how many tokens the product of a stopping rule is behind the draft: a fed-time head has not scored the
-newest token yet (law 4.8), a prefix head has scored the next one, before which it stops (law 4.8c)."""
-
-
-class ExpectedCounts(NamedTuple):
-    """Sums over responses, by head and threshold (law 4.4: num_drafted + num_rounds = num_tokens + num_discarded)."""
-
-    num_drafted: Float[Tensor, "heads threshold"]
-    num_rounds: Float[Tensor, "heads threshold"]
-    num_tokens: Float[Tensor, "heads threshold"]
-
-    @property
-    def discard_rate(self) -> Float[Tensor, "heads threshold"]:
-        """N_discarded / N."""
-        return (self.num_drafted + self.num_rounds - self.num_tokens) / self.num_tokens
-
-    @property
-    def verification_rate(self) -> Float[Tensor, "heads threshold"]:
-        """N_target / N."""
-        return self.num_rounds / self.num_tokens
 
 
 def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
@@ -116,73 +91,6 @@ def by_place(
 
     token = observe(by_row(places(logit)), by_row(places(label)), by_row(reach))
     return token, observe(by_row(_logit_of_log(log_survival)), by_row(survival), by_row(is_there[None]))
-
-
-def expected_counts(
-    logit: Float[Tensor, "heads tokens"],
-    acceptance_prob: Float[Tensor, " tokens"],
-    *,
-    row_lengths: Int[Tensor, " rows"],
-    thresholds: Float[Tensor, " threshold"],
-    max_draft_length: int,
-    lag: int,
-) -> ExpectedCounts:
-    """Expected counts when each round stops after the token where 1 - (product of predictions) exceeds
-    max_rejection_prob.
-
-    No coin is tossed: the probability that a round starts at each position is carried along the response, from which
-    all counts follow.
-
-    Args:
-        thresholds: values of max_rejection_prob.
-        lag: the entry of `LAGS` for the heads' timing.
-    """
-    mask = _mask(row_lengths)
-    num_rows, width = mask.shape
-    padded = _padded(logit.double(), mask)
-    lengths = _draft_lengths(padded, mask, thresholds, max_draft_length=max_draft_length, lag=lag)
-    prob = F.pad(_padded(acceptance_prob.double(), mask), (0, max_draft_length)).unfold(1, max_draft_length, 1)
-    survival = F.pad(prob.cumprod(-1), (1, 0), value=1.0)
-    rejected = survival[..., :-1] * (1 - prob)
-    # room beyond the end for rounds that start there: they are cut away below
-    visits = lengths.new_zeros(*lengths.shape[:2], num_rows, width + max_draft_length + 2, dtype=torch.float64)
-    visits[..., 0] = 1.0
-    places = torch.arange(max_draft_length, device=mask.device)
-    for start in range(width):
-        visit, length = visits[..., start, None], lengths[..., start, None]
-        # rejected at place k: the next round starts after its replacement, at start + k + 1
-        visits[..., start + 1 : start + 1 + max_draft_length] += visit * (places < length) * rejected[:, start]
-        # all accepted: it starts after the bonus token
-        accepted = survival[:, start].expand(*length.shape[:3], -1).gather(-1, length)
-        visits.scatter_add_(-1, start + 1 + length, visit * accepted)
-    visits = visits[..., :width] * mask
-    num_tokens = mask.sum().double().expand(lengths.shape[:2])
-    return ExpectedCounts((visits * lengths).sum((-2, -1)), visits.sum((-2, -1)), num_tokens)
-
-
-def _draft_lengths(
-    logit: Float[Tensor, "heads rows position"],
-    mask: Bool[Tensor, "rows position"],
-    thresholds: Float[Tensor, " threshold"],
-    *,
-    max_draft_length: int,
-    lag: int,
-) -> Int[Tensor, "heads threshold rows position"]:
-    """The number of tokens that a draft would have that starts at each position. The product only falls, so it is one
-    more than the number of places at which the product is still high enough.
-    """
-    log_hat = F.logsigmoid(logit) * mask
-    cumulative = F.pad(log_hat.cumsum(-1), (1, max_draft_length), mode="constant")
-    # beyond the end the product stays as it is
-    cumulative[..., mask.shape[1] + 1 :] = cumulative[..., mask.shape[1], None]
-    limit = torch.log1p(-thresholds.double()).to(log_hat)[:, None, None]
-    start = cumulative[..., : mask.shape[1]]
-    lengths = torch.ones(len(logit), len(thresholds), *mask.shape, dtype=torch.long, device=mask.device)
-    for drafted in range(1, max_draft_length):
-        scored = drafted - lag
-        lengths += (cumulative[..., scored : scored + mask.shape[1]] - start)[:, None] >= limit
-    left = mask.flip(-1).cumsum(-1).flip(-1)
-    return torch.minimum(lengths, left.clamp(min=1))
 
 
 def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:

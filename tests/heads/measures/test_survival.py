@@ -1,12 +1,10 @@
-"""Along a draft: histograms by position against loops, expected counts against tossed coins and against known
-extremes.
-"""
+"""Along a draft: histograms by position against loops."""
 
 import pytest
 import torch
 
 from heads.measures.histogram import observe
-from heads.measures.survival import by_place, by_position, expected_counts
+from heads.measures.survival import by_place, by_position
 
 LENGTHS = torch.tensor([6, 1, 9])
 
@@ -61,89 +59,3 @@ def test_histograms_by_place_are_those_of_rows_that_are_one_draft_each(rows):
                     torch.testing.assert_close(ours_of[head * 5 + k], whole_of[head], rtol=1e-9, atol=1e-9)
                 torch.testing.assert_close(ours.product[head * 5 + k], whole.product[head], rtol=1e-6, atol=1e-6)
                 torch.testing.assert_close(ours.squares[head * 5 + k], whole.squares[head])
-
-
-def toss(
-    hat: list[float], prob: list[float], threshold: float, lag: int, limit: int, generator: torch.Generator
-) -> tuple[int, int]:
-    """(drafted, rounds) of one response, by the rule of law 4.8 with coins."""
-    drafted = rounds = start = 0
-    while start < len(prob):
-        rounds, length, kept = rounds + 1, 0, 1.0
-        while length < min(limit, len(prob) - start):
-            before, kept = kept, kept * hat[start + length]
-            if lag == -1 and length > 0 and 1 - kept > threshold:
-                break
-            length += 1
-            if lag >= 0 and 1 - (before if lag else kept) > threshold:
-                break
-        drafted += length
-        accepted = 0
-        while accepted < length and float(torch.rand((), generator=generator)) < prob[start + accepted]:
-            accepted += 1
-        start += accepted + 1
-    return drafted, rounds
-
-
-@pytest.mark.parametrize("lag", [-1, 0, 1])
-def test_expected_counts_are_the_means_of_tossed_coins(rows, lag: int):
-    """False alarms: z below 4.5 in 4 comparisons, under 1e-4."""
-    logit, prob = rows[0], rows[1] * 0.5 + 0.5
-    thresholds = torch.tensor([0.3, 0.8])
-    found = expected_counts(logit + 1, prob, row_lengths=LENGTHS, thresholds=thresholds, max_draft_length=4, lag=lag)
-    generator = torch.Generator().manual_seed(2)
-    hat = (logit + 1).double().sigmoid()[0].tolist()
-    for column, threshold in enumerate(thresholds.tolist()):
-        counts = torch.tensor(
-            [
-                [
-                    sum(x)
-                    for x in zip(
-                        *(
-                            toss(hat[s.start : s.stop], prob[s.start : s.stop].tolist(), threshold, lag, 4, generator)
-                            for s in spans()
-                        ),
-                        strict=True,
-                    )
-                ]
-                for _ in range(1500)
-            ],
-            dtype=torch.float64,
-        )
-        expected = torch.stack([found.num_drafted[0, column], found.num_rounds[0, column]])
-        z = (counts.mean(0) - expected) / (counts.std(0) / len(counts) ** 0.5).clamp_min(1e-9)
-        assert z.abs().max() < 4.5, z
-
-
-def test_certain_heads_draft_all_or_one():
-    prob, lengths = torch.ones(10), torch.tensor([10])
-    for logit, drafted, rounds in ((30.0, 10, 1), (-30.0, 5, 5)):
-        found = expected_counts(
-            torch.full((1, 10), logit),
-            prob,
-            row_lengths=lengths,
-            thresholds=torch.tensor([0.5]),
-            max_draft_length=20,
-            lag=0,
-        )
-        assert (float(found.num_drafted), float(found.num_rounds)) == (drafted, rounds)
-    assert float(found.discard_rate) == 0
-
-
-def test_a_fed_time_head_drafts_one_more():
-    """Every token is as good as rejected: the drawn-time head sees it at once, the fed-time head one token later (law
-    4.8).
-    """
-    found = [
-        expected_counts(
-            torch.full((1, 9), -30.0),
-            torch.zeros(9),
-            row_lengths=torch.tensor([9]),
-            thresholds=torch.tensor([0.5]),
-            max_draft_length=20,
-            lag=lag,
-        )
-        for lag in (0, 1)
-    ]
-    assert [float(counts.num_rounds) for counts in found] == [9, 9]
-    assert [float(counts.num_drafted) for counts in found] == [9, 17]

@@ -141,7 +141,7 @@ def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(data
     assert len(results["dev"]["heads"]) == 16
     head = written["results"]["test"]["heads"]["drawn+s-d2-w6"]
     assert {"calibrated_kl", "raw_kl", "auroc", "calibrated_ece", "raw_brier", "temperature"} <= head.keys()
-    assert {"by_position", "survival", "rates", "reliability"} <= head["raw"].keys()
+    assert {"by_position", "survival", "reliability"} <= head["raw"].keys()
     assert set(written["results"]["dev"]["signals"]["fed"]) == {"log_token_prob", "negative_entropy"}
     assert "| log_token_prob alone (drawn) |" in (tmp_path / "run" / "tables.md").read_text()
     assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} >= {
