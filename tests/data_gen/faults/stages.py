@@ -1,0 +1,219 @@
+"""A tiny experiment whose stages run in forked children, faults that disturb them, and what is compared afterwards."""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig
+from data_gen.pipeline.command import make
+from evaluation.traces.command import trace
+from heads.command import export
+from heads.model.head import AcceptanceHead
+from heads.training.command import train
+from store.shards import verify_shard
+from tests.toys.saved_pair import save_toy
+
+_END_S = 60  # a stage of the tiny experiment takes seconds: one that runs this long hangs
+_PIPE_BYTES = 2**20  # what a child may print before it is read
+_CAP_VERSION_3, _CAP_DAC_OVERRIDE = 0x20080522, 1
+Digests = dict[str, str]
+
+
+class Stage(NamedTuple):
+    """One command; it takes the config, and the folder of the undisturbed run with the results of earlier stages."""
+
+    name: str
+    work: Callable[[Config, Path], object]
+    folder: str
+    results: tuple[str, ...]
+    """Patterns of files in the folder that depend on the config alone."""
+
+
+def _train(config: Config, whole: Path) -> None:
+    train(replace(config, data=replace(config.data, dir=str(whole / "data"))))
+
+
+def _export(config: Config, whole: Path) -> None:
+    export(at(config, whole), out=str(Path(config.heads.dir) / "exported"), force=True)
+
+
+def _apart(config: Config) -> Config:
+    return replace(config, data=replace(config.data, mode="sequential"))
+
+
+_SHARDS = ("rows/*", "features/**/*", "errors.jsonl")
+_TRACES = ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")
+STAGES = {
+    "data": Stage("data", lambda config, whole: make(config), "data", _SHARDS),
+    "sequential": Stage("sequential", lambda config, whole: make(_apart(config)), "data", _SHARDS),
+    "training": Stage("training", _train, "heads", ("val_metrics.json", "tables.md")),
+    "export": Stage("export", _export, "heads", ("exported/**/*",)),
+    "trace": Stage("trace", lambda config, whole: trace(config), "decode", _TRACES),
+}
+
+
+def experiment(folder: Path) -> Config:
+    """The tiny experiment: its models are in `folder`, its results in `folder`/whole."""
+    for name, size in (("target", 16), ("draft", 8)):
+        save_toy(folder / name, hidden_size=size, seed=size)
+    target, draft = (ModelSource(path=str(folder / name)) for name in ("target", "draft"))
+    data = {"num_train": 12, "num_dev": 4, "num_test": 4, "max_prompt_tokens": 200, "max_new_tokens": 12}
+    heads = {"depths": (0, 1), "reject_weights": (1.0, 6.0), "timings": ("fed", "drawn"), "batch_size": 4}
+    config = Config(
+        pair=PairConfig(target=target, draft=draft, num_threads=1),
+        data=DataConfig(**data, rows_per_shard=2, batch_size=8),
+        heads=HeadsConfig(**heads, checkpoint_every_n_steps=2),
+        trainer={"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+        decode=DecodeConfig(num_dev=4, num_test=4, prompts_per_shard=1, max_new_tokens=12, max_draft_length=6),
+    )
+    return at(config, folder / "whole")
+
+
+def at(config: Config, folder: Path) -> Config:
+    """The experiment with all its results in another folder."""
+    dirs = {name: replace(getattr(config, name), dir=str(folder / name)) for name in ("data", "heads", "decode")}
+    return replace(config, **dirs)
+
+
+class Child:
+    """Work in a forked child, which ends as a command does: 0, or 2 and one line, or 1 and a traceback."""
+
+    def __init__(self, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> None:
+        self.began, self.said = time.monotonic(), ""
+        self._output, end = os.pipe()
+        fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(end, 1)
+            os.dup2(end, 2)
+            self._run(work, before)
+        os.close(end)
+
+    def _run(self, work: Callable[[], object], before: Callable[[], object]) -> None:
+        sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))  # not pytest's
+        status = 1
+        try:
+            before()
+            work()
+            status = 0
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def signal_after(self, seconds: float, number: signal.Signals) -> None:
+        """Send a signal after so many seconds, if the child still runs."""
+        while time.monotonic() < self.began + seconds:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return
+            time.sleep(0.002)
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """The child's exit status, negative for a signal."""
+        while time.monotonic() < self.began + _END_S:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                with os.fdopen(self._output, errors="replace") as output:
+                    self.said = output.read()
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"the stage hangs: it has not ended after {_END_S} s")
+
+    def has_one_clear_line(self) -> bool:
+        """Whether it ended as a user's error does, with one line."""
+        lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
+        return len(lines) == 1 and "Traceback" not in self.said
+
+
+def limit_files(num_bytes: int) -> None:
+    """No file of this process can become larger: each write beyond it fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def obey_permissions() -> None:
+    """Even root of this process cannot write where permissions forbid it."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << _CAP_DAC_OVERRIDE)  # of the effective capabilities
+    assert libc.capset(header, sets) == 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The undisturbed run, and a folder for disturbed ones."""
+
+    config: Config
+    whole: Path
+    folder: Path
+    durations_s: dict[str, float]
+    reference: dict[str, Digests]
+
+    def start(self, stage: Stage, *, before: Callable[[], object] = lambda: None) -> Child:
+        """Start the stage in a child process."""
+        return Child(lambda: stage.work(at(self.config, self.folder), self.whole), before)
+
+    def must_lose_nothing(self, stage: Stage) -> None:
+        """Every file that a disturbed stage has reported as written is whole, and is the undisturbed run's."""
+        folder = self.folder / stage.folder
+        if stage.name == "training" and (folder / "last.ckpt").is_file():
+            torch.load(folder / "last.ckpt", weights_only=True, map_location="cpu")
+        for path in (folder / "exported").glob("[!.]*"):
+            AcceptanceHead.from_pretrained(path)
+        for sidecar in () if stage.folder == "heads" else folder.rglob("[!.]*-*.json"):
+            path = sidecar.with_suffix("")
+            name = str(path.relative_to(folder))
+            if name.startswith("stages") and not path.exists():
+                continue  # an earlier stage's result that was being removed, its shard being whole
+            verify_shard(path)
+            assert name.startswith("stages") or digest(path) == self.reference[stage.name][name]
+
+    def must_finish(self, stage: Stage) -> None:
+        """The stage runs to its end, and its results are those of the undisturbed run."""
+        child = self.start(stage)
+        assert child.wait() == 0, child.said[-1000:]
+        assert results(self.folder, stage) == self.reference[stage.name]
+
+
+def results(folder: Path, stage: Stage) -> Digests:
+    """sha256 of every file of a stage that depends on its config alone."""
+    folder /= stage.folder
+    paths = [path for pattern in stage.results for path in folder.glob(pattern) if path.is_file()]
+    found = {str(path.relative_to(folder)): digest(path) for path in paths if path.name[0] != "."}
+    return found | ({"weights": _digest_of_weights(folder / "last.ckpt")} if stage.name == "training" else {})
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file; of metrics without the name of their run, which is random."""
+    content = path.read_bytes()
+    if path.name == "val_metrics.json":
+        content = json.dumps(json.loads(content) | {"run": None}).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _digest_of_weights(path: Path) -> str:
+    state = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+    contents = [name.encode() + tensor.contiguous().numpy().tobytes() for name, tensor in sorted(state.items())]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
