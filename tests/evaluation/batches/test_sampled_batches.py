@@ -1,18 +1,19 @@
-"""Batches of 7 with real random numbers write with the target's law; `benchmarks.batch_law` asks the same of a hundred
-times as many.
+"""Batches of 7 with real random numbers write with the target's law.
 
 A lossless batch fails one of these tests with a probability of `FALSE_ALARM` per p-value and seed; seeds are fixed.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+from scipy.stats import kstest
 
-import benchmarks.batch_law as batch_law
-from benchmarks.batch_law import FALSE_ALARM, LawCase, cases, p_value
 from lm import RandomDraws
+from lm.uniforms import seed_of
 from tests.decode.mutants import MUTANTS
+from tests.evaluation.batches import sampled_laws
+from tests.evaluation.batches.sampled_laws import FALSE_ALARM, LawCase, cases, p_value
 
 NUM = 420
 CASES = ("toys batch_rule plain", "toys learning_rule cold", "llamas batch_rule")
@@ -39,9 +40,9 @@ def test_a_batch_with_another_law_would_not_pass(mutant, monkeypatch):
 
 def test_neighbours_that_share_their_draws_would_not_pass(monkeypatch):
     case = case_of("toys batch_rule plain")
-    monkeypatch.setattr(batch_law, "RandomDraws", lambda seed: RandomDraws(seeds[seed]))
+    monkeypatch.setattr(sampled_laws, "RandomDraws", lambda seed: RandomDraws(seeds[seed]))
     source = 1
-    seeds = {batch_law.seed_of(source, place): place // 2 for place in range(NUM)}
+    seeds = {seed_of(source, place): place // 2 for place in range(NUM)}
     answers = case.answers(NUM, source)
     assert case.law_p(answers) > FALSE_ALARM, "each alone has the law"
     assert case.neighbours_p(answers) < FALSE_ALARM
@@ -60,6 +61,22 @@ def test_p_values_of_cases_that_share_a_seed_lie_together():
     shared, separate = (float(np.corrcoef(np.array(p).T)[pairs].mean()) for p in (together, apart))
     assert shared > 0.2, "of independent ones the mean of 45 correlations over 8 seeds has a standard deviation of 0.06"
     assert abs(separate) < 0.2
+
+
+@pytest.mark.slow
+def test_p_values_of_all_cases_are_uniform_alone_between_neighbours_and_pooled():
+    """So are those of answers that numpy draws from the exact law: the chi-square approximation is good enough."""
+    every, num_samples, num = list(cases()), 2, 112
+    arms = defaultdict[str, list[float]](list)
+    for case in every:
+        samples = [case.answers(num, seed_of(0, "law", number, case.name)) for number in range(num_samples)]
+        arms["law"] += [case.law_p(answers) for answers in samples]
+        arms["neighbours"] += [case.neighbours_p(answers) for answers in samples]
+        arms["pooled"].append(case.law_p([answer for answers in samples for answer in answers]))
+        arms["control"].append(case.law_p(case.drawn(num, seed_of(0, "control", case.name))))
+    assert len(every) > 80
+    found = {name: float(kstest(values, "uniform").pvalue) for name, values in arms.items()}
+    assert min(found.values()) > FALSE_ALARM, found
 
 
 def test_outcomes_that_are_rare_are_pooled_before_any_is_seen_and_impossible_ones_are_refused():
